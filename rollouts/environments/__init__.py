@@ -1,0 +1,15 @@
+"""Environments: the protocol, a base for tool users, and the ready-made small ones."""
+
+from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, ToolEnvironment, tool
+from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.environments.single_turn import SingleTurnEnvironment
+
+__all__ = [
+    "CalculatorEnvironment",
+    "Environment",
+    "EnvironmentFactory",
+    "SingleTurnEnvironment",
+    "StepResult",
+    "ToolEnvironment",
+    "tool",
+]

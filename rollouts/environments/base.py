@@ -1,0 +1,146 @@
+"""What an environment is: one task, played once, in messages.
+
+Invariant: an environment lives for one episode (start, steps, close; there is no reset) and sees messages only, never a
+token, a policy or a sample. Its author raises plain exceptions; whoever drives it runs it inside a boundary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
+
+import attrs
+import msgspec
+
+from rollouts.dtypes import Message, Prompt, Tool, ToolCall
+from rollouts.errors import ConfigError
+
+__all__ = ["Environment", "EnvironmentFactory", "StepResult", "ToolEnvironment", "tool"]
+
+
+@attrs.frozen
+class StepResult:
+    """What the world answered to one reply of the model."""
+
+    messages: tuple[Message, ...] = attrs.field(default=(), converter=tuple)
+    """New messages for the model: one tool message for each call, in the order of the calls, or user messages."""
+    done: bool = False
+    """The episode is over; ``messages`` are then not rendered any more."""
+    reward: float = 0.0
+    """Reward of this step; a reward function may use or ignore it."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode. Made fresh for each rollout and closed at its end, whatever happened."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools that the model is told of; the same for the whole episode."""
+        ...
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        """Begin with a prompt; return the messages that open the conversation."""
+        ...
+
+    async def step(self, reply: Message) -> StepResult:
+        """Answer one reply. Its tool calls are sound and name tools of this environment."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what the episode held. Called once, also after a failure or a cancellation."""
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+"""A class or a ``functools.partial`` of one: called without arguments for each rollout."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def tool(method: Method) -> Method:
+    """Mark a method of a :class:`ToolEnvironment` as a tool.
+
+    The signature becomes the JSON schema, the docstring's first line its description. The method may be sync or async.
+    It returns the text for the model; what it raises as ``ValueError`` or ``ArithmeticError`` goes to the model too.
+    """
+    method.__rollouts_tool__ = True  # type: ignore[attr-defined]
+    return method
+
+
+class ToolEnvironment:
+    """An environment whose tools are its methods marked with :func:`tool`.
+
+    A reply without tool calls ends the episode; override :meth:`answer` for anything else.
+    """
+
+    system_prompt: str = ""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return tuple(entry.tool for entry in _tool_methods(type(self)).values())
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        messages = prompt.messages
+        if self.system_prompt and (not messages or messages[0].role != "system"):
+            messages = (Message("system", self.system_prompt), *messages)
+        return messages
+
+    async def step(self, reply: Message) -> StepResult:
+        if not reply.tool_calls:
+            return await self.answer(reply)
+        results = [await self._run(call) for call in reply.tool_calls]
+        errors = sum(failed for _, failed in results)
+        return StepResult(messages=tuple(message for message, _ in results), metrics={"tool_errors": errors})
+
+    async def answer(self, reply: Message) -> StepResult:
+        """A reply without tool calls."""
+        return StepResult(done=True)
+
+    async def close(self) -> None:
+        return None
+
+    async def _run(self, call: ToolCall) -> tuple[Message, bool]:
+        failed = False
+        try:
+            arguments = msgspec.convert(dict(call.arguments), _tool_methods(type(self))[call.name].arguments)
+            result = getattr(self, call.name)(**msgspec.structs.asdict(arguments))
+            content = str(await result if inspect.isawaitable(result) else result)
+        except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
+            content, failed = f"Error: {error}", True
+        return Message("tool", content, tool_call_id=call.id, name=call.name), failed
+
+
+@attrs.frozen
+class _ToolMethod:
+    tool: Tool
+    arguments: type[msgspec.Struct]
+
+    @classmethod
+    def of(cls, name: str, method: Callable[..., Any]) -> _ToolMethod:
+        hints = get_type_hints(method)
+        fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+        for parameter in list(inspect.signature(method).parameters.values())[1:]:
+            if parameter.name not in hints:
+                argument = f"{method.__qualname__}({parameter.name})"
+                raise ConfigError.of(argument, "no annotation", "a type for each argument of a tool")
+            entry = (parameter.name, hints[parameter.name])
+            fields.append(entry if parameter.default is parameter.empty else (*entry, parameter.default))
+        arguments = msgspec.defstruct(name, fields, forbid_unknown_fields=True)
+        _, components = msgspec.json.schema_components([arguments])
+        schema = {key: value for key, value in components[name].items() if key != "title"}
+        description = (inspect.getdoc(method) or "").partition("\n")[0]
+        return cls(Tool(name, description, schema), arguments)
+
+
+@functools.cache
+def _tool_methods(cls: type) -> dict[str, _ToolMethod]:
+    """The marked methods in the order of their definition, those of base classes first."""
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        names.update(dict.fromkeys(name for name, value in vars(base).items() if hasattr(value, "__rollouts_tool__")))
+    return {name: _ToolMethod.of(name, getattr(cls, name)) for name in names}

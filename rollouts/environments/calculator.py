@@ -1,0 +1,87 @@
+"""A calculator with four tools, and an endless supply of small problems for it.
+
+The model may calculate in several steps; a reply without a tool call is its final answer and ends the episode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from rollouts.dtypes import Prompt
+from rollouts.environments.base import ToolEnvironment, tool
+
+__all__ = ["CalculatorEnvironment", "calculator_prompts"]
+
+
+class CalculatorEnvironment(ToolEnvironment):
+    """Add, subtract, multiply and divide; whole results are written without a decimal point."""
+
+    system_prompt = "Use the tools. Finish with: The answer is N."
+
+    @tool
+    def add(self, a: float, b: float) -> str:
+        """Add b to a."""
+        return _written(a + b)
+
+    @tool
+    def subtract(self, a: float, b: float) -> str:
+        """Subtract b from a."""
+        return _written(a - b)
+
+    @tool
+    def multiply(self, a: float, b: float) -> str:
+        """Multiply a by b."""
+        return _written(a * b)
+
+    @tool
+    def divide(self, a: float, b: float) -> str:
+        """Divide a by b."""
+        return _written(a / b)
+
+
+def _written(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+_PHRASES = {
+    "+": ("What is {a} + {b}?", "Add {a} and {b}.", "What is the sum of {a} and {b}?", "{a} plus {b}?", "Increase {a} by {b}."),
+    "-": ("What is {a} - {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.", "{a} minus {b}?", "Decrease {a} by {b}."),
+    "*": ("What is {a} * {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?", "{a} times {b}?", "What is {a} multiplied by {b}?"),
+}  # fmt: skip
+_APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+def calculator_prompts(seed: int, *, two_step_share: float = 0.5) -> Iterator[Prompt]:
+    """Endless problems in one or two steps, the same for the same seed.
+
+    ``label`` and ``metadata["ground_truth"]`` hold the answer as text, ``metadata["steps"]`` the operations as
+    ``(operator, a, b)`` in the order in which they must be done.
+    """
+    rng = random.Random(seed)
+    while True:
+        yield _two_steps(rng) if rng.random() < two_step_share else _one_step(rng)
+
+
+def _operand(rng: random.Random) -> int:
+    return rng.randint(1, 9) if rng.random() < 0.3 else rng.randint(10, 99)
+
+
+def _one_step(rng: random.Random) -> Prompt:
+    operator = rng.choice("+-*")
+    a, b = _operand(rng), _operand(rng)
+    return _prompt(rng.choice(_PHRASES[operator]).format(a=a, b=b), [(operator, a, b)])
+
+
+def _two_steps(rng: random.Random) -> Prompt:
+    first, second = rng.choice("+-*"), rng.choice("+-*")
+    a, b, c = _operand(rng), _operand(rng), _operand(rng)
+    inner = _APPLY[first](a, b)
+    if rng.random() < 0.5:
+        return _prompt(f"What is ({a} {first} {b}) {second} {c}?", [(first, a, b), (second, inner, c)])
+    return _prompt(f"What is {c} {second} ({a} {first} {b})?", [(first, a, b), (second, c, inner)])
+
+
+def _prompt(text: str, steps: list[tuple[str, int, int]]) -> Prompt:
+    answer = str(_APPLY[steps[-1][0]](*steps[-1][1:]))
+    return Prompt(text, label=answer, metadata={"ground_truth": answer, "steps": steps})

@@ -1,0 +1,33 @@
+"""One question, one answer: the environment of tasks that need no world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.environments.base import StepResult
+
+__all__ = ["SingleTurnEnvironment"]
+
+
+class SingleTurnEnvironment:
+    """Opens with the prompt and ends at the first reply."""
+
+    def __init__(self, system_prompt: str = "") -> None:
+        self.system_prompt = system_prompt
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return ()
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        messages = prompt.messages
+        if self.system_prompt and (not messages or messages[0].role != "system"):
+            messages = (Message("system", self.system_prompt), *messages)
+        return messages
+
+    async def step(self, reply: Message) -> StepResult:
+        return StepResult(done=True)
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,187 @@
+"""The error tree, and the one boundary that foreign code runs inside.
+
+Invariant: whatever an environment, a reward, a filter or a generate function raises leaves :func:`boundary` as a typed
+failure with its place and its cause, within its deadline; a broken law of our own passes through untouched. While
+something runs inside a boundary, :func:`waits` lists it.
+
+This module knows nothing of what runs inside; it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import attrs
+
+__all__ = [
+    "ConfigError",
+    "ContextOverflow",
+    "DataExhausted",
+    "EndpointError",
+    "EndpointRefused",
+    "EndpointUnavailable",
+    "EnvironmentFailure",
+    "Failure",
+    "FilterFailure",
+    "ForeignFailure",
+    "GenerateFailure",
+    "RewardFailure",
+    "RolloutsError",
+    "TokenMismatchError",
+    "Wait",
+    "at",
+    "boundary",
+    "waits",
+]
+
+
+class RolloutsError(Exception):
+    """Root of everything that this package raises on purpose."""
+
+
+class ConfigError(RolloutsError, ValueError):
+    """Something the user gave is wrong: the message names the field, the value, and what was expected."""
+
+    @classmethod
+    def of(cls, field: str, value: Any, expected: str) -> ConfigError:
+        """Make the error from its three parts."""
+        return cls(f"{field}: got {_short(value)}; expected {expected}")
+
+
+class EndpointError(RolloutsError):
+    """The inference endpoint did not give a completion."""
+
+
+class EndpointUnavailable(EndpointError):
+    """Not reachable, overloaded or broken: worth another attempt, later or elsewhere."""
+
+
+class EndpointRefused(EndpointError):
+    """The server understood the request and will not serve it: the same request is never sent again."""
+
+
+class ContextOverflow(EndpointError):
+    """The request does not fit the model's context; the agent loop turns it into a stop reason."""
+
+
+class ForeignFailure(RolloutsError):
+    """Code that is not ours raised, or overran its deadline. ``__cause__`` is what it raised."""
+
+
+class EnvironmentFailure(ForeignFailure):
+    """An environment failed to start, step or close."""
+
+
+class GenerateFailure(ForeignFailure):
+    """A generate function raised, or gave back something that is not a rollout."""
+
+
+class RewardFailure(ForeignFailure):
+    """A reward raised, overran its deadline, or was not a finite number."""
+
+
+class FilterFailure(ForeignFailure):
+    """A filter raised, did not answer with a bool, or accepts nothing."""
+
+
+class DataExhausted(RolloutsError):
+    """The data buffer ran dry before a batch was full. What is finished stays with the manager."""
+
+
+class TokenMismatchError(RolloutsError):
+    """A law of the house is broken: a bug of this package, always a crash, never data."""
+
+
+@attrs.frozen
+class Failure:
+    """The record of one failure, kept beside the rollout that it ended."""
+
+    kind: str
+    """The error class, e.g. ``"EnvironmentFailure"``."""
+    message: str
+    place: str
+    """Which rollout it was, e.g. ``"group 12 · sample 3"``."""
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Record an error with its whole chain of causes."""
+        text = "".join(traceback.format_exception(error))
+        return cls(kind=type(error).__name__, message=str(error), place=_PLACE.get(), traceback=text)
+
+
+@attrs.frozen
+class Wait:
+    """Something that is being waited for at this moment."""
+
+    place: str
+    what: str
+    since: float
+    """``time.monotonic()`` when it began."""
+    deadline: float | None
+    """``time.monotonic()`` when it is given up, or ``None``."""
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        left = "" if self.deadline is None else f", {max(0.0, self.deadline - now):.0f} s left"
+        return f"{self.place}: {self.what} for {now - self.since:.1f} s{left}"
+
+
+_PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", default="here")
+_WAITS: dict[int, Wait] = {}
+_NUMBERS = itertools.count()
+
+
+def waits() -> list[Wait]:
+    """Everything that this process waits for now, oldest first."""
+    return sorted(_WAITS.values(), key=lambda wait: wait.since)
+
+
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """Name the place that waits and failures inside are attributed to."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+@contextlib.contextmanager
+def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None = None) -> Iterator[None]:
+    """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
+
+    Args:
+        failure: the class to raise.
+        what: what runs, for the message and for :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
+        seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
+
+    Raises:
+        RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
+    """
+    now = time.monotonic()
+    number = next(_NUMBERS)
+    _WAITS[number] = Wait(_PLACE.get(), what, now, None if seconds is None else now + seconds)
+    try:
+        with anyio.move_on_after(seconds) as scope:
+            yield
+    except RolloutsError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where everything is caught
+        raise failure(f"{what} raised {type(error).__name__}: {error}") from error
+    finally:
+        del _WAITS[number]
+    if scope.cancelled_caught:
+        raise failure(f"{what} did not answer within {seconds:g} s")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,1 @@
+"""Inference endpoints: tokens in, tokens out, over HTTP."""
