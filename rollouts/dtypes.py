@@ -186,7 +186,7 @@ class Message:
         return cls(
             role=chat.get("role"),  # type: ignore[arg-type]  # the validator answers a wrong one
             content="" if content is None else content,
-            tool_calls=tuple(calls),
+            tool_calls=calls,
             tool_call_id=chat.get("tool_call_id"),
             name=chat.get("name"),
             reasoning=chat.get("reasoning_content"),

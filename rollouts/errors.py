@@ -174,7 +174,7 @@ def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None =
             yield
     except RolloutsError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where everything is caught
+    except (Exception, SystemExit) as error:
         raise failure(f"{what} raised {type(error).__name__}: {error}") from error
     finally:
         del _WAITS[number]
