@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import inspect
 import itertools
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import attrs
 
 __all__ = [
@@ -38,6 +41,8 @@ __all__ = [
     "Wait",
     "at",
     "boundary",
+    "call_foreign",
+    "function_name",
     "waits",
 ]
 
@@ -174,12 +179,43 @@ def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None =
             yield
     except RolloutsError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where everything is caught
+    except (Exception, SystemExit) as error:
         raise failure(f"{what} raised {type(error).__name__}: {error}") from error
     finally:
         del _WAITS[number]
     if scope.cancelled_caught:
         raise failure(f"{what} did not answer within {seconds:g} s")
+
+
+async def call_foreign(
+    failure: type[RolloutsError], what: str, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+) -> Any:
+    """Call a user's function inside a :func:`boundary`, sync or async.
+
+    A sync one runs in a worker thread, so it cannot stall the loop; at its deadline the thread is abandoned.
+    """
+    with boundary(failure, what, seconds=seconds):
+        if _is_async(function):
+            return await function(*arguments)
+        value = await anyio.to_thread.run_sync(functools.partial(function, *arguments), abandon_on_cancel=True)
+        return await value if inspect.isawaitable(value) else value
+
+
+def function_name(function: Any) -> str:
+    """A name for messages: that of a function, of a partial's function, or of an object's class."""
+    function = _unwrapped(function)
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _is_async(function: Any) -> bool:
+    function = _unwrapped(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _short(value: Any) -> str:
