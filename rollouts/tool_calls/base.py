@@ -110,7 +110,7 @@ class BlockDialect:
         return Reply(
             content="\n".join(part.strip() for part in said if part.strip()),
             reasoning="\n".join(thought.strip() for thought in thoughts) if thoughts else None,
-            tool_calls=tuple(calls),
+            tool_calls=calls,
         )
 
 
