@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rollouts.engine import DEMO_MODEL
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.testing.server import StubServer
+from rollouts.training.verify import check_sample
 
 from rollouts.agent import run_agent
 from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, VersionSpan
-from rollouts.engine import DEMO_MODEL
 from rollouts.errors import TokenMismatchError
-from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import load_tokenizer, renderer_for
 from rollouts.testing.policy import Reply, ScriptedPolicy
-from rollouts.testing.server import StubServer
 from rollouts.training import trajectory_to_sample
-from rollouts.training.verify import check_sample
 from rollouts.trajectory import Trajectory, digest
 from tests.worlds import RandomWorld, Speller
 
