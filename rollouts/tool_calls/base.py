@@ -36,7 +36,7 @@ class Reply:
     """What is neither reasoning nor a call; text after the last call included."""
     reasoning: str | None = None
     """What stood in the thinking block; ``None`` when there was no such block."""
-    tool_calls: tuple[ToolCall, ...] = attrs.field(default=(), converter=tuple)
+    tool_calls: tuple[ToolCall, ...] = ()
     """Calls in the order in which they were written, malformed ones among them."""
 
 
