@@ -27,7 +27,7 @@ from rollouts.dtypes import Message, TokenColumn, Tool, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
 from rollouts.renderer.selftest import SelfTest, run_self_test
-from rollouts.renderer.template import ChatTemplate, chat_of
+from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.tool_calls import Dialect, dialect_of_template, get_dialect
 
@@ -131,7 +131,7 @@ class Renderer:
         if known is not None:
             return known.result()
         try:
-            text = self._template.render([chat_of(message) for message in messages], tools)
+            text = self._template.render(messages, tools)
             mine.set_result(packed_tokens(self._codec.encode(text)))
         except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
             with self._lock:

@@ -15,7 +15,7 @@ import attrs
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import Strategy, bridge_text
-from rollouts.renderer.template import ChatTemplate, chat_of
+from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]
 
@@ -40,6 +40,8 @@ class SelfTest:
     template: str
     strategy: str
     steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
+    """What is worth knowing and no matter of tokens."""
 
     @property
     def verdict(self) -> Verdict:
@@ -63,6 +65,7 @@ class SelfTest:
         width = max(len(step.name) for step in self.steps)
         lines = [f"self-test of chat template {self.template}, dummy {self.strategy!r}: {self.verdict}"]
         lines += [f"  {step.name:<{width}}  {step.verdict:<7}  {step.reason}".rstrip() for step in self.steps]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -101,7 +104,7 @@ def run_self_test(
     reasons = _opens_freely(template, opening, tools)
     parallel = 2 if not tools or _takes_two_calls(template, opening, tools) else 1
     steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel, reasons)))
-    return SelfTest(template.name, strategy[0], tuple(steps))
+    return SelfTest(template.name, strategy[0], tuple(steps), _notes(template, opening, tools))
 
 
 def _turns(tools: Sequence[Tool], parallel: int, reasons: bool) -> list[_Turn]:
@@ -132,10 +135,18 @@ def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons
     return _Turn(name, reply, tuple(results), tuple(f"argument{n}" for n in numbers))
 
 
+def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, ...]:
+    try:
+        untold = bool(tools) and template.render(opening, tools) == template.render(opening)
+    except ConfigError:
+        return ()
+    return ("the template does not tell the model of its tools; say so in the system prompt",) if untold else ()
+
+
 def _opens_freely(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
     """Whether the model may think: not where the prompt ends in a thinking block that is closed already."""
     try:
-        text = template.render([chat_of(message) for message in opening], tools)
+        text = template.render(opening, tools)
     except ConfigError:
         return True
     return not text.rstrip().endswith("</think>")
@@ -145,7 +156,7 @@ def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: 
     """Some templates refuse a second call in one turn, some leave it out."""
     turn = _tool_turn("", tools, 1, 2, reasons=False)
     try:
-        text = template.render([chat_of(message) for message in (*opening, turn.reply, *turn.new)], tools)
+        text = template.render([*opening, turn.reply, *turn.new], tools)
     except ConfigError:
         return False
     first, second = turn.marks
@@ -164,7 +175,7 @@ def _judge(
     history = list(opening)
     name = "opening" if opening[0].role == "system" else "opening, no system prompt"
     try:
-        before: str | None = template.render([chat_of(message) for message in history], tools)
+        before: str | None = template.render(history, tools)
     except ConfigError as error:
         yield Step(name, "refused", str(error))
         return
@@ -172,7 +183,7 @@ def _judge(
     for turn in turns:
         history.append(turn.reply)
         try:
-            whole = template.render([chat_of(message) for message in (*history, *turn.new)], tools)
+            whole = template.render([*history, *turn.new], tools)
             bridge = bridge_text(template, strategy, history, turn.new, tools, stops)
         except ConfigError as error:
             yield Step(turn.name, "refused", str(error))
@@ -211,7 +222,7 @@ def _bridge_verdict(whole: str, bridge: str, turn: _Turn, encode: Callable[[str]
 def _own_turn(template: ChatTemplate, history: Sequence[Message], tools: Sequence[Tool], mark: str) -> str | None:
     """The conversation up to the last mark of the last reply, as the template writes it while nothing follows."""
     try:
-        text = template.render([chat_of(message) for message in history], tools, generation_prompt=False)
+        text = template.render(history, tools, generation_prompt=False)
     except ConfigError:
         return None
     head, found, _ = text.rpartition(mark)
