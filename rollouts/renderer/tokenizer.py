@@ -80,7 +80,8 @@ class Codec:
     """Encode and decode with one tokenizer.
 
     Fast tokenizers are used raw, without their Python wrapper: the wrapper sets padding and truncation on a shared
-    object at each call, which is not safe in threads. One that has no raw tokenizer is used as it is, one thread at a time.
+    object at each call, which is not safe in threads. One that has no raw tokenizer is used as it is,
+    one thread at a time.
     """
 
     def __init__(self, tokenizer: Any) -> None:
