@@ -9,10 +9,10 @@ from typing import Any
 
 import anyio
 import pytest
-from rollouts.engine import DEMO_MODEL
 
 from rollouts.agent import run_agent
 from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, Tool
+from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment, StepResult, ToolEnvironment, tool
 from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
@@ -304,9 +304,9 @@ async def test_seeds_differ_by_turn_and_rollout(renderer: Renderer, ids: Any) ->
 async def test_a_template_that_failed_its_self_test_is_refused(ids: Any) -> None:
     """Before anything is sampled."""
     tokenizer = load_tokenizer(DEMO_MODEL)
-    counting = "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    renderer = Renderer(tokenizer, chat_template=counting, dialect="hermes")
-    with pytest.raises(ConfigError, match=r"refused|exact"):
+    backwards = "{% for m in messages | reverse %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    renderer = Renderer(tokenizer, chat_template=backwards, dialect="hermes")
+    with pytest.raises(ConfigError, match="the self-test refuses its step"):
         await play(renderer, [ids("3<|im_end|>")])
 
 

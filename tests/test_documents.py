@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from rollouts.engine import DEMO_MODEL
-from rollouts.testing.server import StubServer
 
 from rollouts.dtypes import Endpoint
+from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.renderer import load_tokenizer
+from rollouts.testing.server import StubServer
 from rollouts.training import (
     AsyncRolloutManager,
     DataBuffer,

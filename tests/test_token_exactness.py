@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollouts.engine import DEMO_MODEL
-from rollouts.inference.sglang import SGLangPolicy
-from rollouts.testing.server import StubServer
-from rollouts.training.verify import check_sample
 
 from rollouts.agent import run_agent
 from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, VersionSpan
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import TokenMismatchError
+from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import load_tokenizer, renderer_for
 from rollouts.testing.policy import Reply, ScriptedPolicy
+from rollouts.testing.server import StubServer
 from rollouts.training import trajectory_to_sample
+from rollouts.training.verify import check_sample
 from rollouts.trajectory import Trajectory, digest
 from tests.worlds import RandomWorld, Speller
 
@@ -41,7 +41,7 @@ TOKENIZERS = ["demo", "qwen3", "qwen2_5"]
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     if request.param == "demo":
         return load_tokenizer(DEMO_MODEL)
-    return load_tokenizer(request.getfixturevalue("asset_tokenizer")(request.param))
+    return load_tokenizer(request.getfixturevalue("tokenizer_folder")(request.param))
 
 
 def play(tokenizer: Any, seed: int, **limits: Any) -> tuple[Trajectory, ScriptedPolicy, list[list[int]]]:

@@ -29,7 +29,7 @@ __all__ = ["Answers", "GenerateBody", "Refusal", "check_ids", "decoded", "read_g
 T = TypeVar("T")
 
 
-class Refusal(RolloutsError):  # noqa: N818 - it is an answer
+class Refusal(RolloutsError):
     """A request that is answered with an error."""
 
     def __init__(self, message: str, status: int = 400, body: Any = None) -> None:
