@@ -212,7 +212,7 @@ def _is_cancelled() -> bool:
 
 def _raise_what_is_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
     """A group may hold, beside a guest's errors, a broken law of ours, or a signal to the process."""
-    broken = group.subgroup(TokenMismatchError)
+    broken: BaseException | None = group.subgroup(TokenMismatchError)
     while isinstance(broken, BaseExceptionGroup):
         broken = broken.exceptions[0]
     if broken is not None:
