@@ -6,6 +6,7 @@ What happens to the requests that run is the caller's choice, by name. This modu
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,7 +30,12 @@ at once on what the old weights computed: nothing is read again, and their later
 
 
 async def update_weights(
-    endpoint: Endpoint, folder: str | Path, version: str, *, while_running: WhileRunning = "wait", seconds: float = 600.0
+    endpoint: Endpoint,
+    folder: str | Path,
+    version: str,
+    *,
+    while_running: WhileRunning = "wait",
+    seconds: float = 600.0,
 ) -> None:
     """Serve the weights of ``folder``, on every worker of the endpoint.
 
@@ -52,15 +58,15 @@ async def update_weights(
     try:
         with boundary(EndpointUnavailable, f"updating weights to {version}", seconds=seconds):
             for url in endpoint.base_url:
-                await _update(transport, url, Path(folder).absolute(), version, while_running)
+                await _update(transport, url, os.path.abspath(folder), version, while_running)
     finally:
         with anyio.CancelScope(shield=True):
             await transport.aclose()
 
 
-async def _update(transport: Transport, url: str, folder: Path, version: str, while_running: WhileRunning) -> None:
+async def _update(transport: Transport, url: str, folder: str, version: str, while_running: WhileRunning) -> None:
     body = {
-        "model_path": str(folder),
+        "model_path": folder,
         "weight_version": version,
         "flush_cache": while_running != "in_place",
         "abort_all_requests": while_running == "abort",

@@ -71,8 +71,10 @@ def collate(samples: Sequence[Sample], *, device: Any = None, pad_token_id: int 
     Raises:
         ConfigError: no samples, torch is not installed, or a sample lacks something; the message names it.
     """
-    torch = _torch()
     _check_all(samples)
+    _check_torch()
+    import torch
+
     lengths = np.array([len(sample) for sample in samples])
     shape = (len(samples), int(lengths.max()))
     tokens = np.full(shape, pad_token_id, np.int64)
@@ -134,8 +136,10 @@ def collate_packed(samples: Sequence[Sample], *, device: Any = None) -> PackedBa
     Raises:
         ConfigError: as :func:`collate`.
     """
-    torch = _torch()
     _check_all(samples)
+    _check_torch()
+    import torch
+
     logprobs = [
         np.zeros(len(sample), np.float32) if sample.logprob_column is None else sample.logprob_column
         for sample in samples
@@ -209,12 +213,11 @@ def _rollouts(samples: Sequence[Sample]) -> list[tuple[str, int]]:
     ]
 
 
-def _torch() -> Any:
+def _check_torch() -> None:
     try:
-        import torch
+        import torch  # noqa: F401
     except ImportError:
         raise ConfigError.of("collate", "no torch", 'torch installed: pip install "rollouts[engine]"') from None
-    return torch
 
 
 def _check_all(samples: Sequence[Sample]) -> None:
