@@ -277,10 +277,10 @@ def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     Raises:
         ConfigError: the tokenizer does not load, or :class:`Renderer` refuses it.
     """
-    if isinstance(tokenizer, str | Path):
-        tokenizer = _loaded(tokenizer)
     key = repr(sorted(kwargs.items()))
     with _SHARED_LOCK:
+        if isinstance(tokenizer, str | Path):
+            tokenizer = _loaded(tokenizer)
         shared = _SHARED.setdefault(tokenizer, {})
         if key not in shared:
             shared[key] = Renderer(tokenizer, **kwargs)
