@@ -19,7 +19,8 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from rollouts.engine.model import Loaded, SlotModel, load_weights
+from rollouts.engine.loading import Loaded, load_weights
+from rollouts.engine.model import SlotModel
 from rollouts.engine.protocol import Refusal
 from rollouts.engine.requests import Request, Rules
 from rollouts.engine.scheduler import Scheduler

@@ -28,10 +28,11 @@ import attrs
 import msgspec
 from aiohttp import web
 
+from rollouts.engine.answers import Answers
 from rollouts.engine.control import control_routes
 from rollouts.engine.frontend import Frontend
-from rollouts.engine.model import load_folder
-from rollouts.engine.protocol import Answers, GenerateBody, Refusal, decoded, read_generate
+from rollouts.engine.loading import load_folder
+from rollouts.engine.protocol import GenerateBody, Refusal, decoded, read_generate
 from rollouts.engine.requests import Request
 from rollouts.errors import ConfigError
 
