@@ -89,6 +89,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in early releases of transformers 5
+
 
 class SlotModel:
     """Runs a model over slots. One thread at a time."""

@@ -122,6 +122,10 @@ class Scheduler:
     def resume(self) -> None:
         self.paused = False
 
+    def hold(self, held: bool) -> None:
+        """Admit nothing more, or admit again."""
+        self.holding = held
+
     def flush(self) -> bool:
         """Forget all cached prefixes; refused while requests need theirs."""
         if self.slots.busy.any() or (self._waiting and not (self.paused or self.holding)):

@@ -272,7 +272,7 @@ async def test_a_flush_fails_while_requests_run(client: Any) -> None:
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
 async def test_health_samples_a_token_and_blocks_while_paused(serving: Callable[..., Any], path: str) -> None:
     """A paused engine is not dead, but its health check fails after its time: ``/ready`` tells the two apart."""
-    async with serving(health_seconds=0.2) as client:
+    async with serving(health_seconds=1.0) as client:
         well, _ = await client.get(path)
         await client.post("/pause_generation", mode="in_place")
         paused, _ = await client.get(path)

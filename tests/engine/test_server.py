@@ -315,14 +315,32 @@ async def test_the_texts_of_tokens_come_on_request(client: Any, tokenizer: Any) 
     assert [text for _, _, text in triples] == [tokenizer.decode([token]) for token in answer["output_ids"]]
 
 
-async def test_a_disconnect_aborts_the_request(client: Any) -> None:
+async def load(client: Any, name: str) -> int:
+    return int((await client.get("/v1/loads"))[1]["loads"][0][name])
+
+
+async def test_a_call_that_is_given_up_is_aborted(client: Any) -> None:
+    """A client that stops waiting for its answer leaves nothing running."""
+    long = {"ignore_eos": True, "max_new_tokens": 900}
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: client.generate(input_ids=[1, 2, 3], sampling_params={**long, "n": 8}))
+        with anyio.fail_after(10):
+            while not await load(client, "num_running_reqs"):
+                pass
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(10):
+        while await load(client, "num_total_reqs"):
+            pass
+
+
+async def test_a_disconnect_ends_a_stream(client: Any) -> None:
     """A client that goes away leaves nothing running, and its rid is free again."""
     ask = {"input_ids": [1, 2, 3], "sampling_params": {"ignore_eos": True, "max_new_tokens": 900}, "rid": "gone"}
     events = client.stream(**ask)
     assert (await anext(events))["meta_info"]["id"] == "gone"
     await events.aclose()
     with anyio.fail_after(10):
-        while (await client.get("/v1/loads"))[1]["loads"][0]["num_total_reqs"]:
+        while await load(client, "num_total_reqs"):
             pass
         while (await client.post("/generate", **{**ask, "sampling_params": FREE}))[0] == 400:
             pass
