@@ -12,23 +12,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from rollouts.engine import DEMO_MODEL, running_server
 
-from rollouts.engine import DEMO_MODEL, running_server  # noqa: E402 - only where torch is
-
-torch.set_num_threads(1)
-
-TINY = {
-    "qwen3": lambda: transformers.Qwen3Config(
+TINY: dict[str, Callable[[Any], Any]] = {
+    "qwen3": lambda transformers: transformers.Qwen3Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
     ),
-    "llama": lambda: transformers.LlamaConfig(
+    "llama": lambda transformers: transformers.LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
     ),
-    "qwen2": lambda: transformers.Qwen2Config(
+    "qwen2": lambda transformers: transformers.Qwen2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
     ),
@@ -75,6 +70,7 @@ def _content(text: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def engine(model: Path = DEMO_MODEL, **options: Any) -> AsyncIterator[Client]:
+    pytest.importorskip("torch").set_num_threads(1)
     options.setdefault("slots", 8)
     async with running_server(model, **options) as url, aiohttp.ClientSession() as session:
         yield Client(session, url)
@@ -93,12 +89,15 @@ def serving() -> Callable[..., contextlib.AbstractAsyncContextManager[Client]]:
 
 
 def loaded(folder: Path) -> Any:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.set_num_threads(1)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., list[float]]:
     """Teacher-forced logprobs of a reply, by transformers alone."""
+    torch = pytest.importorskip("torch")
     model_of = functools.cache(loaded)
 
     def logprobs(
@@ -115,9 +114,10 @@ def reference() -> Callable[..., list[float]]:
 @pytest.fixture(scope="session", params=list(TINY))
 def tiny_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model of each family, and no tokenizer."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
-    config = TINY[request.param]()
+    config = TINY[request.param](transformers)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -125,6 +125,7 @@ def tiny_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo model's weights, moved a little."""
+    torch = pytest.importorskip("torch")
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("other")
     model = loaded(DEMO_MODEL)
@@ -137,4 +138,4 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    return transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(DEMO_MODEL)
