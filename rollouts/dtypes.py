@@ -363,7 +363,7 @@ class Completion:
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...] = attrs.field(converter=tuple)
+    versions: Sequence[VersionSpan]
     """Which weights sampled which tokens; covers ``0..n`` without gap or overlap."""
     prompt_tokens: int
     """How many ids the server says it was given."""

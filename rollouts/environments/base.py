@@ -28,8 +28,8 @@ class StepResult:
     """New messages for the model: one tool message for each call, in the order of the calls, or user messages."""
     done: bool = False
     """The episode is over; ``messages`` are then not rendered any more."""
-    reward: float = 0.0
-    """Reward of this step; a reward function may use or ignore it."""
+    reward: float | None = None
+    """Reward of this step, if it has one; without a reward function their sum is the rollout's reward."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``."""
 
