@@ -239,6 +239,7 @@ async def test_naming_the_weights_aborts_everything_unless_told_not_to(client: A
     """The default of ``abort_all_requests`` is a trap that clients must know."""
     running = await begun(client)
     kept = await client.post("/update_weight_version", new_version="v1", abort_all_requests=False)
+    await client.generate(input_ids=[9, 9, 9], sampling_params=SHORT)  # steps that the running request takes too
     lost = await client.post("/update_weight_version", new_version="v2")
     answer = await running.end()
     assert (kept[0], lost[0]) == (200, 200)
