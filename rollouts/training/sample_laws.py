@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.training.run_folder import Row, column_digests
+from rollouts.training.run_folder import column_digests
+from rollouts.training.types import Sample
 from rollouts.trajectory import digest
 
-__all__ = ["LAWS", "Entry", "Stored", "Violation", "check_sample"]
+__all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored"]
 
 LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
 
@@ -70,26 +71,22 @@ class Stored(msgspec.Struct):
     digests: dict[str, int | None]
 
 
-@attrs.frozen
-class Entry:
-    """A row that has the shape of a stored sample."""
-
-    row: Row
-    stored: Stored
-
-    @property
-    def place(self) -> str:
-        return f"{self.row} (group {self.stored.group_index} · index {self.stored.index})"
+def check_sample(sample: Sample) -> list[Violation]:
+    """Every way in which laws 1 and 2 do not hold for a sample in memory."""
+    columns = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
+    fields = {**sample.to_dict(), "outcome": "kept", "batch": None, "digests": columns}
+    fields |= {name: fields[name] or 0 for name in ("group_index", "index", "rollout_id")}
+    stored = msgspec.convert(fields, Stored)
+    return check_stored(stored, repr(sample))
 
 
-def check_sample(entry: Entry) -> list[Violation]:
-    """Every way in which laws 1 and 2 do not hold for a sample."""
-    stored, place = entry.stored, entry.place
+def check_stored(stored: Stored, place: str) -> list[Violation]:
+    """Every way in which laws 1 and 2 do not hold for a stored sample; ``place`` names it in messages."""
     try:
         tokens = np.array(stored.tokens, np.int32)
     except OverflowError:
         return [Violation(1, f"{place}, tokens", "an id over 32 bits", "ids of 32 bits")]
-    violations = list(_check_tokens(entry, tokens))
+    violations = list(_check_tokens(stored, place, tokens))
     columns = _columns(stored)
     if columns is None:
         widths = [len(stored.tokens), len(stored.loss_mask), len(stored.rollout_log_probs or ())]
@@ -97,8 +94,8 @@ def check_sample(entry: Entry) -> list[Violation]:
         expected = "three columns of one length, the mask of 0 and 1, with logprobs where it is 1"
         return [*violations, Violation(2, place, got, expected)]
     mask, logprobs = columns
-    violations += _check_mask(entry, mask)
-    violations += _check_logprobs(entry, mask, logprobs)
+    violations += _check_mask(stored, place, mask)
+    violations += _check_logprobs(place, mask, logprobs)
     if violations:
         return violations
     found = column_digests(tokens, mask, None if stored.rollout_log_probs is None else logprobs)
@@ -111,15 +108,15 @@ def check_sample(entry: Entry) -> list[Violation]:
     ]
 
 
-def _check_tokens(entry: Entry, tokens: npt.NDArray[np.int32]) -> Iterator[Violation]:
+def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) -> Iterator[Violation]:
     """Law 1: the checksum of each request is that of the tokens stored before its reply."""
     crc = position = end = 0
     if len(tokens) and tokens.min() < 0:
         position = int(tokens.argmin())
-        yield Violation(1, f"{entry.place}, tokens, position {position}", str(tokens[position]), "an id >= 0")
+        yield Violation(1, f"{sample}, tokens, position {position}", str(tokens[position]), "an id >= 0")
         return
-    for number, call in enumerate(entry.stored.calls):
-        place = f"{entry.place}, call {number}"
+    for number, call in enumerate(stored.calls):
+        place = f"{sample}, call {number}"
         if not max(end, 1) <= call.start <= call.stop <= len(tokens):
             expected = f"a range between {max(end, 1)}, where the last one ended, and {len(tokens)}"
             yield Violation(1, place, f"positions {call.start} to {call.stop}", expected)
@@ -133,37 +130,35 @@ def _check_tokens(entry: Entry, tokens: npt.NDArray[np.int32]) -> Iterator[Viola
         position, end = call.start, call.stop
 
 
-def _check_mask(entry: Entry, mask: npt.NDArray[np.bool_]) -> Iterator[Violation]:
+def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iterator[Violation]:
     """Law 2: trained exactly where a call sampled, and there exactly one version did."""
-    sampled = _covered(len(mask), ((call.start, call.stop) for call in entry.stored.calls))
-    yield from _compare(entry, "loss_mask", mask, sampled, "1 where a call sampled, 0 elsewhere")
-    spans = [(start, stop) for _, start, stop in entry.stored.versions]
+    sampled = _covered(len(mask), ((call.start, call.stop) for call in stored.calls))
+    yield from _compare(place, "loss_mask", mask, sampled, "1 where a call sampled, 0 elsewhere")
+    spans = [(start, stop) for _, start, stop in stored.versions]
     inside = all(0 <= start < stop <= len(mask) for start, stop in spans)
     if not inside or any(left[1] > right[0] for left, right in itertools.pairwise(spans)):
         expected = f"spans between 0 and {len(mask)}, one after the other"
-        yield Violation(2, f"{entry.place}, versions", str(spans), expected)
+        yield Violation(2, f"{place}, versions", str(spans), expected)
     else:
-        yield from _compare(entry, "versions", _covered(len(mask), spans), sampled, "a version where a call sampled")
+        yield from _compare(place, "versions", _covered(len(mask), spans), sampled, "a version where a call sampled")
 
 
-def _check_logprobs(
-    entry: Entry, mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]
-) -> Iterator[Violation]:
+def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]) -> Iterator[Violation]:
     """Law 2: a logprob where a token is trained, and nowhere else."""
     good = np.where(mask, np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE), logprobs == 0)
     if not good.all():
         position = int(good.argmin())
-        place = f"{entry.place}, rollout_log_probs, position {position}"
+        place = f"{sample}, rollout_log_probs, position {position}"
         expected = "a finite number <= 0, since the mask is 1" if mask[position] else "0, since the mask is 0"
         yield Violation(2, place, str(logprobs[position]), expected)
 
 
 def _compare(
-    entry: Entry, name: str, got: npt.NDArray[np.bool_], expected: npt.NDArray[np.bool_], rule: str
+    sample: str, name: str, got: npt.NDArray[np.bool_], expected: npt.NDArray[np.bool_], rule: str
 ) -> Iterator[Violation]:
     if not np.array_equal(got, expected):
         position = int((got != expected).argmax())
-        place = f"{entry.place}, {name}, position {position}"
+        place = f"{sample}, {name}, position {position}"
         yield Violation(2, place, str(int(got[position])), f"{int(expected[position])}: {rule}")
 
 

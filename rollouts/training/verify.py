@@ -18,10 +18,10 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError
-from rollouts.training.run_folder import Place, read_file, read_info, run_files
-from rollouts.training.sample_laws import LAWS, Entry, Stored, Violation, check_sample
+from rollouts.training.run_folder import Place, Row, read_file, read_info, run_files
+from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 
-__all__ = ["LAWS", "Report", "Spread", "Violation", "verify_run"]
+__all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
 
 
 @attrs.frozen
@@ -74,6 +74,18 @@ def verify_run(path: str | Path) -> Report:
     return _Verification(Path(path)).report
 
 
+@attrs.frozen
+class _Entry:
+    """A row that has the shape of a stored sample."""
+
+    row: Row
+    stored: Stored
+
+    @property
+    def place(self) -> str:
+        return f"{self.row} (group {self.stored.group_index} · index {self.stored.index})"
+
+
 class _Verification:
     def __init__(self, run: Path) -> None:
         self.report = Report()
@@ -108,7 +120,7 @@ class _Verification:
 
     # -- files and groups --
 
-    def _read(self, place: Place, file: str) -> Iterator[list[Entry]]:
+    def _read(self, place: Place, file: str) -> Iterator[list[_Entry]]:
         """Check one file; gives its groups."""
         number = None
         if place == "kept":
@@ -131,11 +143,11 @@ class _Verification:
         if place == "kept" and self.batch_size and groups != self.batch_size:
             self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
 
-    def _entries(self, place: Place, file: str, batch: int | None) -> Iterator[Entry]:
+    def _entries(self, place: Place, file: str, batch: int | None) -> Iterator[_Entry]:
         try:
             for row in read_file(self.run, place, file):
                 try:
-                    entry = Entry(row, msgspec.convert(row.data, Stored))
+                    entry = _Entry(row, msgspec.convert(row.data, Stored))
                 except msgspec.ValidationError as error:
                     self._broken(4, str(row), f"a row that is not a stored sample ({error})", "what the run wrote")
                     continue
@@ -144,7 +156,7 @@ class _Verification:
         except ConfigError as error:
             self._broken(4, str(self.run / file), error, "rows as the run wrote them")
 
-    def _check_group(self, group: Sequence[Entry], place: Place) -> None:
+    def _check_group(self, group: Sequence[_Entry], place: Place) -> None:
         """Law 5 on one group, and that it stands nowhere else."""
         head = group[0]
         number = head.stored.group_index
@@ -205,7 +217,7 @@ class _Verification:
 
     # -- one sample --
 
-    def _check_sample(self, entry: Entry, outcome: str, batch: int | None) -> None:
+    def _check_sample(self, entry: _Entry, outcome: str, batch: int | None) -> None:
         stored = entry.stored
         checked = self.report.checked
         checked[1].update(samples=1, calls=len(stored.calls))
@@ -213,7 +225,7 @@ class _Verification:
         checked[3].update(samples=1, calls=len(stored.calls))
         checked[4].update(samples=1)
         checked[5].update(samples=1)
-        self.report.violations += check_sample(entry)
+        self.report.violations += check_stored(stored, entry.place)
         for call in stored.calls:
             if call.request_id in self.requests:
                 expected = f"one sample for each request, and {self.requests[call.request_id]} has it"
