@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 import attrs
-from rollouts.recipe import Recipe
 
 from environments.gsm8k import CalculatorGSM8K, SingleTurnGSM8K, gsm8k_reward, load_gsm8k
 from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.recipe import Recipe
 from rollouts.training import (
     DataBuffer,
     RolloutConfig,

@@ -41,7 +41,7 @@ TOKENIZERS = ["demo", "qwen3", "qwen2_5"]
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     if request.param == "demo":
         return load_tokenizer(DEMO_MODEL)
-    return load_tokenizer(request.getfixturevalue("asset_tokenizer")(request.param))
+    return load_tokenizer(request.getfixturevalue("tokenizer_folder")(request.param))
 
 
 def play(tokenizer: Any, seed: int, **limits: Any) -> tuple[Trajectory, ScriptedPolicy, list[list[int]]]:

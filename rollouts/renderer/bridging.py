@@ -14,24 +14,24 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
+from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.template import ChatTemplate, chat_of
+from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["STRATEGIES", "Strategy", "bridge_text", "closes_turns"]
 
 _SENTINEL = "qz7sentinelqz7"
 
-Strategy = Callable[[Sequence[Message]], list[ChatDict]]
+Strategy = Callable[[Sequence[Message]], list[Message]]
 """What the dummy has between the system prompt and its last turn, given the real history."""
 
 
-def short(history: Sequence[Message]) -> list[ChatDict]:
+def short(history: Sequence[Message]) -> list[Message]:
     """One user turn."""
-    return [{"role": "user", "content": "U"}]
+    return [Message("user", "U")]
 
 
-def one_round(history: Sequence[Message]) -> list[ChatDict]:
+def one_round(history: Sequence[Message]) -> list[Message]:
     """One user turn, and one round of tools when the history has any.
 
     For templates with a switch that the first tool result flips for the rest of the conversation.
@@ -39,8 +39,8 @@ def one_round(history: Sequence[Message]) -> list[ChatDict]:
     opening = short(history)
     if any(message.role == "tool" for message in history):
         call = ToolCall("f", {"x": "1"}, id="call00000")
-        opening.append(chat_of(Message("assistant", tool_calls=(call,))))
-        opening.append(chat_of(Message("tool", "1", tool_call_id=call.id, name=call.name)))
+        opening.append(Message("assistant", tool_calls=(call,)))
+        opening.append(Message("tool", "1", tool_call_id=call.id, name=call.name))
     return opening
 
 
@@ -69,16 +69,15 @@ def bridge_text(
     Raises:
         ConfigError: the template renders none of the dummies, or loses the new messages.
     """
-    system = [chat_of(m) for m in itertools.takewhile(lambda message: message.role == "system", history)]
+    system = itertools.takewhile(lambda message: message.role == "system", history)
     opening = [*system, *strategy(history)]
-    answers = [chat_of(message) for message in new]
     sentinel = _SENTINEL
     while any(sentinel in message.content for message in new):
         sentinel += "z"
     reasons: list[str] = []
     for kind, dummy in _dummies(history[-1] if history else None, new, sentinel):
         try:
-            text = template.render([*opening, chat_of(dummy), *answers], tools)
+            text = template.render([*opening, dummy, *new], tools)
         except ConfigError as error:
             reasons.append(f"{kind}: {error}")
             continue
@@ -130,7 +129,7 @@ def closes_turns(template: ChatTemplate) -> bool:
 
     Where it does not, the first mark of a bridge is the header of the next message and must never be left out.
     """
-    dummy = [*short(()), {"role": "assistant", "content": _SENTINEL}]
+    dummy = [*short(()), Message("assistant", _SENTINEL)]
     try:
         _, found, rest = template.render(dummy, generation_prompt=False).rpartition(_SENTINEL)
     except ConfigError:

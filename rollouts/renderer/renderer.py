@@ -27,7 +27,7 @@ from rollouts.dtypes import Message, TokenColumn, Tool, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
 from rollouts.renderer.selftest import SelfTest, run_self_test
-from rollouts.renderer.template import ChatTemplate, chat_of
+from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.tool_calls import Dialect, dialect_of_template, get_dialect
 
@@ -35,6 +35,7 @@ __all__ = ["Renderer", "renderer_for"]
 
 _OPENINGS_KEPT = 512
 _PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
+_SYSTEM = "You are a careful assistant."
 _OPEN_REASONING = re.compile(r"<think>\s*\Z")
 
 
@@ -130,7 +131,7 @@ class Renderer:
         if known is not None:
             return known.result()
         try:
-            text = self._template.render([chat_of(message) for message in messages], tools)
+            text = self._template.render(messages, tools)
             mine.set_result(packed_tokens(self._codec.encode(text)))
         except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
             with self._lock:
@@ -188,11 +189,8 @@ class Renderer:
     def _strategy(self) -> str:
         if self._given_strategy is not None:
             return self._given_strategy
-        for name in STRATEGIES:
-            for system in ("system", None):
-                if self._tested(name, (_PROBE,), system).verdict != "refused":
-                    return name
-        return next(iter(STRATEGIES))
+        tried = {name: self._tested(name, (_PROBE,), None).verdict for name in STRATEGIES}
+        return next((name for name, verdict in tried.items() if verdict != "refused"), next(iter(STRATEGIES)))
 
     # -- tokens to messages -------------------------------------------------------------------------------------------
 
@@ -223,20 +221,28 @@ class Renderer:
 
     # -- the start-up test --------------------------------------------------------------------------------------------
 
-    def self_test(self, tools: Sequence[Tool] = (), system: str | None = "You are a careful assistant.") -> SelfTest:
+    def self_test(self, tools: Sequence[Tool] = (), system: str | None = _SYSTEM) -> SelfTest:
         """Compare bridges with the template's own rendering of a synthetic conversation.
 
-        Steps with tools are tested when there are tools. The result is remembered for the same arguments.
+        Steps with tools are tested when there are tools. A template that takes no system prompt is tested without one,
+        unless one is given. The result is remembered for the same arguments.
         """
         key = (repr(tuple(tools)), system)
         found = self._self_tests.get(key)
         if found is None:
-            found = self._self_tests[key] = self._tested(self._strategy, tools, system)
+            found = self._tested(self._strategy, tools, system)
+            if found.steps[0].verdict == "refused" and system is _SYSTEM:
+                found = min(found, self._tested(self._strategy, tools, None), key=_is_refused_at_once)
+            self._self_tests[key] = found
         return found
 
     def _tested(self, strategy: str, tools: Sequence[Tool], system: str | None) -> SelfTest:
         encode = functools.partial(self._codec.encode, counted=False)
         return run_self_test(self._template, (strategy, STRATEGIES[strategy]), encode, self._stops, tools, system)
+
+
+def _is_refused_at_once(found: SelfTest) -> bool:
+    return found.steps[0].verdict == "refused"
 
 
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
@@ -271,10 +277,10 @@ def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     Raises:
         ConfigError: the tokenizer does not load, or :class:`Renderer` refuses it.
     """
-    if isinstance(tokenizer, str | Path):
-        tokenizer = _loaded(tokenizer)
     key = repr(sorted(kwargs.items()))
     with _SHARED_LOCK:
+        if isinstance(tokenizer, str | Path):
+            tokenizer = _loaded(tokenizer)
         shared = _SHARED.setdefault(tokenizer, {})
         if key not in shared:
             shared[key] = Renderer(tokenizer, **kwargs)

@@ -6,6 +6,7 @@ rendering of the whole conversation. This module knows the template from outside
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
@@ -14,7 +15,7 @@ import attrs
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import Strategy, bridge_text
-from rollouts.renderer.template import ChatTemplate, chat_of
+from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]
 
@@ -39,6 +40,8 @@ class SelfTest:
     template: str
     strategy: str
     steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
+    """What is worth knowing and no matter of tokens."""
 
     @property
     def verdict(self) -> Verdict:
@@ -62,6 +65,7 @@ class SelfTest:
         width = max(len(step.name) for step in self.steps)
         lines = [f"self-test of chat template {self.template}, dummy {self.strategy!r}: {self.verdict}"]
         lines += [f"  {step.name:<{width}}  {step.verdict:<7}  {step.reason}".rstrip() for step in self.steps]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -73,7 +77,7 @@ class _Turn:
     reply: Message
     new: tuple[Message, ...]
     marks: tuple[str, ...] = ()
-    """Text of the reply's calls, which a faithful template writes."""
+    """What a faithful template writes of the reply: its content, or the arguments of its calls."""
 
 
 def run_self_test(
@@ -97,42 +101,62 @@ def run_self_test(
     opening = (
         [Message("user", "userone")] if system is None else [Message("system", system), Message("user", "userone")]
     )
+    reasons = _opens_freely(template, opening, tools)
     parallel = 2 if not tools or _takes_two_calls(template, opening, tools) else 1
-    steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel)))
-    return SelfTest(template.name, strategy[0], tuple(steps))
+    steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel, reasons)))
+    return SelfTest(template.name, strategy[0], tuple(steps), _notes(template, opening, tools))
 
 
-def _turns(tools: Sequence[Tool], parallel: int) -> list[_Turn]:
+def _turns(tools: Sequence[Tool], parallel: int, reasons: bool) -> list[_Turn]:
     turns = []
     if tools:
-        turns.append(_tool_turn("tools, first round" + (" (2 calls)" if parallel == 2 else ""), tools, 1, parallel))
-        turns.append(_tool_turn("tools, next round", tools, 3, 1))
+        turns.append(
+            _tool_turn("tools, first round" + (" (2 calls)" if parallel == 2 else ""), tools, 1, parallel, reasons)
+        )
+        turns.append(_tool_turn("tools, next round", tools, 3, 1, reasons))
     user = "user, after tools" if tools else "user"
-    turns.append(_Turn(user, _reply("finalone"), (Message("user", "usertwo"),)))
-    turns.append(_Turn("user, again", _reply("finaltwo"), (Message("user", "userthree"),)))
+    turns.append(_Turn(user, _reply("finalone", reasons), (Message("user", "usertwo"),), ("finalone",)))
+    turns.append(_Turn("user, again", _reply("finaltwo", reasons), (Message("user", "userthree"),), ("finaltwo",)))
     return turns
 
 
-def _reply(content: str) -> Message:
-    return Message("assistant", content, reasoning=f"thought{content}")
+def _reply(content: str, reasons: bool) -> Message:
+    return Message("assistant", content, reasoning=f"thought{content}" if reasons else None)
 
 
-def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int) -> _Turn:
+def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons: bool) -> _Turn:
     numbers = range(first, first + count)
     calls = [ToolCall(tools[n % len(tools)].name, {"x": f"argument{n}"}, id=f"call{n:05d}") for n in numbers]
     results = [
         Message("tool", f"result{n}", tool_call_id=call.id, name=call.name)
         for n, call in zip(numbers, calls, strict=True)
     ]
-    reply = Message("assistant", tool_calls=tuple(calls), reasoning=f"thought{first}")
+    reply = Message("assistant", tool_calls=tuple(calls), reasoning=f"thought{first}" if reasons else None)
     return _Turn(name, reply, tuple(results), tuple(f"argument{n}" for n in numbers))
+
+
+def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, ...]:
+    try:
+        untold = bool(tools) and template.render(opening, tools) == template.render(opening)
+    except ConfigError:
+        return ()
+    return ("the template does not tell the model of its tools; say so in the system prompt",) if untold else ()
+
+
+def _opens_freely(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    """Whether the model may think: not where the prompt ends in a thinking block that is closed already."""
+    try:
+        text = template.render(opening, tools)
+    except ConfigError:
+        return True
+    return not text.rstrip().endswith("</think>")
 
 
 def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
     """Some templates refuse a second call in one turn, some leave it out."""
-    turn = _tool_turn("", tools, 1, 2)
+    turn = _tool_turn("", tools, 1, 2, reasons=False)
     try:
-        text = template.render([chat_of(message) for message in (*opening, turn.reply, *turn.new)], tools)
+        text = template.render([*opening, turn.reply, *turn.new], tools)
     except ConfigError:
         return False
     first, second = turn.marks
@@ -149,24 +173,26 @@ def _judge(
     turns: Sequence[_Turn],
 ) -> Iterator[Step]:
     history = list(opening)
+    name = "opening" if opening[0].role == "system" else "opening, no system prompt"
     try:
-        before: str | None = template.render([chat_of(message) for message in history], tools)
+        before: str | None = template.render(history, tools)
     except ConfigError as error:
-        yield Step("opening", "refused", str(error))
+        yield Step(name, "refused", str(error))
         return
-    yield Step("opening", *_opening_verdict(before or "", opening))
+    yield Step(name, *_opening_verdict(before or "", opening))
     for turn in turns:
         history.append(turn.reply)
         try:
-            whole = template.render([chat_of(message) for message in (*history, *turn.new)], tools)
+            whole = template.render([*history, *turn.new], tools)
             bridge = bridge_text(template, strategy, history, turn.new, tools, stops)
         except ConfigError as error:
             yield Step(turn.name, "refused", str(error))
             before = None
         else:
             verdict, reason = _bridge_verdict(whole, bridge, turn, encode)
-            if verdict == "exact" and before is not None and not whole.startswith(before):
-                verdict, reason = "forks", _rewritten(before, whole)
+            if verdict == "exact" and before is not None:
+                own = _own_turn(template, history, tools, turn.marks[-1])
+                verdict, reason = _history_verdict([text for text in (before, own, whole) if text is not None])
             yield Step(turn.name, verdict, reason)
             before = whole
         history.extend(turn.new)
@@ -193,12 +219,26 @@ def _bridge_verdict(whole: str, bridge: str, turn: _Turn, encode: Callable[[str]
     return "exact", ""
 
 
+def _own_turn(template: ChatTemplate, history: Sequence[Message], tools: Sequence[Tool], mark: str) -> str | None:
+    """The conversation up to the last mark of the last reply, as the template writes it while nothing follows."""
+    try:
+        text = template.render(history, tools, generation_prompt=False)
+    except ConfigError:
+        return None
+    head, found, _ = text.rpartition(mark)
+    return head + found if found else None
+
+
+def _history_verdict(texts: Sequence[str]) -> tuple[Verdict, str]:
+    """Each text must begin with the one before it: the prompt, the prompt with the reply, the next prompt."""
+    for before, after in itertools.pairwise(texts):
+        if not after.startswith(before):
+            at = _shared(before, after)
+            return "forks", f"history rewritten: {before[at : at + 30]!r} became {after[at : at + 30]!r}"
+    return "exact", ""
+
+
 def _shared(one: str, other: str) -> int:
     """Length of the common beginning."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _rewritten(before: str, whole: str) -> str:
-    at = _shared(before, whole)
-    return f"history rewritten: {before[at : at + 30]!r} became {whole[at : at + 30]!r}"

@@ -7,6 +7,7 @@ token and no dialect.
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from rollouts.dtypes import ChatDict, Message, Tool
+from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 
-__all__ = ["ChatTemplate", "chat_of"]
+__all__ = ["ChatTemplate"]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -48,14 +49,6 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def chat_of(message: Message) -> ChatDict:
-    """A message as templates read it; reasoning goes under both of the names that are in use."""
-    chat = message.to_chat()
-    if message.reasoning is not None:
-        chat["thinking"] = message.reasoning
-    return chat
 
 
 class ChatTemplate:
@@ -87,24 +80,52 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template {self.name}: it does not compile: {error}") from error
 
-    def render(
-        self, messages: Sequence[ChatDict], tools: Sequence[Tool] = (), *, generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """The conversation as text.
 
         Raises:
             ConfigError: the template refuses these messages, or breaks on them.
         """
+        return self._render([self._chat(message) for message in messages], tools, generation_prompt)
+
+    def _chat(self, message: Message) -> ChatDict:
+        """A message as templates read it; reasoning goes under both of the names that are in use."""
+        chat = message.to_chat()
+        if message.reasoning is not None:
+            chat["thinking"] = message.reasoning
+        if message.tool_calls and not message.content:
+            chat["content"] = self._no_content
+        return chat
+
+    @functools.cached_property
+    def _no_content(self) -> str | None:
+        """How a turn of calls says that it has no content: ``""``, or ``None`` for a template that asks for it.
+
+        DeepSeek's write a second, empty turn for a content that is not ``None``; others break on ``None`` or print it.
+        """
+        call = ToolCall("f", {"x": "1"}, id="call00000").to_chat()
+
+        def written(content: str | None) -> str:
+            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+            return self._render([{"role": "user", "content": "U"}, turn], (), False)
+
+        try:
+            text = written(None)
+            return "" if "None" in text or text == written("") else None
+        except ConfigError:
+            return ""
+
+    def _render(self, messages: list[ChatDict], tools: Sequence[Tool], generation_prompt: bool) -> str:
         try:
             return self._compiled.render(
-                messages=list(messages),
+                messages=messages,
                 tools=[tool.to_chat() for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
         except Exception as error:  # a template is foreign code and fails in any way it likes
-            roles = ", ".join(str(message.get("role")) for message in messages[-4:])
+            roles = ", ".join(str(message["role"]) for message in messages[-4:])
             raise ConfigError(
                 f"chat template {self.name}: it cannot render these messages (… {roles}): "
                 f"{type(error).__name__}: {error}"

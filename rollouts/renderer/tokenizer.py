@@ -16,6 +16,8 @@ from rollouts.errors import ConfigError
 
 __all__ = ["Codec", "load_tokenizer", "stop_ids_of"]
 
+_IMPORTING = threading.Lock()
+
 
 def load_tokenizer(path_or_name: str | Path) -> Any:
     """Load a tokenizer from a folder, or by its name on the Hugging Face Hub.
@@ -23,9 +25,8 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     Raises:
         ConfigError: there is no tokenizer there that can be loaded.
     """
-    from transformers import (
-        AutoTokenizer,
-    )  # imported here: it takes seconds, and most users of this room pass their own
+    with _IMPORTING:  # its lazy modules break when several threads import them for the first time at once
+        from transformers import AutoTokenizer  # here, because it takes seconds and most callers have a tokenizer
 
     expected = "a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub"
     if isinstance(path_or_name, Path) and not path_or_name.is_dir():
@@ -80,7 +81,8 @@ class Codec:
     """Encode and decode with one tokenizer.
 
     Fast tokenizers are used raw, without their Python wrapper: the wrapper sets padding and truncation on a shared
-    object at each call, which is not safe in threads. One that has no raw tokenizer is used as it is, one thread at a time.
+    object at each call, which is not safe in threads. One that has no raw tokenizer is used as it is,
+    one thread at a time.
     """
 
     def __init__(self, tokenizer: Any) -> None:

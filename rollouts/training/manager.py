@@ -33,12 +33,14 @@ from rollouts.errors import (
     Failure,
     FilterFailure,
     GenerateFailure,
+    RewardFailure,
     RolloutsError,
     TokenMismatchError,
     at,
     boundary,
     call_foreign,
     function_name,
+    shortened,
     waits,
 )
 from rollouts.training.config import RolloutConfig
@@ -143,13 +145,17 @@ class AsyncRolloutManager:
             FilterFailure: the filter rejected ``patience`` groups in a row.
             GenerateFailure: that many in a row were lost, mostly to failures; or ``on_failure="stop"``.
         """
-        if self._tasks is not None:
-            return await self._fill_batch()
-        async with self:
-            return await self._fill_batch()
-
-    async def _fill_batch(self) -> list[Sample]:
         began = time.monotonic()
+        if self._tasks is not None:
+            await self._gather_groups()
+        else:
+            async with self:
+                await self._gather_groups()
+        # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
+        return self._seal_batch(time.monotonic() - began)
+
+    async def _gather_groups(self) -> None:
+        """Wait until enough groups for a batch are ready."""
         while len(self._ready) < self.config.batch_size:
             self._raise_if_broken()
             self._raise_if_hopeless()
@@ -161,20 +167,20 @@ class AsyncRolloutManager:
                 )
             await self._settled.wait()
         self._raise_if_broken()
-        return self._seal_batch(time.monotonic() - began)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self.ready_groups[: self.config.batch_size]
+        samples = [sample.pack() for group in groups for sample in group.samples]
+        numbers = batch_metrics(samples)
         taken = {group.group_index for group in groups}
         self._ready = [group for group in self._ready if group.group_index not in taken]
         self.accounting.ready -= len(groups)
         self.accounting.in_batch += len(groups)
         self.accounting.check()
-        samples = [sample.pack() for group in groups for sample in group.samples]
         self.metrics = {
             "batch": self.batches,
             "seconds": seconds,
-            **batch_metrics(samples),
+            **numbers,
             **self.run_metrics.take_lengths(),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
@@ -184,7 +190,8 @@ class AsyncRolloutManager:
     # -- keeping groups in work --
 
     def _top_up(self) -> None:
-        assert self._tasks is not None
+        if self._tasks is None:
+            raise RuntimeError("the manager was closed while this batch was being filled")
         wanted = self.config.groups_in_work - len(self._ready) - self.accounting.in_flight
         for _ in range(wanted):
             try:
@@ -223,9 +230,9 @@ class AsyncRolloutManager:
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS)
 
     def _settle(self, group: Group) -> None:
+        self.run_metrics.add(group)
         self.data_buffer.settle(group.prompt)
         self.accounting.in_flight -= 1
-        self.run_metrics.add(group)
         if group.outcome == "kept":
             self.accounting.ready += 1
             self._ready.append(group)
@@ -250,10 +257,11 @@ class AsyncRolloutManager:
         if self._rejected_in_a_row < self.config.rejections_allowed:
             return
         count, failed = self._rejected_in_a_row, self._failure_causes.total()
+        causes = "; ".join(f"{number} × {cause}" for cause, number in self._failure_causes.most_common(3))
         self._rejected_in_a_row = 0
+        self._failure_causes.clear()
         kept = f"{len(self._ready)} accepted groups are kept; {self.accounting}"
         if failed > count - failed:
-            causes = "; ".join(f"{number} × {cause}" for cause, number in self._failure_causes.most_common(3))
             raise GenerateFailure(f"{failed} of the last {count} groups failed, none was accepted: {causes}. {kept}")
         name = function_name(self.config.filter_fn)
         raise FilterFailure(
@@ -284,6 +292,8 @@ class AsyncRolloutManager:
                     rollouts.start_soon(run, number)
         if broken:
             raise broken[0]
+        if not lost and len(finished) != self.config.n_samples_per_prompt:
+            raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
         every = finished | lost
         samples = tuple(sample for number in sorted(every) for sample in every[number])
         if lost:
@@ -301,11 +311,12 @@ class AsyncRolloutManager:
                 await score_group(samples, config.reward_fn, seconds=config.reward_seconds)
             if config.filter_fn is not None and not await self._accepts(samples):
                 outcome, reason = "dropped", function_name(config.filter_fn)
+            _pack(samples, GenerateFailure, "after reward and filter")
         except (TokenMismatchError, ConfigError):
             raise
         except RolloutsError as error:
             failure = Failure.of(error)
-            for sample in samples:
+            for sample in _salvaged(samples):
                 sample.failure = failure
             outcome, reason = "failed", f"{failure.kind}: {failure.message}"
         return Group(prompt, samples, outcome, reason)
@@ -316,9 +327,10 @@ class AsyncRolloutManager:
         name = f"filter {function_name(filter_fn)}"
         seconds = self.config.filter_seconds
         answer: Any = await call_foreign(FilterFailure, name, filter_fn, list(samples), seconds=seconds)
-        answer = answer.item() if hasattr(answer, "item") else answer  # a NumPy or torch scalar
+        with boundary(FilterFailure, name):
+            answer = answer.item() if hasattr(answer, "item") else answer  # a NumPy or torch scalar
         if not isinstance(answer, bool):
-            raise FilterFailure(f"{name}: got {answer!r}; expected True or False")
+            raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
         return answer
 
     # -- one rollout --
@@ -330,7 +342,7 @@ class AsyncRolloutManager:
         with at(f"group {prompt.group_index} · sample {number}"):
             for attempt in range(1, self.config.max_attempts + 1):
                 samples = await self._attempt(request)
-                sound = not any(sample.status in _LOST for sample in samples)
+                sound = not _is_lost(samples)
                 for sample in samples:
                     sample.metrics["attempts"] = attempt
                 if sound:
@@ -342,17 +354,20 @@ class AsyncRolloutManager:
         samples: list[Sample] = []
         try:
             samples = await self._generate(request)
-            if not self.config.group_rm:
+            if not self.config.group_rm and not _is_lost(samples):
                 for sample in samples:
-                    if sample.status not in _LOST:
-                        await score(sample, self.config.reward_fn, seconds=self.config.reward_seconds)
+                    await score(sample, self.config.reward_fn, seconds=self.config.reward_seconds)
+                _pack(samples, RewardFailure, f"after reward {function_name(self.config.reward_fn)}")
         except (TokenMismatchError, ConfigError):
             raise
         except RolloutsError as error:
             failure = Failure.of(error)
-            samples = samples or [_placed(Sample(prompt=request.prompt, label=request.label), request)]
+            samples = _salvaged(samples) or [_placed(Sample(prompt=request.prompt, label=request.label), request)]
             for sample in samples:
                 sample.status, sample.failure = Status.FAILED, failure
+        for sample in samples:
+            if sample.status in _LOST and not isinstance(sample.failure, Failure):
+                sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
         return samples
 
     async def _generate(self, request: Prompt) -> list[Sample]:
@@ -361,11 +376,16 @@ class AsyncRolloutManager:
         with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds):
             samples: Any = await self.config.generate_fn([request])
         if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
-            raise GenerateFailure(f"{name}: got {samples!r}; expected a list of one Sample (more where it forks)")
+            raise GenerateFailure(
+                f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)"
+            )
+        if len({id(sample) for sample in samples}) < len(samples):
+            raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a new Sample for each branch")
         for sample in samples:
-            _placed(sample, request).check()
-            if sample.status in _LOST and sample.failure is None:
-                sample.failure = Failure.of(GenerateFailure(f"{name}: the rollout ended {sample.status.value}"))
+            if sample.index not in (None, request.index):
+                raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
+            _placed(sample, request)
+        _pack(samples, GenerateFailure, name)
         return list(samples)
 
 
@@ -373,9 +393,33 @@ _LOST = (Status.FAILED, Status.ABORTED)
 """A rollout that ended so is tried again; for good, it costs its group."""
 
 
+def _is_lost(samples: Sequence[Sample]) -> bool:
+    return any(sample.status in _LOST for sample in samples)
+
+
 def _placed(sample: Sample, request: Prompt) -> Sample:
     sample.group_index, sample.index, sample.rollout_id = request.group_index, request.index, request.index
     return sample
+
+
+def _pack(samples: Sequence[Sample], failure: type[RolloutsError], source: str) -> None:
+    """Check samples that foreign code had in hand, and hold them packed; what does not pack is its failure."""
+    for sample in samples:
+        try:
+            sample.pack()
+        except ConfigError as error:
+            raise failure(f"{source}: {error}") from error
+
+
+def _salvaged(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples of something that failed, for the record: columns that do not pack are emptied."""
+    for sample in samples:
+        try:
+            sample.pack()
+        except ConfigError:
+            sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
+            sample.versions, sample.calls, sample.metrics = [], [], {}
+    return list(samples)
 
 
 def _group_index(prompt: Prompt) -> int:

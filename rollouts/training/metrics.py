@@ -8,6 +8,7 @@ This module counts what it is told; it schedules nothing.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -81,7 +82,7 @@ class RunMetrics:
             self.sampled_tokens += trained
             self.rollouts += 1
             self._lengths.setdefault(group.outcome, []).append(trained)
-            if sample.reward is not None:
+            if isinstance(sample.reward, int | float) and math.isfinite(sample.reward):
                 self.reward_sum += sample.reward
                 self.rewarded += 1
 

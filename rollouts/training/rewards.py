@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollouts.errors import RewardFailure, call_foreign, function_name
+from rollouts.errors import RewardFailure, call_foreign, function_name, shortened
 from rollouts.training.types import RewardFn, Sample
 
 __all__ = ["score", "score_group"]
@@ -39,7 +39,7 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
     name = function_name(reward_fn)
     values = await call_foreign(RewardFailure, f"group reward {name}", reward_fn, list(samples), seconds=seconds)
     if not isinstance(values, Sequence):
-        raise RewardFailure(f"group reward {name}: got {values!r}; expected a list of {len(samples)} numbers")
+        raise RewardFailure(f"group reward {name}: got {shortened(values)}; expected a list of {len(samples)} numbers")
     if len(values) != len(samples):
         raise RewardFailure(f"group reward {name} gave {len(values)} rewards for {len(samples)} samples")
     for sample, value in zip(samples, values, strict=True):
@@ -48,9 +48,9 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
 
 def _finite(value: Any, source: str) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RewardFailure(f"reward from {source}: got {value!r}; expected a finite number") from None
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
+        number = math.nan
     if not math.isfinite(number):
-        raise RewardFailure(f"reward from {source}: got {value!r}; expected a finite number")
+        raise RewardFailure(f"reward from {source}: got {shortened(value)}; expected a finite number")
     return number

@@ -7,6 +7,7 @@ This module knows nothing of how samples are generated, scored or filtered.
 from __future__ import annotations
 
 import enum
+import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -192,19 +193,29 @@ class Sample:
         return self.check()
 
     def check(self) -> Sample:
-        """Raise if the columns differ in length or the versions do not cover the mask."""
-        lengths = {"tokens": len(self._tokens), "loss_mask": len(self._loss_mask)}
-        if self._rollout_log_probs is not None:
-            lengths["rollout_log_probs"] = len(self._rollout_log_probs)
+        """Raise if the columns differ in length, the versions do not cover the mask, or a record is of another kind."""
+        columns = {"tokens": self._tokens, "loss_mask": self._loss_mask, "rollout_log_probs": self._rollout_log_probs}
+        lengths = {
+            name: None if column is None else len(column)
+            for name, column in columns.items()
+            if column is not None or name != "rollout_log_probs"
+        }
         if len(set(lengths.values())) != 1:
             raise ConfigError.of("Sample", lengths, "columns of one length")
-        if self.versions:
-            covered = np.zeros(len(self), np.bool_)
-            for span in self.versions:
-                covered[span.start : span.stop] = True
-            if not np.array_equal(covered, self.mask_column):
-                raise ConfigError.of("Sample.versions", self.versions, "spans that cover exactly the mask")
+        if self.versions and not self._versions_cover_the_mask():
+            raise ConfigError.of("Sample.versions", self.versions, "spans that cover exactly the mask, each token once")
+        for name, good, expected in _RECORDS:
+            if not good(getattr(self, name)):
+                raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)
         return self
+
+    def _versions_cover_the_mask(self) -> bool:
+        covered = np.zeros(len(self), np.int32)
+        for span in self.versions:
+            if not isinstance(span, VersionSpan) or not 0 <= span.start < span.stop <= len(self):
+                return False
+            covered[span.start : span.stop] += 1
+        return np.array_equal(covered, self.mask_column)
 
     # -- as plain data --
 
@@ -254,6 +265,16 @@ class Sample:
                 values[name] = read(values[name])
         return cls(**values)
 
+
+_RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+    (
+        "metrics",
+        lambda value: isinstance(value, dict) and all(isinstance(number, numbers.Real) for number in value.values()),
+        "a dict of numbers",
+    ),
+    ("calls", lambda value: all(isinstance(call, Call) for call in value), "a list of Call"),
+]
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "stop_reason": StopReason,
