@@ -53,12 +53,13 @@ async def update_weights(
     """
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
+    where = os.path.abspath(folder)  # noqa: ASYNC240 - reads no disk but the name of the working directory
     headers = {} if endpoint.api_key is None else {"Authorization": f"Bearer {endpoint.api_key}"}
     transport = Transport(connect_seconds=endpoint.connect_seconds, headers=headers)
     try:
         with boundary(EndpointUnavailable, f"updating weights to {version}", seconds=seconds):
             for url in endpoint.base_url:
-                await _update(transport, url, os.path.abspath(folder), version, while_running)
+                await _update(transport, url, where, version, while_running)
     finally:
         with anyio.CancelScope(shield=True):
             await transport.aclose()
@@ -93,5 +94,5 @@ async def _post(transport: Transport, url: str, path: str, body: dict[str, Any])
         content = None
     refused = isinstance(content, dict) and content.get("success") is False
     if answer.status != 200 or refused:
-        text = content.get("message", content) if isinstance(content, dict) else answer.body[:200]
+        text = content.get("message", content) if isinstance(content, dict) else repr(answer.body[:200])
         raise EndpointRefused(f"{url}{path}: {answer.status}: {text}")
