@@ -295,7 +295,8 @@ def main() -> int:
         tis_clip=tis,
         seed=args.seed,
     )
-    options = dict(text.split("=", 1) for text in args.set)
+    ahead = {"over_sampling_factor": "2"} if args.asynchronous else {}  # a batch in work while another is trained on
+    options = {**ahead, **dict(text.split("=", 1) for text in args.set)}
     lesson = Lesson(
         recipe=args.recipe,
         out=args.out,

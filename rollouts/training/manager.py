@@ -205,6 +205,7 @@ class AsyncRolloutManager:
                 except DataExhausted:
                     return
                 self.staleness.training = True
+                self._top_up()
                 yield samples
         finally:
             self._streaming = self.staleness.training = False

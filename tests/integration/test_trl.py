@@ -299,7 +299,9 @@ def test_environment_tokens_are_not_in_the_loss_of_the_async_trainer(endpoint: E
         tree = TreeRow()
         for row in rows:
             tree.add(row)
-        inputs = DataCollatorForRollout(0, 1, groups_trained=set(), metrics=None, token_budget=0)([[tree]])
+        inputs = DataCollatorForRollout(0, 1, groups_trained=set(), metrics=trainer._metrics["train"], token_budget=0)(
+            [[tree]]
+        )
         trainer.current_gradient_accumulation_steps = 1
         with torch.no_grad():
             return float(trainer.compute_loss(trainer.model, inputs))
