@@ -55,9 +55,9 @@ def _held(value: Any) -> Any:
 
 
 def _pack(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
-    if isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
-        if dtype is not np.float32 or bool(np.isfinite(value).all()):
-            return value
+    is_column = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1
+    if is_column and (dtype is not np.float32 or bool(np.isfinite(value).all())):
+        return value  # type: ignore[no-any-return]
     packed: npt.NDArray[Any]
     try:
         column = np.asarray(value)
