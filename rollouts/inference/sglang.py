@@ -1,0 +1,295 @@
+"""A policy that samples from SGLang servers.
+
+Invariant: for one call of :meth:`SGLangPolicy.complete` at most one generation may be running anywhere. Each attempt
+has a rid of its own; before the next one is sent, the one before was answered, cannot have reached its server, or its
+abort was acknowledged. A call that ends in any other way (cancelled, too late, given up) aborts what it leaves behind.
+
+This module knows tokens only: no message, no environment, no sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from urllib.parse import quote
+
+import anyio
+import attrs
+
+from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn
+from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, boundary
+from rollouts.inference import wire
+from rollouts.inference.aborts import abort_generation
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.discovery import describe_server, merged
+from rollouts.inference.sequences import EncodedIds, SequenceCache
+from rollouts.inference.transport import Lost, Transport, Unsent, shown
+from rollouts.inference.workers import Worker, Workers
+
+__all__ = ["Counters", "SGLangPolicy", "full_jitter", "shared_policy"]
+
+DESCRIBE_SECONDS = 30.0
+NOTHING_RUNS = frozenset({200, 429, 503})
+"""Statuses that say that the generation is over or never began; other 5xx may come from something in between."""
+
+
+def full_jitter(failures: int) -> float:
+    """Seconds to wait after so many failed attempts: evenly spread below a bound that doubles from 0.5 s to 15 s."""
+    return _RANDOM.uniform(0.0, min(15.0, 0.5 * 2.0 ** min(failures - 1, 10)))
+
+
+_RANDOM = random.Random()  # our own, so that no user's seeded stream moves with the network
+
+
+@attrs.define
+class Counters:
+    """What a policy did so far."""
+
+    requests: int = 0
+    """Sent to ``/generate``, retries included."""
+    retries: int = 0
+    aborts: int = 0
+    """Aborts that a server acknowledged."""
+    completions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@attrs.define(eq=False)
+class _Call:
+    """One call of complete, over all its attempts."""
+
+    ids: EncodedIds
+    tail: bytes
+    headers: dict[str, str]
+    session: str
+    stop: tuple[str, ...]
+    began: float = attrs.field(factory=time.monotonic)
+    running: tuple[Worker, str] | None = None
+    """Where a generation of this call may be running, and its rid. Nothing is sent while this is set."""
+    last: EndpointUnavailable | None = None
+
+
+class SGLangPolicy:
+    """Samples from one or several SGLang servers of the same model (protocol :class:`~rollouts.inference.base.Policy`).
+
+    Opens its connections at first use and closes them with the event loop, with :meth:`aclose`, or at the end of an
+    ``async with`` block. Belongs to one event loop at a time.
+
+    Args:
+        endpoint: where, with which key, deadlines and number of retries. Its ``sampling`` is not read here.
+        vocab_size: ids at or above it are never sent: a real server dies of them. ``None`` if it is not known.
+        backoff: seconds to wait after the given number of failed attempts, from 1.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, *, vocab_size: int | None = None, backoff: Callable[[int], float] = full_jitter
+    ) -> None:
+        key = endpoint.api_key
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("Endpoint.api_key: holds characters that cannot stand in a header")
+        self.endpoint = endpoint
+        self.counters = Counters()
+        self._backoff = backoff
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._sequences = SequenceCache(vocab_size)
+        self._workers = Workers([Worker(url, shown(url)) for url in endpoint.base_url])
+        self._transport = Transport(connect_seconds=endpoint.connect_seconds)
+
+    def __repr__(self) -> str:
+        urls = ", ".join(worker.name for worker in self._workers.all)
+        done = self.counters
+        return (
+            f"<SGLangPolicy {urls}: {self._workers.in_flight} in flight; {done.completions} completions"
+            f" from {done.requests} requests, {done.retries} retries, {done.aborts} aborts; tokens:"
+            f" {done.prompt_tokens} prompt ({done.cached_tokens} cached), {done.generated_tokens} generated>"
+        )
+
+    async def __aenter__(self) -> SGLangPolicy:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; a later call opens them anew."""
+        await self._transport.aclose()
+
+    async def complete(
+        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
+    ) -> Completion:
+        """Sample one continuation of ``tokens``.
+
+        Args:
+            tokens: ids, shape ``(n,)``, n >= 1; sent as they are.
+            sampling: how to sample; ``max_new_tokens`` is the budget of this reply.
+            stop_token_ids: ids that end the reply, in addition to the model's own.
+            session: names the sequence; its calls go to one worker, and only what it has grown by is encoded.
+
+        Raises:
+            EndpointUnavailable: no answer worth keeping within ``request_seconds`` and ``max_retries``.
+            EndpointRefused: the server will not serve this request.
+            ContextOverflow: prompt and budget do not fit the model's context.
+            ConfigError: an id is not one of the vocabulary; nothing was sent.
+            TokenMismatchError: the answer is not about the ids that were sent.
+        """
+        self._sequences.check(stop_token_ids, "stop_token_ids")
+        ids = self._sequences.encode(tokens, session)
+        call = _Call(
+            ids=ids,
+            tail=wire.request_tail(ids, sampling, stop_token_ids),
+            headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
+            session=session,
+            stop=sampling.stop,
+        )
+        worker = self._workers.of(session)
+        try:
+            with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
+                return await self._attempts(call, worker)
+        except EndpointUnavailable as error:
+            if error.__cause__ is None and call.last not in (None, error):
+                raise error from call.last  # too late: say what went wrong before
+            raise
+
+    async def describe(self) -> ServerInfo:
+        """Ask the servers what they are. Several are asked in turn: what they agree on, and the shortest context.
+
+        Raises:
+            EndpointUnavailable: nobody answers at one of the URLs.
+            EndpointRefused: somebody answers who does not speak the protocol, or who wants another key.
+        """
+        infos = []
+        for worker in self._workers.all:
+            with boundary(EndpointUnavailable, f"GET {worker.name}/model_info", seconds=DESCRIBE_SECONDS):
+                try:
+                    infos.append(await describe_server(self._transport, worker.url, self._headers))
+                except EndpointError as error:
+                    self._hide_key(error)
+                    raise
+        return merged(infos)
+
+    async def _attempts(self, call: _Call, worker: Worker) -> Completion:
+        failures, replaced, fresh = 0, False, False
+        try:
+            while True:
+                try:
+                    await self._settle(call)
+                    return await self._attempt(call, worker, fresh=fresh)
+                except wire.BrokenNumbers:
+                    raise
+                except EndpointUnavailable as error:
+                    call.last = error
+                    fresh = isinstance(error, Lost)
+                    if isinstance(error, Lost) and error.stale and not replaced:
+                        replaced = True  # the server had closed a kept connection: no fault of this attempt
+                    else:
+                        failures += 1
+                        if failures > self.endpoint.max_retries:
+                            raise EndpointUnavailable(f"gave up after {failures} attempts: {error}") from error
+                        if isinstance(error, Lost | Unsent):
+                            worker = self._workers.instead_of(worker, call.session)
+                        await self._pause(failures, worker)
+                self.counters.retries += 1
+        finally:
+            if call.running is not None:
+                with anyio.CancelScope(shield=True):
+                    try:
+                        await self._settle(call)
+                    except EndpointUnavailable as error:
+                        call.last = error  # the server ends it by itself once it sees that we are gone
+
+    async def _attempt(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
+        rid = uuid.uuid4().hex  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        call.running = (worker, rid)
+        self.counters.requests += 1
+        worker.in_flight += 1
+        try:
+            status, payload = await self._transport.post(
+                f"{worker.url}/generate", wire.with_rid(rid, call.tail), call.headers, fresh=fresh
+            )
+        except Unsent:
+            call.running = None
+            worker.suspect()
+            raise
+        except Lost:
+            worker.suspect()
+            raise
+        finally:
+            worker.in_flight -= 1
+        if status in NOTHING_RUNS or status < 500:
+            call.running = None
+        try:
+            if status != 200:
+                raise wire.error_of(status, f"{wire.message_of(payload)} (POST {worker.name}/generate)")
+            completion = wire.read_completion(
+                payload, rid=rid, ids=call.ids, stop=call.stop, seconds=time.monotonic() - call.began
+            )
+        except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
+            self._hide_key(error)
+            raise
+        worker.suspect_until = 0.0
+        self.counters.completions += 1
+        self.counters.prompt_tokens += completion.prompt_tokens
+        self.counters.cached_tokens += completion.cached_tokens
+        self.counters.generated_tokens += len(completion.tokens)
+        return completion
+
+    async def _pause(self, failures: int, worker: Worker) -> None:
+        with boundary(EndpointUnavailable, f"pause after {failures} failed attempts at {worker.name}"):
+            await anyio.sleep(self._backoff(failures))
+
+    async def _settle(self, call: _Call) -> None:
+        """Make sure that no generation of this call is running; raises EndpointUnavailable if that cannot be known."""
+        if call.running is None:
+            return
+        worker, rid = call.running
+        try:
+            await abort_generation(self._transport, worker.url, rid, self._headers)
+        except EndpointUnavailable as error:
+            self._hide_key(error)
+            raise
+        call.running = None
+        self.counters.aborts += 1
+
+    def _hide_key(self, error: EndpointError) -> None:
+        key = self.endpoint.api_key
+        if key and key in str(error):  # a server may echo what it was sent
+            error.args = (str(error).replace(key, "***"),)
+
+
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, int | None], SGLangPolicy]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPolicy:
+    """The policy of this endpoint in the running event loop: one pool, however often it is asked for.
+
+    Endpoints that differ only in their sampling share it. It is closed when the loop shuts down.
+
+    Raises:
+        RuntimeError: no event loop is running.
+    """
+    mine = _SHARED.setdefault(asyncio.get_running_loop(), {})
+    key = (attrs.evolve(endpoint, sampling=_ANY_SAMPLING), vocab_size)
+    policy = mine.get(key)
+    if policy is None:
+        policy = mine[key] = SGLangPolicy(endpoint, vocab_size=vocab_size)
+    return policy
+
+
+_ANY_SAMPLING = SamplingParams()
+
+
+def _header_safe(session: str) -> str:
+    return session if session.isascii() and session.isprintable() else quote(session, safe="")

@@ -1,0 +1,286 @@
+"""SGLang's wire: request bodies out, completions and errors in.
+
+Invariant: any bytes at all become a checked :class:`~rollouts.dtypes.Completion` or an error of the house, and nothing
+else. What a completion holds are the ids that the server sampled, never text, and each id has its own logprob.
+
+Fields that older servers lack are read with defaults. This module does no I/O and knows no retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from rollouts.dtypes import Completion, SamplingParams, VersionSpan
+from rollouts.errors import (
+    ConfigError,
+    ContextOverflow,
+    EndpointError,
+    EndpointRefused,
+    EndpointUnavailable,
+    TokenMismatchError,
+)
+from rollouts.inference.sequences import EncodedIds
+
+__all__ = ["BrokenNumbers", "error_of", "loads", "message_of", "read_completion", "request_tail", "with_rid"]
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Version = Annotated[str, msgspec.Meta(min_length=0)] | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+RETRIED_STATUSES = frozenset({408, 425, 429})
+"""Besides 5xx."""
+
+
+class BrokenNumbers(EndpointUnavailable):
+    """The model computed NaN. Not tried again in the same call: sampling until it goes well would hide a sick model."""
+
+
+class _Triple(msgspec.Struct, array_like=True, gc=False):
+    """``[logprob, id, text]``; the text is skipped without being built."""
+
+    logprob: float | None
+    token: int
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: Version | None = None
+    start: int = 0
+    end: int = 0
+
+
+class _Finish(msgspec.Struct):
+    type: str = ""
+    matched: Any = None
+    message: Any = None
+    status_code: Any = None
+
+
+class _Meta(msgspec.Struct):
+    id: Any = None
+    finish_reason: _Finish | None = None
+    prompt_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    weight_version: Version | None = None
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[_Triple] | None = None
+    output_token_logprobs_length: int | None = None
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[Id] | None = None
+    error: Any = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_ANY = msgspec.json.Decoder()
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def request_tail(ids: EncodedIds, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
+    """Everything of a ``/generate`` body but its rid, which each attempt has anew (:func:`with_rid`).
+
+    Raises:
+        ConfigError: a number that does not fit into 64 bits.
+    """
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_new_tokens,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    if stop_token_ids:
+        params["stop_token_ids"] = [int(token) for token in stop_token_ids]
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    try:
+        encoded = msgspec.json.encode(params)
+    except OverflowError as error:
+        raise ConfigError.of("SamplingParams", sampling, "integers of at most 64 bits") from error
+    # logprob_start_len -1: logprobs of the reply only; 0 would also cost the prompt's hit in the prefix cache.
+    options = b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":'
+    return b"".join((b'"input_ids":[', ids.text, options, encoded, b"}"))
+
+
+def with_rid(rid: str, tail: bytes) -> bytes:
+    """The body of one attempt."""
+    return b"".join((b'{"rid":"', rid.encode(), b'",', tail))
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def read_completion(
+    payload: bytes, *, rid: str, ids: EncodedIds, stop: Sequence[str] = (), seconds: float = 0.0
+) -> Completion:
+    """Read the body of a 200.
+
+    Args:
+        payload: the body.
+        rid: what the request was called.
+        ids: what was sent.
+        stop: the stop strings that were asked for.
+        seconds: wall time of the call, for the completion.
+
+    Raises:
+        EndpointUnavailable: not JSON, an error that may pass, or NaN instead of logprobs.
+        EndpointRefused: JSON that is no answer to a ``/generate``, or one that contradicts itself.
+        ContextOverflow: an error that says so.
+        TokenMismatchError: not the ids that were sent, or logprobs of other ids than the sampled ones.
+    """
+    try:
+        reply = _REPLY.decode(payload)
+    except _UNREADABLE as error:
+        raise _unlike_a_reply(payload, error) from None
+    meta = reply.meta_info
+    if reply.error or meta.finish_reason is None:
+        raise _unlike_a_reply(payload, None)
+    finish = meta.finish_reason
+    status = _status(finish.status_code)
+    if finish.type == "abort" and status is not None and status >= 400:
+        raise error_of(status, finish.message if isinstance(finish.message, str) else "aborted")
+    if finish.type not in ("stop", "length", "abort"):
+        raise EndpointRefused(f"finish_reason.type: got {finish.type[:80]!r}; expected stop, length or abort")
+    if finish.matched == "NaN happened" and "NaN happened" not in stop:
+        raise BrokenNumbers("the model computed NaN: its last id was replaced by the server")
+    if isinstance(meta.id, str) and meta.id != rid:
+        raise EndpointRefused(
+            f"meta_info.id: got {meta.id[:80]!r}; expected {rid!r}: something in between renames requests,"
+            " so that replies cannot be told apart and generations cannot be aborted"
+        )
+    tokens, logprobs = _columns(reply, meta)
+    # A request that was aborted while it was queued may have no counts, or zeros.
+    prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
+    if prompt_tokens != ids.count and (tokens or finish.type != "abort"):
+        raise TokenMismatchError(f"{ids.count} ids were sent; the server says that it was given {prompt_tokens}")
+    return Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason=finish.type,  # type: ignore[arg-type]  # narrowed above
+        versions=_versions(meta, len(tokens)),
+        prompt_tokens=ids.count,
+        prompt_digest=ids.digest,
+        request_id=rid,
+        cached_tokens=meta.cached_tokens or 0,
+        seconds=seconds,
+    )
+
+
+def _columns(reply: _Reply, meta: _Meta) -> tuple[list[int], Any]:
+    triples = meta.output_token_logprobs or []
+    sampled = [triple.token for triple in triples]
+    tokens = sampled if reply.output_ids is None else reply.output_ids
+    if meta.output_token_logprobs is None and tokens:
+        raise EndpointRefused(f"{len(tokens)} sampled ids came without output_token_logprobs, which were asked for")
+    if tokens != sampled:
+        at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
+        where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
+        raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
+    if meta.output_token_logprobs_length not in (None, len(sampled)):
+        raise EndpointRefused(
+            f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
+        )
+    if sampled and not 0 <= min(sampled) <= max(sampled) < 2**31:
+        raise EndpointRefused("output_token_logprobs: an id does not fit into 31 bits")
+    # null, which is how NaN and infinity come over the wire, becomes NaN here.
+    logprobs = np.array([triple.logprob for triple in triples], dtype=np.float64)
+    if not (np.abs(logprobs) < np.finfo(np.float32).max).all():
+        at = int(np.flatnonzero(~(np.abs(logprobs) < np.finfo(np.float32).max))[0])
+        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a finite number")
+    return tokens, logprobs
+
+
+def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
+    if not count:
+        return ()
+    last = "default" if meta.weight_version is None else str(meta.weight_version)
+    spans = [
+        VersionSpan(last if span.version is None else str(span.version), span.start, span.end)
+        for span in meta.weight_versions or ()
+        if span.start != span.end
+    ]
+    if not spans:
+        return (VersionSpan(last, 0, count),)
+    edges = [0, *(span.stop for span in spans)]
+    if edges[-1] != count or any(
+        span.start != edge or span.stop <= edge for span, edge in zip(spans, edges, strict=False)
+    ):
+        raise EndpointRefused(f"weight_versions do not cover {count} sampled ids without gap: {str(spans)[:300]}")
+    return tuple(spans)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def error_of(status: int, message: str) -> EndpointError:
+    """The error that an HTTP status and its message amount to."""
+    text = f"status {status}: {message}"
+    lowered = message.lower()
+    if 400 <= status < 500 and "context length" in lowered and ("longer than" in lowered or "exceed" in lowered):
+        return ContextOverflow(text)
+    if status >= 500 or status in RETRIED_STATUSES:
+        return EndpointUnavailable(text)
+    return EndpointRefused(text)
+
+
+def message_of(payload: bytes) -> str:
+    """What an error body says, in whichever of the server's shapes it comes; else its beginning."""
+    value = loads(payload)
+    found = _message(value)
+    if found is None:
+        found = " ".join(payload[:400].decode(errors="replace").split())[:200]
+    return found[:1000] or "(empty body)"
+
+
+def loads(payload: bytes) -> Any:
+    """Decode any JSON; ``None`` for what is none."""
+    try:
+        return _ANY.decode(payload)
+    except _UNREADABLE:
+        return None
+
+
+def _message(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    error = value.get("error")
+    inner = error.get("message") if isinstance(error, dict) else error
+    for candidate in (inner, value.get("message"), value.get("detail")):
+        if isinstance(candidate, str) and candidate:
+            return candidate
+    return None
+
+
+def _unlike_a_reply(payload: bytes, problem: BaseException | None) -> EndpointError:
+    """A 200 that is no reply: an error that came with the wrong status, or something else altogether."""
+    value = loads(payload)
+    if value is None:
+        return EndpointUnavailable(f"status 200, but the body is not JSON: {message_of(payload)}")
+    inner = value.get("error") if isinstance(value, dict) else None
+    if isinstance(value, dict) and (inner or value.get("object") == "error"):
+        source = inner if isinstance(inner, dict) else value
+        status = _status(source.get("code")) or _status(source.get("status_code"))
+        if status is None or status < 400:
+            kind = source.get("type")
+            status = 400 if isinstance(kind, str) and ("invalid" in kind or "BadRequest" in kind) else 500
+        return error_of(status, f"{message_of(payload)} (in a body that came with status 200)")
+    reason = "no finish_reason" if problem is None else str(problem)[:200]
+    return EndpointRefused(f"not an answer of SGLang's /generate ({reason}): {message_of(payload)}")
+
+
+def _status(value: Any) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599 else None
