@@ -148,7 +148,7 @@ class Message:
 
     role: Role = attrs.field(validator=_check(f"one of {get_args(Role)}", lambda v: v in get_args(Role)))
     content: str = attrs.field(default="", validator=_check("a string", lambda v: isinstance(v, str)))
-    tool_calls: tuple[ToolCall, ...] = attrs.field(default=(), converter=tuple)
+    tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str | None = None
     """On a tool message: the id of the call that it answers."""
     name: str | None = None
@@ -186,7 +186,7 @@ class Message:
         return cls(
             role=chat.get("role"),  # type: ignore[arg-type]  # the validator answers a wrong one
             content="" if content is None else content,
-            tool_calls=tuple(calls),
+            tool_calls=calls,
             tool_call_id=chat.get("tool_call_id"),
             name=chat.get("name"),
             reasoning=chat.get("reasoning_content"),
@@ -363,7 +363,7 @@ class Completion:
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...] = attrs.field(converter=tuple)
+    versions: Sequence[VersionSpan]
     """Which weights sampled which tokens; covers ``0..n`` without gap or overlap."""
     prompt_tokens: int
     """How many ids the server says it was given."""

@@ -1,23 +1,29 @@
 """The error tree, and the one boundary that foreign code runs inside.
 
 Invariant: whatever an environment, a reward, a filter or a generate function raises leaves :func:`boundary` as a typed
-failure with its place and its cause, within its deadline; a broken law of our own passes through untouched. While
-something runs inside a boundary, :func:`waits` lists it.
+failure with its place and its cause, within its deadline; a broken law of our own passes through untouched, and so does
+a cancellation that is ours. What a function answers after it swallowed its deadline or its cancellation is not taken.
+While something runs inside a boundary, :func:`waits` lists it.
 
 This module knows nothing of what runs inside; it imports nothing of the package.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
+import functools
+import inspect
 import itertools
+import math
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import attrs
 
 __all__ = [
@@ -38,6 +44,9 @@ __all__ = [
     "Wait",
     "at",
     "boundary",
+    "call_foreign",
+    "function_name",
+    "shortened",
     "waits",
 ]
 
@@ -52,7 +61,7 @@ class ConfigError(RolloutsError, ValueError):
     @classmethod
     def of(cls, field: str, value: Any, expected: str) -> ConfigError:
         """Make the error from its three parts."""
-        return cls(f"{field}: got {_short(value)}; expected {expected}")
+        return cls(f"{field}: got {shortened(value)}; expected {expected}")
 
 
 class EndpointError(RolloutsError):
@@ -169,19 +178,91 @@ def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None =
     now = time.monotonic()
     number = next(_NUMBERS)
     _WAITS[number] = Wait(_PLACE.get(), what, now, None if seconds is None else now + seconds)
+    before = _cancellations()
     try:
         with anyio.move_on_after(seconds) as scope:
             yield
+            if _cancellations() > before and not scope.cancel_called and _is_cancelled():
+                raise asyncio.CancelledError  # swallowed inside: what it answered is no answer
     except RolloutsError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where everything is caught
-        raise failure(f"{what} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup):
+            _raise_what_is_not_foreign(error)
+        raise failure(f"{what} raised {type(error).__name__}: {_text(error)}") from error
+    except asyncio.CancelledError as error:
+        if _cancellations() > before or _is_cancelled():
+            raise
+        raise failure(f"{what} raised CancelledError: something inside was cancelled, and not by us") from error
     finally:
         del _WAITS[number]
-    if scope.cancelled_caught:
+    if scope.cancel_called:
         raise failure(f"{what} did not answer within {seconds:g} s")
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def _cancellations() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _is_cancelled() -> bool:
+    """Whether a cancel scope around us has been cancelled."""
+    return anyio.current_effective_deadline() == -math.inf
+
+
+def _raise_what_is_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
+    """A group may hold, beside a guest's errors, a broken law of ours, or a signal to the process."""
+    broken: BaseException | None = group.subgroup(TokenMismatchError)
+    while isinstance(broken, BaseExceptionGroup):
+        broken = broken.exceptions[0]
+    if broken is not None:
+        raise broken
+    if group.subgroup(lambda error: not isinstance(error, Exception | SystemExit | BaseExceptionGroup)) is not None:
+        raise group
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an exception that cannot be printed is still only a guest's exception
+        return "(an error that cannot be printed)"
+
+
+async def call_foreign(
+    failure: type[RolloutsError], what: str, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+) -> Any:
+    """Call a user's function inside a :func:`boundary`, sync or async.
+
+    A sync one runs in a worker thread, so it cannot stall the loop; at its deadline the thread is abandoned.
+    """
+    with boundary(failure, what, seconds=seconds):
+        if _is_async(function):
+            return await function(*arguments)
+        value = await anyio.to_thread.run_sync(functools.partial(function, *arguments), abandon_on_cancel=True)
+        return await value if inspect.isawaitable(value) else value
+
+
+def function_name(function: Any) -> str:
+    """A name for messages: that of a function, of a partial's function, or of an object's class."""
+    function = _unwrapped(function)
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _is_async(function: Any) -> bool:
+    function = _unwrapped(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def shortened(value: Any) -> str:
+    """A value for a message: its repr, cut at 120 characters."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a value that cannot be printed may still be named
+        text = f"<{type(value).__name__} that cannot be printed>"
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -24,12 +24,12 @@ __all__ = ["Environment", "EnvironmentFactory", "StepResult", "ToolEnvironment",
 class StepResult:
     """What the world answered to one reply of the model."""
 
-    messages: tuple[Message, ...] = attrs.field(default=(), converter=tuple)
+    messages: Sequence[Message] = ()
     """New messages for the model: one tool message for each call, in the order of the calls, or user messages."""
     done: bool = False
     """The episode is over; ``messages`` are then not rendered any more."""
-    reward: float = 0.0
-    """Reward of this step; a reward function may use or ignore it."""
+    reward: float | None = None
+    """Reward of this step, if it has one; without a reward function their sum is the rollout's reward."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``."""
 
@@ -82,7 +82,7 @@ class ToolEnvironment:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        return tuple(entry.tool for entry in _tool_methods(type(self)).values())
+        return tuple(entry.tool for entry in self._methods.values())
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         messages = prompt.messages
@@ -104,10 +104,14 @@ class ToolEnvironment:
     async def close(self) -> None:
         return None
 
+    @property
+    def _methods(self) -> dict[str, _ToolMethod]:
+        return _tool_methods(type(self))  # type: ignore[arg-type]  # a class is hashable
+
     async def _run(self, call: ToolCall) -> tuple[Message, bool]:
         failed = False
         try:
-            arguments = msgspec.convert(dict(call.arguments), _tool_methods(type(self))[call.name].arguments)
+            arguments = msgspec.convert(dict(call.arguments), self._methods[call.name].arguments)
             result = getattr(self, call.name)(**msgspec.structs.asdict(arguments))
             content = str(await result if inspect.isawaitable(result) else result)
         except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
@@ -138,7 +142,7 @@ class _ToolMethod:
 
 
 @functools.cache
-def _tool_methods(cls: type) -> dict[str, _ToolMethod]:
+def _tool_methods(cls: type[Any]) -> dict[str, _ToolMethod]:
     """The marked methods in the order of their definition, those of base classes first."""
     names: dict[str, None] = {}
     for base in reversed(cls.__mro__):

@@ -45,10 +45,28 @@ def _written(value: float) -> str:
 
 
 _PHRASES = {
-    "+": ("What is {a} + {b}?", "Add {a} and {b}.", "What is the sum of {a} and {b}?", "{a} plus {b}?", "Increase {a} by {b}."),
-    "-": ("What is {a} - {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.", "{a} minus {b}?", "Decrease {a} by {b}."),
-    "*": ("What is {a} * {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?", "{a} times {b}?", "What is {a} multiplied by {b}?"),
-}  # fmt: skip
+    "+": (
+        "What is {a} + {b}?",
+        "Add {a} and {b}.",
+        "What is the sum of {a} and {b}?",
+        "{a} plus {b}?",
+        "Increase {a} by {b}.",
+    ),
+    "-": (
+        "What is {a} - {b}?",
+        "Subtract {b} from {a}.",
+        "Take {b} away from {a}.",
+        "{a} minus {b}?",
+        "Decrease {a} by {b}.",
+    ),
+    "*": (
+        "What is {a} * {b}?",
+        "Multiply {a} by {b}.",
+        "What is the product of {a} and {b}?",
+        "{a} times {b}?",
+        "What is {a} multiplied by {b}?",
+    ),
+}
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollouts.errors import EndpointRefused, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.transport import Garbled, Transport, Unsent, shown
 from rollouts.inference.wire import RETRIED_STATUSES, loads, message_of
@@ -46,7 +46,14 @@ async def describe_server(transport: Transport, url: str, headers: Mapping[str, 
 
 
 def merged(infos: list[ServerInfo]) -> ServerInfo:
-    """What several workers say together: what they agree on, and the shortest context."""
+    """What several workers say together: what they agree on, and the shortest context.
+
+    Raises:
+        ConfigError: they serve different models.
+    """
+    models = sorted({info.model for info in infos if info.model is not None})
+    if len(models) > 1:
+        raise ConfigError.of("Endpoint.base_url", models, "workers that serve one model")
 
     def agreed(field: str) -> Any:
         values = {getattr(info, field) for info in infos}

@@ -31,7 +31,7 @@ from rollouts.inference.sequences import EncodedIds, SequenceCache
 from rollouts.inference.transport import Lost, Transport, Unsent, shown
 from rollouts.inference.workers import Worker, Workers
 
-__all__ = ["Counters", "SGLangPolicy", "full_jitter", "shared_policy"]
+__all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
 
 DESCRIBE_SECONDS = 30.0
 NOTHING_RUNS = frozenset({200, 429, 503})
@@ -47,7 +47,7 @@ _RANDOM = random.Random()  # our own, so that no user's seeded stream moves with
 
 
 @attrs.define
-class Counters:
+class Totals:
     """What a policy did so far."""
 
     requests: int = 0
@@ -58,7 +58,9 @@ class Counters:
     completions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    generated_tokens: int = 0
+    sampled_tokens: int = 0
+    encoded_tokens: int = 0
+    """Prompt ids that were written as JSON: those that were new since their session's last call."""
 
 
 @attrs.define(eq=False)
@@ -95,7 +97,7 @@ class SGLangPolicy:
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("Endpoint.api_key: holds characters that cannot stand in a header")
         self.endpoint = endpoint
-        self.counters = Counters()
+        self.totals = Totals()
         self._backoff = backoff
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -106,11 +108,11 @@ class SGLangPolicy:
 
     def __repr__(self) -> str:
         urls = ", ".join(worker.name for worker in self._workers.all)
-        done = self.counters
+        done = self.totals
         return (
             f"<SGLangPolicy {urls}: {self._workers.in_flight} in flight; {done.completions} completions"
             f" from {done.requests} requests, {done.retries} retries, {done.aborts} aborts; tokens:"
-            f" {done.prompt_tokens} prompt ({done.cached_tokens} cached), {done.generated_tokens} generated>"
+            f" {done.prompt_tokens} prompt ({done.cached_tokens} cached), {done.sampled_tokens} sampled>"
         )
 
     async def __aenter__(self) -> SGLangPolicy:
@@ -145,6 +147,7 @@ class SGLangPolicy:
         """
         self._sequences.check(stop_token_ids, "stop_token_ids")
         ids = self._sequences.encode(tokens, session)
+        self.totals.encoded_tokens = self._sequences.encoded
         call = _Call(
             ids=ids,
             tail=wire.request_tail(ids, sampling, stop_token_ids),
@@ -196,10 +199,9 @@ class SGLangPolicy:
                         failures += 1
                         if failures > self.endpoint.max_retries:
                             raise EndpointUnavailable(f"gave up after {failures} attempts: {error}") from error
-                        if isinstance(error, Lost | Unsent):
-                            worker = self._workers.instead_of(worker, call.session)
+                        worker = self._workers.instead_of(worker, call.session)
                         await self._pause(failures, worker)
-                self.counters.retries += 1
+                self.totals.retries += 1
         finally:
             if call.running is not None:
                 with anyio.CancelScope(shield=True):
@@ -211,7 +213,7 @@ class SGLangPolicy:
     async def _attempt(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = uuid.uuid4().hex  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
         call.running = (worker, rid)
-        self.counters.requests += 1
+        self.totals.requests += 1
         worker.in_flight += 1
         try:
             status, payload = await self._transport.post(
@@ -238,10 +240,10 @@ class SGLangPolicy:
             self._hide_key(error)
             raise
         worker.suspect_until = 0.0
-        self.counters.completions += 1
-        self.counters.prompt_tokens += completion.prompt_tokens
-        self.counters.cached_tokens += completion.cached_tokens
-        self.counters.generated_tokens += len(completion.tokens)
+        self.totals.completions += 1
+        self.totals.prompt_tokens += completion.prompt_tokens
+        self.totals.cached_tokens += completion.cached_tokens
+        self.totals.sampled_tokens += len(completion.tokens)
         return completion
 
     async def _pause(self, failures: int, worker: Worker) -> None:
@@ -259,7 +261,7 @@ class SGLangPolicy:
             self._hide_key(error)
             raise
         call.running = None
-        self.counters.aborts += 1
+        self.totals.aborts += 1
 
     def _hide_key(self, error: EndpointError) -> None:
         key = self.endpoint.api_key

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import anyio
 import anyio.lowlevel
 
 from rollouts.errors import ConfigError, EndpointUnavailable
@@ -26,6 +27,8 @@ __all__ = ["Garbled", "Lost", "Transport", "Unsent", "shown"]
 
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
+
+CLOSE_SECONDS = 5.0
 
 _LARGE_BODY = 1 << 20  # aiohttp warns about larger bodies as one piece of bytes
 
@@ -138,9 +141,10 @@ class Transport:
             yield
         finally:
             self._loop = self._sessions = self._holder = None
-            for session in sessions:
-                await session.close()
-            await anyio.lowlevel.checkpoint()  # sockets close one turn of the loop later
+            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+                for session in sessions:
+                    await session.close()
+                await anyio.lowlevel.checkpoint()  # sockets close one turn of the loop later
 
     def _session(self, *, force_close: bool) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()

@@ -88,7 +88,7 @@ def request_tail(ids: EncodedIds, sampling: SamplingParams, stop_token_ids: Sequ
     """Everything of a ``/generate`` body but its rid, which each attempt has anew (:func:`with_rid`).
 
     Raises:
-        ConfigError: a number that does not fit into 64 bits.
+        ConfigError: a seed that does not fit into 64 bits.
     """
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -104,11 +104,10 @@ def request_tail(ids: EncodedIds, sampling: SamplingParams, stop_token_ids: Sequ
     if stop_token_ids:
         params["stop_token_ids"] = [int(token) for token in stop_token_ids]
     if sampling.seed is not None:
+        if not -(2**63) <= sampling.seed < 2**63:
+            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["sampling_seed"] = sampling.seed
-    try:
-        encoded = msgspec.json.encode(params)
-    except OverflowError as error:
-        raise ConfigError.of("SamplingParams", sampling, "integers of at most 64 bits") from error
+    encoded = msgspec.json.encode(params)
     # logprob_start_len -1: logprobs of the reply only; 0 would also cost the prompt's hit in the prefix cache.
     options = b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":'
     return b"".join((b'"input_ids":[', ids.text, options, encoded, b"}"))

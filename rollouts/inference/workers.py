@@ -1,7 +1,7 @@
 """Which worker serves which session.
 
-Invariant: a session stays with its worker, whose prefix cache holds its tokens, until that worker cannot be reached. A
-new session goes to the worker with the least work in flight; one that just could not be reached is asked last.
+Invariant: a session stays with its worker, whose prefix cache holds its tokens, until that worker fails it. A new
+session goes to the worker with the least work in flight; one that just could not be reached is asked last.
 
 This module knows nothing of requests: it is told when one begins, ends, or finds nobody.
 """
@@ -64,7 +64,7 @@ class Workers:
         return worker
 
     def instead_of(self, worker: Worker, session: str) -> Worker:
-        """Move a session away from a worker that cannot be reached; there may be no other."""
+        """Move a session away from a worker that failed it; there may be no other."""
         others = [other for other in self.all if other is not worker]
         return self._assign(session, others) if others else worker
 

@@ -1,0 +1,8 @@
+"""Messages to tokens and back, from the tokenizer's own chat template: openings, bridges, parsing, start-up test."""
+
+from rollouts.renderer.bridging import STRATEGIES
+from rollouts.renderer.renderer import Renderer, renderer_for
+from rollouts.renderer.selftest import SelfTest, Step
+from rollouts.renderer.tokenizer import load_tokenizer
+
+__all__ = ["STRATEGIES", "Renderer", "SelfTest", "Step", "load_tokenizer", "renderer_for"]

@@ -1,0 +1,244 @@
+"""The start-up test: does the bridge write what the template writes, on this template, tokenizer, stop ids and tools?
+
+Invariant: a step is ``exact`` or ``forks`` only if its bridge, as text and as ids, is the end of the template's own
+rendering of the whole conversation. This module knows the template from outside only: no family is named here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import attrs
+
+from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.errors import ConfigError
+from rollouts.renderer.bridging import Strategy, bridge_text
+from rollouts.renderer.template import ChatTemplate
+
+__all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]
+
+Verdict: TypeAlias = Literal["exact", "forks", "refused"]
+"""``exact``: ids appended step by step are the template's own rendering. ``forks``: the bridge is right, and the
+template writes what came before it differently once it is history. ``refused``: the bridge is not what it writes."""
+
+
+@attrs.frozen
+class Step:
+    """The verdict on one step of the synthetic conversation."""
+
+    name: str
+    verdict: Verdict
+    reason: str = ""
+
+
+@attrs.frozen
+class SelfTest:
+    """The verdicts on all steps."""
+
+    template: str
+    strategy: str
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
+    """What is worth knowing and no matter of tokens."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the steps."""
+        found = {step.verdict for step in self.steps}
+        return "refused" if "refused" in found else "forks" if "forks" in found else "exact"
+
+    def raise_if_refused(self) -> None:
+        """Stop here if a bridge is not what the template writes.
+
+        Raises:
+            ConfigError: names the template, the first such step, and why.
+        """
+        for step in self.steps:
+            if step.verdict == "refused":
+                raise ConfigError(
+                    f"chat template {self.template}: the self-test refuses its step {step.name!r}: {step.reason}"
+                )
+
+    def __str__(self) -> str:
+        width = max(len(step.name) for step in self.steps)
+        lines = [f"self-test of chat template {self.template}, dummy {self.strategy!r}: {self.verdict}"]
+        lines += [f"  {step.name:<{width}}  {step.verdict:<7}  {step.reason}".rstrip() for step in self.steps]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@attrs.frozen
+class _Turn:
+    """A reply, and what comes between it and the next one."""
+
+    name: str
+    reply: Message
+    new: tuple[Message, ...]
+    marks: tuple[str, ...] = ()
+    """What a faithful template writes of the reply: its content, or the arguments of its calls."""
+
+
+def run_self_test(
+    template: ChatTemplate,
+    strategy: tuple[str, Strategy],
+    encode: Callable[[str], list[int]],
+    stops: Sequence[str],
+    tools: Sequence[Tool],
+    system: str | None,
+) -> SelfTest:
+    """Put a synthetic conversation through the template and through the bridge, and compare.
+
+    Args:
+        template: the chat template.
+        strategy: how the bridge builds its dummy, with its name.
+        encode: text to ids.
+        stops: the stop tokens, as text.
+        tools: the tools; without any, the steps with tools are left out.
+        system: the system prompt, or ``None`` for a conversation without one.
+    """
+    opening = (
+        [Message("user", "userone")] if system is None else [Message("system", system), Message("user", "userone")]
+    )
+    reasons = _opens_freely(template, opening, tools)
+    parallel = 2 if not tools or _takes_two_calls(template, opening, tools) else 1
+    steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel, reasons)))
+    return SelfTest(template.name, strategy[0], tuple(steps), _notes(template, opening, tools))
+
+
+def _turns(tools: Sequence[Tool], parallel: int, reasons: bool) -> list[_Turn]:
+    turns = []
+    if tools:
+        turns.append(
+            _tool_turn("tools, first round" + (" (2 calls)" if parallel == 2 else ""), tools, 1, parallel, reasons)
+        )
+        turns.append(_tool_turn("tools, next round", tools, 3, 1, reasons))
+    user = "user, after tools" if tools else "user"
+    turns.append(_Turn(user, _reply("finalone", reasons), (Message("user", "usertwo"),), ("finalone",)))
+    turns.append(_Turn("user, again", _reply("finaltwo", reasons), (Message("user", "userthree"),), ("finaltwo",)))
+    return turns
+
+
+def _reply(content: str, reasons: bool) -> Message:
+    return Message("assistant", content, reasoning=f"thought{content}" if reasons else None)
+
+
+def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons: bool) -> _Turn:
+    numbers = range(first, first + count)
+    calls = [ToolCall(tools[n % len(tools)].name, {"x": f"argument{n}"}, id=f"call{n:05d}") for n in numbers]
+    results = [
+        Message("tool", f"result{n}", tool_call_id=call.id, name=call.name)
+        for n, call in zip(numbers, calls, strict=True)
+    ]
+    reply = Message("assistant", tool_calls=tuple(calls), reasoning=f"thought{first}" if reasons else None)
+    return _Turn(name, reply, tuple(results), tuple(f"argument{n}" for n in numbers))
+
+
+def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, ...]:
+    try:
+        untold = bool(tools) and template.render(opening, tools) == template.render(opening)
+    except ConfigError:
+        return ()
+    return ("the template does not tell the model of its tools; say so in the system prompt",) if untold else ()
+
+
+def _opens_freely(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    """Whether the model may think: not where the prompt ends in a thinking block that is closed already."""
+    try:
+        text = template.render(opening, tools)
+    except ConfigError:
+        return True
+    return not text.rstrip().endswith("</think>")
+
+
+def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    """Some templates refuse a second call in one turn, some leave it out."""
+    turn = _tool_turn("", tools, 1, 2, reasons=False)
+    try:
+        text = template.render([*opening, turn.reply, *turn.new], tools)
+    except ConfigError:
+        return False
+    first, second = turn.marks
+    return second in text or first not in text
+
+
+def _judge(
+    template: ChatTemplate,
+    strategy: Strategy,
+    encode: Callable[[str], list[int]],
+    stops: Sequence[str],
+    tools: Sequence[Tool],
+    opening: Sequence[Message],
+    turns: Sequence[_Turn],
+) -> Iterator[Step]:
+    history = list(opening)
+    name = "opening" if opening[0].role == "system" else "opening, no system prompt"
+    try:
+        before: str | None = template.render(history, tools)
+    except ConfigError as error:
+        yield Step(name, "refused", str(error))
+        return
+    yield Step(name, *_opening_verdict(before or "", opening))
+    for turn in turns:
+        history.append(turn.reply)
+        try:
+            whole = template.render([*history, *turn.new], tools)
+            bridge = bridge_text(template, strategy, history, turn.new, tools, stops)
+        except ConfigError as error:
+            yield Step(turn.name, "refused", str(error))
+            before = None
+        else:
+            verdict, reason = _bridge_verdict(whole, bridge, turn, encode)
+            if verdict == "exact" and before is not None:
+                own = _own_turn(template, history, tools, turn.marks[-1])
+                verdict, reason = _history_verdict([text for text in (before, own, whole) if text is not None])
+            yield Step(turn.name, verdict, reason)
+            before = whole
+        history.extend(turn.new)
+
+
+def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, str]:
+    lost = [message.role for message in opening if message.content.strip() not in text]
+    return ("refused", f"the template leaves out the {lost[0]} message") if lost else ("exact", "")
+
+
+def _bridge_verdict(whole: str, bridge: str, turn: _Turn, encode: Callable[[str], list[int]]) -> tuple[Verdict, str]:
+    for message in turn.new:
+        if message.content not in bridge:
+            return "refused", f"the template leaves out {message.role} messages"
+    if not whole.endswith(bridge):
+        written, end = whole[-len(bridge) :], _shared(whole[::-1], bridge[::-1])
+        at = len(bridge) - end
+        return "refused", f"the template writes …{written[:at][-40:]!r} where the bridge has …{bridge[:at][-40:]!r}"
+    ids = encode(bridge)
+    if encode(whole)[-len(ids) :] != ids:
+        return "refused", "the bridge's text has other ids in its place than alone"
+    if any(mark not in whole for mark in turn.marks):
+        return "forks", "the template leaves calls out of the history"
+    return "exact", ""
+
+
+def _own_turn(template: ChatTemplate, history: Sequence[Message], tools: Sequence[Tool], mark: str) -> str | None:
+    """The conversation up to the last mark of the last reply, as the template writes it while nothing follows."""
+    try:
+        text = template.render(history, tools, generation_prompt=False)
+    except ConfigError:
+        return None
+    head, found, _ = text.rpartition(mark)
+    return head + found if found else None
+
+
+def _history_verdict(texts: Sequence[str]) -> tuple[Verdict, str]:
+    """Each text must begin with the one before it: the prompt, the prompt with the reply, the next prompt."""
+    for before, after in itertools.pairwise(texts):
+        if not after.startswith(before):
+            at = _shared(before, after)
+            return "forks", f"history rewritten: {before[at : at + 30]!r} became {after[at : at + 30]!r}"
+    return "exact", ""
+
+
+def _shared(one: str, other: str) -> int:
+    """Length of the common beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,0 +1,132 @@
+"""A chat template: messages to text, as transformers would write it, with the calendar stopped.
+
+Invariant: the same messages give the same text for the whole life of the object, on whatever day. This module knows no
+token and no dialect.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
+from rollouts.errors import ConfigError
+
+__all__ = ["ChatTemplate"]
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what a trainer may train; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute that jinja reads
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template with its fixed variables.
+
+    Args:
+        source: the template's text.
+        name: what to call it in messages.
+        variables: special tokens and switches such as ``enable_thinking``.
+        moment: what ``strftime_now`` answers with.
+
+    Raises:
+        ConfigError: the source is not a template.
+    """
+
+    def __init__(self, source: str, *, name: str, variables: Mapping[str, Any], moment: datetime.datetime) -> None:
+        self.source = source
+        self.digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+        self.name = f"{name} ({self.digest})"
+        self._variables = dict(variables)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = moment.strftime
+        try:
+            self._compiled = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"chat template {self.name}: it does not compile: {error}") from error
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
+        """The conversation as text.
+
+        Raises:
+            ConfigError: the template refuses these messages, or breaks on them.
+        """
+        return self._render([self._chat(message) for message in messages], tools, generation_prompt)
+
+    def _chat(self, message: Message) -> ChatDict:
+        """A message as templates read it; reasoning goes under both of the names that are in use."""
+        chat = message.to_chat()
+        if message.reasoning is not None:
+            chat["thinking"] = message.reasoning
+        if message.tool_calls and not message.content:
+            chat["content"] = self._no_content
+        return chat
+
+    @functools.cached_property
+    def _no_content(self) -> str | None:
+        """How a turn of calls says that it has no content: ``""``, or ``None`` for a template that asks for it.
+
+        DeepSeek's write a second, empty turn for a content that is not ``None``; others break on ``None`` or print it.
+        """
+        call = ToolCall("f", {"x": "1"}, id="call00000").to_chat()
+
+        def written(content: str | None) -> str:
+            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+            return self._render([{"role": "user", "content": "U"}, turn], (), False)
+
+        try:
+            text = written(None)
+            return "" if "None" in text or text == written("") else None
+        except ConfigError:
+            return ""
+
+    def _render(self, messages: list[ChatDict], tools: Sequence[Tool], generation_prompt: bool) -> str:
+        try:
+            return self._compiled.render(
+                messages=messages,
+                tools=[tool.to_chat() for tool in tools] or None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except Exception as error:  # a template is foreign code and fails in any way it likes
+            roles = ", ".join(str(message["role"]) for message in messages[-4:])
+            raise ConfigError(
+                f"chat template {self.name}: it cannot render these messages (… {roles}): "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -1,0 +1,120 @@
+"""Text to ids and back, through the raw tokenizer.
+
+Invariant: encoding adds nothing (the template writes its own BOS) and mutates nothing, so one codec serves all threads;
+every token that was encoded is counted. This module knows no messages and no template.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollouts.errors import ConfigError
+
+__all__ = ["Codec", "load_tokenizer", "stop_ids_of"]
+
+_IMPORTING = threading.Lock()
+
+
+def load_tokenizer(path_or_name: str | Path) -> Any:
+    """Load a tokenizer from a folder, or by its name on the Hugging Face Hub.
+
+    Raises:
+        ConfigError: there is no tokenizer there that can be loaded.
+    """
+    with _IMPORTING:  # its lazy modules break when several threads import them for the first time at once
+        from transformers import AutoTokenizer  # here, because it takes seconds and most callers have a tokenizer
+
+    expected = "a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub"
+    if isinstance(path_or_name, Path) and not path_or_name.is_dir():
+        raise ConfigError.of("tokenizer", str(path_or_name), expected)
+    try:
+        return AutoTokenizer.from_pretrained(str(path_or_name))
+    except Exception as error:  # the loader raises whatever the files make it raise
+        raise ConfigError(
+            f"tokenizer: {str(path_or_name)!r} does not load ({_first_line(error)}); expected {expected}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a turn: ``eos_token_id`` of the tokenizer's generation_config.json, and the tokenizer's own.
+
+    Nothing is guessed: a model that stops at other ids as well needs them in its generation_config.json, or given.
+    """
+    stops: list[int] = []
+    config = _generation_config(str(getattr(tokenizer, "name_or_path", "") or ""))
+    declared = config.get("eos_token_id")
+    for value in (*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id):
+        if isinstance(value, int) and value not in stops:
+            stops.append(value)
+    return tuple(stops)
+
+
+def _generation_config(name: str) -> dict[str, Any]:
+    if not name:
+        return {}
+    file = Path(name) / "generation_config.json"
+    if not Path(name).is_dir():
+        from huggingface_hub import try_to_load_from_cache  # comes with transformers
+
+        found = try_to_load_from_cache(name, "generation_config.json")
+        if not isinstance(found, str):
+            return {}
+        file = Path(found)
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError.of(str(file), str(error), "a JSON object") from error
+    return config if isinstance(config, dict) else {}
+
+
+class Codec:
+    """Encode and decode with one tokenizer.
+
+    Fast tokenizers are used raw, without their Python wrapper: the wrapper sets padding and truncation on a shared
+    object at each call, which is not safe in threads. One that has no raw tokenizer is used as it is,
+    one thread at a time.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._raw = getattr(tokenizer, "backend_tokenizer", None)
+        self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
+        self._lock = threading.Lock()
+        self.encoded_tokens = 0
+        """Tokens that came out of :meth:`encode` so far."""
+        self.encoded_characters = 0
+        """Characters that went into :meth:`encode` so far."""
+
+    def encode(self, text: str, *, counted: bool = True) -> list[int]:
+        """Ids of a text. Special tokens written in it become their ids; none is added."""
+        if not text:
+            return []
+        if self._slow is not None:
+            with self._lock:
+                ids = list(self._slow.encode(text, add_special_tokens=False))
+        else:
+            # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not.
+            assert self._raw is not None
+            ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if counted:
+            with self._lock:
+                self.encoded_tokens += len(ids)
+                self.encoded_characters += len(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens written out, spaces left as they are."""
+        if self._slow is not None:
+            with self._lock:
+                return str(self._slow.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        assert self._raw is not None
+        return str(self._raw.decode(list(ids), skip_special_tokens=False))

@@ -1,0 +1,94 @@
+"""A policy that says what it is told to: for tests of environments, agents and recipes without a model.
+
+Invariant: it is a real :class:`~rollouts.inference.base.Policy`: what it returns passes every check that a server's
+reply passes, and it records what it was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import anyio.lowlevel
+import attrs
+import numpy as np
+
+from rollouts.dtypes import Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan, packed_tokens
+from rollouts.errors import EndpointRefused
+from rollouts.inference.base import ServerInfo
+from rollouts.trajectory import digest
+
+__all__ = ["Reply", "ScriptedPolicy"]
+
+
+@attrs.frozen
+class Reply:
+    """One scripted reply."""
+
+    tokens: Sequence[int]
+    finish_reason: FinishReason = "stop"
+    versions: Sequence[VersionSpan] = ()
+    """Which versions sampled what; by default ``"scripted"`` sampled everything."""
+
+
+Script = Iterable[Reply | Sequence[int]] | Callable[[TokenColumn], Reply | Sequence[int]]
+
+
+class ScriptedPolicy:
+    """Answers from a script: replies in order, or a function of the tokens it is sent.
+
+    A reply longer than the budget is cut there, as a server would. Logprobs are made up: ``-1 / (1 + position)``.
+
+    Attributes:
+        requests: the tokens of every call, in order.
+    """
+
+    def __init__(self, script: Script, *, max_context: int | None = None) -> None:
+        self._next = script if callable(script) else _in_order(script)
+        self._max_context = max_context
+        self.requests: list[TokenColumn] = []
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<ScriptedPolicy after {len(self.requests)} calls>"
+
+    async def complete(
+        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
+    ) -> Completion:
+        await anyio.lowlevel.checkpoint()
+        self.requests.append(tokens)
+        answer = self._next(tokens)
+        reply = answer if isinstance(answer, Reply) else Reply(answer)
+        sampled = packed_tokens(reply.tokens)[: sampling.max_new_tokens]
+        cut = len(sampled) < len(reply.tokens)
+        versions = reply.versions or [VersionSpan("scripted", 0, len(reply.tokens))]
+        return Completion(
+            tokens=sampled,
+            logprobs=-1 / (1 + np.arange(len(sampled))),
+            finish_reason="length" if cut else reply.finish_reason,
+            versions=[
+                VersionSpan(span.version, span.start, min(span.stop, len(sampled)))
+                for span in versions
+                if span.start < len(sampled)
+            ],
+            prompt_tokens=len(tokens),
+            prompt_digest=digest(tokens),
+            request_id=f"scripted-{id(self):x}-{len(self.requests)}",
+        )
+
+    async def describe(self) -> ServerInfo:
+        return ServerInfo(version="scripted", model="scripted", max_context=self._max_context)
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def _in_order(script: Iterable[Reply | Sequence[int]]) -> Callable[[TokenColumn], Reply | Sequence[int]]:
+    replies = iter(script)
+
+    def following(tokens: TokenColumn) -> Reply | Sequence[int]:
+        try:
+            return next(replies)
+        except StopIteration:
+            raise EndpointRefused("the script has no further reply") from None
+
+    return following

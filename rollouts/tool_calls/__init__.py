@@ -1,0 +1,6 @@
+"""Assistant text to tool calls, one dialect a file. For meaning only: ids are never rebuilt from what is read here."""
+
+from rollouts.tool_calls.base import Dialect, Reply
+from rollouts.tool_calls.registry import DIALECTS, dialect_of_template, get_dialect
+
+__all__ = ["DIALECTS", "Dialect", "Reply", "dialect_of_template", "get_dialect"]

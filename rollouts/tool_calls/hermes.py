@@ -1,0 +1,28 @@
+"""JSON objects in ``<tool_call>`` tags: Hermes, Qwen2.5, Qwen3, QwQ, Granite 4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from rollouts.dtypes import Tool, ToolCall
+from rollouts.tool_calls.base import BlockDialect, json_call, malformed
+
+__all__ = ["Hermes"]
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
+
+
+class Hermes(BlockDialect):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one object in each pair of tags."""
+
+    name = "hermes"
+    # A second opening tag ends an unclosed block, so that one lost tag does not swallow the calls after it.
+    block = re.compile(r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
+
+    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
+        if block["close"] is None:
+            found = _NAME.search(block["body"])
+            reason = "The tool call could not be read: </tool_call> is missing."
+            return [malformed(block[0], reason, found.group(1) if found else "")]
+        return [json_call(block["body"].strip(), block[0])]

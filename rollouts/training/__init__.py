@@ -1,0 +1,47 @@
+"""Training data: prompts in, whole groups of trusted samples out. Imports neither torch nor transformers."""
+
+from rollouts.training.agent_integration import agent_rollout_to_sample, generate_rollout_batch
+from rollouts.training.config import RolloutConfig
+from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
+from rollouts.training.filters import (
+    check_any_success,
+    check_min_reward,
+    check_quality_and_diversity,
+    check_reasonable_length,
+    check_response_diversity,
+    check_reward_nonzero_std,
+    make_length_filter,
+    make_threshold_filter,
+)
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.metrics import Accounting
+from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
+from rollouts.training.types import FilterFn, GenerateFn, Group, Prompt, RewardFn, Sample, Status
+
+__all__ = [
+    "Accounting",
+    "AsyncRolloutManager",
+    "BufferState",
+    "DataBuffer",
+    "FilterFn",
+    "GenerateFn",
+    "Group",
+    "Prompt",
+    "RewardFn",
+    "RolloutConfig",
+    "Sample",
+    "Status",
+    "agent_rollout_to_sample",
+    "check_any_success",
+    "check_min_reward",
+    "check_quality_and_diversity",
+    "check_reasonable_length",
+    "check_response_diversity",
+    "check_reward_nonzero_std",
+    "generate_rollout_batch",
+    "load_prompts",
+    "make_length_filter",
+    "make_threshold_filter",
+    "trajectory_to_sample",
+    "trajectory_to_samples",
+]

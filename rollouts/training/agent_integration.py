@@ -1,0 +1,138 @@
+"""The bridge from agents to samples: a prompt and an environment class in, a sample out.
+
+Invariant: one sample for each prompt, in order; a rollout that fails is a sample with status FAILED beside the others,
+never an exception that takes them along. This module knows nothing of groups, rewards and batches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from rollouts.agent import OnStep, run_agent
+from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
+from rollouts.environments.base import EnvironmentFactory
+from rollouts.errors import ConfigError
+from rollouts.inference.base import Policy, ServerInfo
+from rollouts.inference.sglang import shared_policy
+from rollouts.renderer import Renderer, renderer_for
+from rollouts.training.samples import trajectory_to_sample
+from rollouts.training.types import Sample
+
+__all__ = ["agent_rollout_to_sample", "generate_rollout_batch"]
+
+
+async def agent_rollout_to_sample(
+    prompt: Prompt | str | Sequence[Message | dict[str, Any]],
+    *,
+    environment_cls: EnvironmentFactory,
+    endpoint: Endpoint,
+    tokenizer: Any,
+    max_turns: int | None = None,
+    limits: Limits | None = None,
+    sampling: SamplingParams | None = None,
+    policy: Policy | None = None,
+    on_step: OnStep | None = None,
+) -> Sample:
+    """Run one agent in a fresh environment, and keep what the model saw and sampled.
+
+    Args:
+        prompt: text, messages, or a :class:`Prompt` with label and metadata.
+        environment_cls: called without arguments for the rollout's environment.
+        endpoint: where the model answers.
+        tokenizer: a transformers tokenizer, or the name or folder to load one from.
+        max_turns: short for ``limits=Limits(max_turns=…)``.
+        limits: when an episode stops.
+        sampling: instead of ``endpoint.sampling``.
+        policy: instead of a client of ``endpoint`` (which all rollouts of one event loop share).
+        on_step: an observer of the growing trajectory.
+
+    Returns:
+        A sample whose ``tokens``, ``loss_mask`` and ``rollout_log_probs`` have one length. Its reward is the sum of the
+        environment's step rewards, ``None`` where it gives none. A failed rollout has status FAILED and ``failure``.
+
+    Raises:
+        ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the prompt.
+        EndpointError: the server cannot be asked what it is.
+    """
+    prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    renderer = await _renderer(tokenizer)
+    policy = policy if policy is not None else shared_policy(endpoint)
+    trajectory = await run_agent(
+        prompt,
+        environment_cls,
+        policy,
+        renderer,
+        sampling=sampling or endpoint.sampling,
+        limits=_limits(limits, max_turns),
+        max_context=(await _describe(policy)).max_context,
+        on_step=on_step,
+    )
+    return trajectory_to_sample(trajectory, prompt, renderer.decode)
+
+
+async def generate_rollout_batch(
+    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Any
+) -> list[Sample]:
+    """Run :func:`agent_rollout_to_sample` for each prompt at once, with its ``options``.
+
+    Bind the options with ``functools.partial`` and it is the ``generate_fn`` of a ``RolloutConfig``.
+
+    Returns:
+        One sample for each prompt, in order.
+    """
+    prompts = list(prompts)
+    samples: dict[int, Sample] = {}
+    errors: list[Exception] = []
+    async with anyio.create_task_group() as rollouts:
+
+        async def run(number: int) -> None:
+            try:
+                samples[number] = await agent_rollout_to_sample(prompts[number], **options)
+            except Exception as error:  # noqa: BLE001 - no rollout can survive it; raised below as it is
+                errors.append(error)
+                rollouts.cancel_scope.cancel()
+
+        for number in range(len(prompts)):
+            rollouts.start_soon(run, number)
+    if errors:
+        raise errors[0]
+    return [samples[number] for number in range(len(prompts))]
+
+
+def _limits(limits: Limits | None, max_turns: int | None) -> Limits:
+    if limits is None:
+        return Limits() if max_turns is None else Limits(max_turns=max_turns)
+    if max_turns is not None and max_turns != limits.max_turns:
+        raise ConfigError.of("max_turns", max_turns, f"nothing, since limits={limits} is given")
+    return limits
+
+
+async def _renderer(tokenizer: Any) -> Renderer:
+    """The shared renderer; a name is loaded in a worker thread."""
+    if isinstance(tokenizer, Renderer):
+        return tokenizer
+    return await anyio.to_thread.run_sync(renderer_for, tokenizer)
+
+
+@attrs.define(eq=False)
+class _Described:
+    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
+    info: ServerInfo | None = None
+
+
+_DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDictionary()
+
+
+async def _describe(policy: Policy) -> ServerInfo:
+    """Ask a server once what it is, however many rollouts start at the same moment."""
+    described = _DESCRIBED.setdefault(policy, _Described())
+    async with described.lock:
+        if described.info is None:
+            described.info = await policy.describe()
+    return described.info

@@ -1,0 +1,112 @@
+"""What a run is asked to do: sizes, the user's functions, deadlines, and what to do about failures.
+
+Invariant: a config that exists is sound; everything that can be known to be wrong before work starts is refused here,
+by field, value and expectation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+
+from rollouts.errors import ConfigError, function_name
+from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
+from rollouts.training.types import FilterFn, GenerateFn, RewardFn
+
+__all__ = ["RolloutConfig"]
+
+_NEED_SPREAD = (check_reward_nonzero_std, check_quality_and_diversity)
+
+
+def _count(minimum: int, *, optional: bool = False) -> Any:
+    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError.of(f"RolloutConfig.{field.name}", value, f"an integer >= {minimum}")
+
+    return validate
+
+
+def _number(minimum: float, *, exclusive: bool = False) -> Any:
+    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or value < minimum or (exclusive and value == minimum):
+            raise ConfigError.of(
+                f"RolloutConfig.{field.name}", value, f"a number {'>' if exclusive else '>='} {minimum}"
+            )
+
+    return validate
+
+
+def _function(*, optional: bool = False) -> Any:
+    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        if not (callable(value) or (optional and value is None)):
+            raise ConfigError.of(f"RolloutConfig.{field.name}", value, "a function" + (" or None" if optional else ""))
+
+    return validate
+
+
+@attrs.frozen(kw_only=True)
+class RolloutConfig:
+    """How batches of groups are generated. Sizes count prompts (groups), as in slime."""
+
+    batch_size: int = attrs.field(validator=_count(1))
+    """Groups in a batch."""
+    generate_fn: GenerateFn = attrs.field(validator=_function())
+    """Makes rollouts; called with a list of one :class:`Prompt` for each rollout."""
+    n_samples_per_prompt: int = attrs.field(default=8, validator=_count(1))
+    """Rollouts of each prompt: the size of a group."""
+    over_sampling_factor: float = attrs.field(default=1.5, validator=_number(1))
+    """Groups in work (in flight or ready) while a batch fills, as a multiple of ``batch_size``."""
+    reward_fn: RewardFn | None = attrs.field(default=None, validator=_function(optional=True))
+    """Scores each sample; without one the reward of the environment's steps is taken."""
+    group_rm: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    """Call ``reward_fn`` once with the whole group instead of once for each sample."""
+    filter_fn: FilterFn | None = attrs.field(default=None, validator=_function(optional=True))
+    """Which groups to keep; runs after the rewards are set."""
+    max_attempts: int = attrs.field(default=2, validator=_count(1))
+    """How often a rollout is tried, each time from the start with a fresh environment, before it counts as failed."""
+    on_failure: Literal["drop_group", "stop"] = "drop_group"
+    """A rollout that failed for good: record its group as failed and go on, or stop the run."""
+    patience: int | None = attrs.field(default=None, validator=_count(1, optional=True))
+    """Groups in a row that may be dropped or failed before the run stops; default 8 batches, at least 64."""
+    rollout_seconds: float = attrs.field(default=3600.0, validator=_number(0, exclusive=True))
+    """Deadline of one call of ``generate_fn``."""
+    reward_seconds: float = attrs.field(default=300.0, validator=_number(0, exclusive=True))
+    """Deadline of one call of ``reward_fn``; a late reward is a failure, never a zero."""
+    filter_seconds: float = attrs.field(default=60.0, validator=_number(0, exclusive=True))
+
+    def __attrs_post_init__(self) -> None:
+        if self.on_failure not in ("drop_group", "stop"):
+            raise ConfigError.of("RolloutConfig.on_failure", self.on_failure, '"drop_group" or "stop"')
+        if self.n_samples_per_prompt == 1 and self.filter_fn in _NEED_SPREAD:
+            name = function_name(self.filter_fn)
+            raise ConfigError.of(
+                "RolloutConfig.n_samples_per_prompt", 1, f"at least 2 with filter_fn={name}: one reward has no spread"
+            )
+        if self.group_rm and self.reward_fn is None:
+            raise ConfigError.of(
+                "RolloutConfig.reward_fn", None, "a function that takes the group, since group_rm is set"
+            )
+
+    @property
+    def groups_in_work(self) -> int:
+        """Groups in flight or ready while a batch fills."""
+        return math.ceil(self.batch_size * self.over_sampling_factor)
+
+    @property
+    def rejections_allowed(self) -> int:
+        """``patience``, or its default."""
+        return self.patience if self.patience is not None else max(64, 8 * self.batch_size)
+
+    def describe(self) -> dict[str, Any]:
+        """The config as plain values: functions by name."""
+
+        def plain(value: Any) -> Any:
+            return function_name(value) if isinstance(value, Callable) else value  # type: ignore[arg-type]
+
+        return {field.name: plain(getattr(self, field.name)) for field in attrs.fields(type(self))}

@@ -1,0 +1,223 @@
+"""The data buffer: prompts out, leftovers back in.
+
+Invariant: every prompt of an epoch is handed out once, in an order that the seed and the epoch fix; what was handed
+back comes out first, with the group index it had. A group index is never given to two prompts. Saved and loaded, a
+buffer goes on exactly where it was. It knows nothing of rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError, DataExhausted
+
+__all__ = ["BufferState", "DataBuffer", "load_prompts"]
+
+
+@attrs.frozen
+class BufferState:
+    """Where a buffer stands: plain values, ready for JSON through :meth:`to_dict`."""
+
+    cursor: int
+    epoch: int
+    next_group_index: int
+    leftovers: tuple[tuple[int, int], ...]
+    """``(position in the data, group index)`` of what was handed back."""
+    fingerprint: int
+    """Checksum of the prompts, so that a state is not loaded over other data."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BufferState:
+        return cls(**{**data, "leftovers": tuple((a, b) for a, b in data["leftovers"])})
+
+
+class DataBuffer:
+    """A cursor over prompts.
+
+    Args:
+        prompts: texts, message lists, ``{"prompt", "label", "metadata"}`` rows, or :class:`Prompt` values.
+        seed: shuffles each epoch anew; ``None`` keeps the order of the data.
+        epochs: how often the data may be gone through; ``None`` for no end.
+
+    Raises:
+        ConfigError: no prompts, or a row that is not one; the message names its position.
+    """
+
+    def __init__(self, prompts: Iterable[Any], *, seed: int | None = None, epochs: int | None = None) -> None:
+        self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
+        if not self._prompts:
+            raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
+        if epochs is not None and epochs < 1:
+            raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
+        self.seed = seed
+        self.epochs = epochs
+        self._cursor = 0
+        self._epoch = 0
+        self._next_group_index = 0
+        self._positions: dict[int, int] = {}
+        self._leftovers: list[tuple[int, int]] = []
+        self._order = self._shuffled()
+
+    def __repr__(self) -> str:
+        end = "" if self.epochs is None else f" of {self.epochs}"
+        where = f"epoch {self._epoch}{end}, {self._cursor}/{len(self._prompts)}"
+        return f"<DataBuffer {where}, {len(self._leftovers)} handed back, next group {self._next_group_index}>"
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def get_prompts(self, count: int) -> list[Prompt]:
+        """Take ``count`` prompts, each with its group index: what was handed back first, then the data in order.
+
+        Raises:
+            DataExhausted: fewer are left; nothing is taken then.
+        """
+        left = self._left()
+        if left is not None and left < count:
+            raise DataExhausted(f"{count} prompts wanted, {left} left in {self!r}")
+        return [self._take() for _ in range(count)]
+
+    def put_back(self, prompts: Iterable[Prompt]) -> None:
+        """Hand back prompts that came to nothing; they come out again first, lowest group index first.
+
+        Raises:
+            ConfigError: a prompt that is not out: never taken from here, or handed back already.
+        """
+        for prompt in prompts:
+            group_index = prompt.group_index
+            position = None if group_index is None else self._positions.pop(group_index, None)
+            if group_index is None or position is None:
+                raise ConfigError.of(
+                    "put_back(prompts)", prompt, "prompts that were taken from this buffer and are out"
+                )
+            self._leftovers.append((position, group_index))
+        self._leftovers.sort(key=lambda entry: entry[1])
+
+    def settle(self, prompt: Prompt) -> None:
+        """Say that a prompt came to its end; it can no longer be handed back."""
+        if prompt.group_index is not None:
+            self._positions.pop(prompt.group_index, None)
+
+    def save_state(self) -> BufferState:
+        """Where it stands. Prompts that are out count as handed back: whoever loads the state will get them again."""
+        out = [(position, group_index) for group_index, position in self._positions.items()]
+        return BufferState(
+            cursor=self._cursor,
+            epoch=self._epoch,
+            next_group_index=self._next_group_index,
+            leftovers=tuple(sorted([*self._leftovers, *out], key=lambda entry: entry[1])),
+            fingerprint=self._fingerprint(),
+        )
+
+    def load_state(self, state: BufferState) -> None:
+        """Go on where ``state`` was saved.
+
+        Raises:
+            ConfigError: the state was saved over other prompts or another seed.
+        """
+        if state.fingerprint != self._fingerprint():
+            raise ConfigError.of(
+                "BufferState.fingerprint", state.fingerprint, f"{self._fingerprint()}, that of this data"
+            )
+        self._cursor, self._epoch = state.cursor, state.epoch
+        self._next_group_index = state.next_group_index
+        self._leftovers = list(state.leftovers)
+        self._positions = {}
+        self._order = self._shuffled()
+
+    def _left(self) -> int | None:
+        if self.epochs is None:
+            return None
+        rest = (self.epochs - self._epoch) * len(self._prompts) - self._cursor
+        return rest + len(self._leftovers)
+
+    def _take(self) -> Prompt:
+        if self._leftovers:
+            position, group_index = self._leftovers.pop(0)
+        else:
+            if self._cursor == len(self._prompts):
+                self._cursor, self._epoch = 0, self._epoch + 1
+                self._order = self._shuffled()
+            position, group_index = self._order[self._cursor], self._next_group_index
+            self._cursor += 1
+            self._next_group_index += 1
+        self._positions[group_index] = position
+        return attrs.evolve(self._prompts[position], group_index=group_index)
+
+    def _shuffled(self) -> Sequence[int]:
+        order = list(range(len(self._prompts)))
+        if self.seed is not None:
+            random.Random(f"{self.seed}/{self._epoch}").shuffle(order)
+        return order
+
+    def _fingerprint(self) -> int:
+        crc = zlib.crc32(repr(self.seed).encode())
+        for prompt in self._prompts:
+            texts = [message.to_chat() for message in prompt.messages]
+            crc = zlib.crc32(json.dumps([texts, repr(prompt.label)], sort_keys=True, default=repr).encode(), crc)
+        return crc
+
+
+def _read_prompt(row: Any, place: str) -> Prompt:
+    try:
+        if isinstance(row, Prompt):
+            return row
+        if isinstance(row, Mapping):
+            unknown = row.keys() - {"prompt", "label", "metadata"}
+            if unknown or "prompt" not in row:
+                raise ConfigError.of(
+                    "row", sorted(row.keys()), 'the keys "prompt", and "label" and "metadata" where known'
+                )
+            metadata = row.get("metadata") or {}
+            if not isinstance(metadata, Mapping):
+                raise ConfigError.of("metadata", metadata, "an object")
+            return Prompt(row["prompt"], label=row.get("label"), metadata=metadata)
+        return Prompt(row)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def load_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+    """Read prompts from a JSONL file, one row a line: ``{"prompt": text or messages, "label": …, "metadata": {…}}``.
+
+    Raises:
+        ConfigError: no such file, or a malformed row; the message names file and line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError.of("data", str(path), "a JSONL file that exists")
+    prompts: list[Prompt] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(prompts) >= limit:
+                break
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                row = msgspec.json.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{place}: not JSON ({error})") from None
+            if not isinstance(row, Mapping):
+                raise ConfigError.of(place, row, 'an object with "prompt", and "label" and "metadata" where known')
+            prompts.append(_read_prompt(row, place))
+    if not prompts:
+        raise ConfigError.of("data", str(path), "at least one row")
+    return prompts

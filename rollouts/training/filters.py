@@ -1,0 +1,103 @@
+"""Filters: which groups are worth training on.
+
+Invariant: a filter is pure: it reads a group (same prompt, rewards set) and answers True to keep it. Every filter here
+is usable as ``filter_fn`` as it stands, or with its thresholds bound by ``functools.partial``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rollouts.errors import ConfigError
+from rollouts.training.types import FilterFn, Sample, Status
+
+__all__ = [
+    "check_any_success",
+    "check_min_reward",
+    "check_quality_and_diversity",
+    "check_reasonable_length",
+    "check_response_diversity",
+    "check_reward_nonzero_std",
+    "make_length_filter",
+    "make_threshold_filter",
+]
+
+STD_FLOOR = 1e-6
+"""A spread of rewards at or below this counts as none; slime's bound."""
+
+
+def check_reward_nonzero_std(samples: Sequence[Sample]) -> bool:
+    """Keep if the rewards differ: without spread every advantage of the group is zero.
+
+    Uses the unbiased standard deviation, as slime does. One sample has no spread.
+    """
+    rewards = _rewards(samples)
+    return len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR
+
+
+def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.5) -> bool:
+    """Keep if at least one reward reaches ``min_reward``."""
+    return max(_rewards(samples), default=float("-inf")) >= min_reward
+
+
+def check_response_diversity(samples: Sequence[Sample], min_unique_ratio: float = 0.5) -> bool:
+    """Keep if at least this share of the responses differ as text (white space at the ends apart)."""
+    unique = {sample.response.strip() for sample in samples}
+    return bool(samples) and len(unique) / len(samples) >= min_unique_ratio
+
+
+def check_reasonable_length(samples: Sequence[Sample], min_tokens: int = 1, max_tokens: int = 32_768) -> bool:
+    """Keep if every response has between ``min_tokens`` and ``max_tokens`` tokens, both included."""
+    return all(min_tokens <= sample.response_length <= max_tokens for sample in samples)
+
+
+def check_any_success(samples: Sequence[Sample]) -> bool:
+    """Keep if at least one rollout ran to its end (status COMPLETED)."""
+    return any(sample.status is Status.COMPLETED for sample in samples)
+
+
+def check_quality_and_diversity(
+    samples: Sequence[Sample], min_reward: float = 0.5, min_unique_ratio: float = 0.5
+) -> bool:
+    """Keep if the rewards have spread, one reaches ``min_reward``, and enough responses differ."""
+    return (
+        check_reward_nonzero_std(samples)
+        and check_min_reward(samples, min_reward)
+        and check_response_diversity(samples, min_unique_ratio)
+    )
+
+
+def make_threshold_filter(min_reward: float = float("-inf"), max_reward: float = float("inf")) -> FilterFn:
+    """A filter on the mean reward: keep if it lies between the two, both included.
+
+    Drops what is always solved or never solved, e.g. ``make_threshold_filter(0.1, 0.9)``.
+    """
+    if min_reward > max_reward:
+        raise ConfigError.of("make_threshold_filter(min_reward, max_reward)", (min_reward, max_reward), "min <= max")
+
+    def check_mean_reward(samples: Sequence[Sample]) -> bool:
+        return min_reward <= statistics.fmean(_rewards(samples)) <= max_reward
+
+    return check_mean_reward
+
+
+def make_length_filter(min_tokens: int = 1, max_tokens: int = 32_768) -> FilterFn:
+    """:func:`check_reasonable_length` with its bounds set."""
+    if not 0 <= min_tokens <= max_tokens:
+        raise ConfigError.of("make_length_filter(min_tokens, max_tokens)", (min_tokens, max_tokens), "0 <= min <= max")
+
+    def check_length(samples: Sequence[Sample]) -> bool:
+        return check_reasonable_length(samples, min_tokens, max_tokens)
+
+    return check_length
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float]:
+    """The rewards of a scored group. A missing one is an error: a filter never runs before the reward."""
+    rewards = []
+    for sample in samples:
+        if sample.reward is None:
+            raise ConfigError.of(f"{sample!r}.reward", None, "a number: filters run on scored samples")
+        rewards.append(float(sample.reward))
+    return rewards

@@ -1,0 +1,56 @@
+"""Rewards: run a user's scoring function over samples, and put what it says on them.
+
+Invariant: after :func:`score` every sample has a finite float reward, or a typed failure was raised; a late or broken
+reward is never turned into a number. A sync function runs in a worker thread, so it cannot stall the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollouts.errors import RewardFailure, call_foreign, function_name, shortened
+from rollouts.training.types import RewardFn, Sample
+
+__all__ = ["score", "score_group"]
+
+
+async def score(sample: Sample, reward_fn: RewardFn | None, *, seconds: float) -> None:
+    """Set ``sample.reward``; without a function, check the one that generation set.
+
+    Raises:
+        RewardFailure: the function raised, overran ``seconds``, or gave no finite number.
+    """
+    if reward_fn is None:
+        sample.reward = _finite(sample.reward, "the rollout itself (no reward_fn is set)")
+        return
+    name = function_name(reward_fn)
+    value = await call_foreign(RewardFailure, f"reward {name}", reward_fn, sample, seconds=seconds)
+    sample.reward = _finite(value, name)
+
+
+async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
+    """Set the rewards of a whole group with one call: ``reward_fn(samples)`` gives one number for each.
+
+    Raises:
+        RewardFailure: as :func:`score`, or the number of rewards differs from the number of samples.
+    """
+    name = function_name(reward_fn)
+    values = await call_foreign(RewardFailure, f"group reward {name}", reward_fn, list(samples), seconds=seconds)
+    if not isinstance(values, Sequence):
+        raise RewardFailure(f"group reward {name}: got {shortened(values)}; expected a list of {len(samples)} numbers")
+    if len(values) != len(samples):
+        raise RewardFailure(f"group reward {name} gave {len(values)} rewards for {len(samples)} samples")
+    for sample, value in zip(samples, values, strict=True):
+        sample.reward = _finite(value, name)
+
+
+def _finite(value: Any, source: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
+        number = math.nan
+    if not math.isfinite(number):
+        raise RewardFailure(f"reward from {source}: got {shortened(value)}; expected a finite number")
+    return number

@@ -1,0 +1,154 @@
+"""A run on disk: which file holds what, and how it is read back.
+
+    run.json          what was asked, of whom, and how it ended
+    batches/          accepted groups, one file a batch: batch-000000.jsonl or .parquet
+    dropped.jsonl     groups that the filter rejected
+    failed.jsonl      groups lost to a failure
+    unbatched.jsonl   accepted groups that were in no batch when the run stopped
+    metrics.jsonl     one line a batch
+
+Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and ``digests``,
+the checksums of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.errors import ConfigError
+from rollouts.training import parquet
+from rollouts.training.types import Sample
+
+__all__ = ["RUN_FILES", "Place", "Row", "Which", "column_digests", "load_run", "read_info", "read_rows", "run_files"]
+
+Place: TypeAlias = Literal["kept", "dropped", "failed", "unbatched"]
+"""Where a group of a run lies: in a batch, or in one of the other files."""
+
+Which: TypeAlias = Place | Literal["all"]
+
+RUN_FILES = ("run.json", "batches", "dropped.jsonl", "failed.jsonl", "unbatched.jsonl", "metrics.jsonl")
+"""What makes a folder a run."""
+
+_PLACES: tuple[Place, ...] = ("kept", "dropped", "failed", "unbatched")
+_ADDED = ("outcome", "reason", "batch", "digests")
+
+
+@attrs.frozen
+class Row:
+    """One stored sample and where it lies. ``data`` is what the file says, not checked."""
+
+    run: Path
+    file: str
+    """Relative to the run's folder."""
+    line: int
+    """From 1; of a Parquet file, the row."""
+    place: Place
+    data: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.run / self.file}, line {self.line}"
+
+    def sample(self) -> Sample:
+        """The sample itself.
+
+        Raises:
+            ConfigError: the row is not a sample; the message names file and line.
+        """
+        try:
+            return Sample.from_dict({key: value for key, value in self.data.items() if key not in _ADDED})
+        except (ConfigError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self}: not a sample ({error})") from None
+
+
+def column_digests(
+    tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32] | None
+) -> dict[str, int | None]:
+    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32), to find later changes."""
+    return {
+        "tokens": zlib.crc32(tokens.astype("<i4").tobytes()),
+        "loss_mask": zlib.crc32(mask.astype(np.uint8).tobytes()),
+        "rollout_log_probs": None if logprobs is None else zlib.crc32(logprobs.astype("<f4").tobytes()),
+    }
+
+
+def load_run(path: str | Path, outcome: Which = "kept") -> list[Sample]:
+    """Read the samples of a run.
+
+    Args:
+        path: the run's folder.
+        outcome: ``"kept"`` (what is in batches, in their order), ``"dropped"``, ``"failed"``, ``"unbatched"`` or
+            ``"all"``.
+
+    Raises:
+        ConfigError: no run there, an unknown outcome, or a corrupted line; the message names file and line.
+    """
+    return [row.sample() for row in read_rows(path, outcome)]
+
+
+def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
+    """The stored samples of a run one after another, as they stand in the files.
+
+    Raises:
+        ConfigError: as :func:`load_run`.
+    """
+    read_info(path)
+    if outcome != "all" and outcome not in _PLACES:
+        raise ConfigError.of("outcome", outcome, f'one of {list(_PLACES)}, or "all"')
+    for place, file in run_files(path):
+        if outcome in ("all", place):
+            yield from read_file(Path(path), place, file)
+
+
+def read_info(path: str | Path) -> dict[str, Any]:
+    """What ``run.json`` says.
+
+    Raises:
+        ConfigError: the folder holds no run, or the file is damaged.
+    """
+    file = Path(path) / "run.json"
+    if not file.is_file():
+        raise ConfigError.of("run", str(path), "a folder that a run was written to: it holds run.json")
+    return _decoded(file.read_bytes(), str(file))
+
+
+def run_files(path: str | Path) -> list[tuple[Place, str]]:
+    """The files of samples that are there, as ``(place, name relative to the run)``, batches first and in order."""
+    path = Path(path)
+    found = sorted((path / "batches").glob("batch-*"))
+    files: list[tuple[Place, str]] = [
+        ("kept", f"batches/{file.name}") for file in found if file.suffix in (".jsonl", ".parquet")
+    ]
+    return files + [(place, f"{place}.jsonl") for place in _PLACES[1:] if (path / f"{place}.jsonl").is_file()]
+
+
+def read_file(run: Path, place: Place, file: str) -> Iterator[Row]:
+    """The rows of one file of a run.
+
+    Raises:
+        ConfigError: a corrupted line; the message names file and line.
+    """
+    if file.endswith(".parquet"):
+        for number, data in enumerate(parquet.read(run / file), 1):
+            yield Row(run, file, number, place, data)
+        return
+    with (run / file).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            yield Row(run, file, number, place, _decoded(line, f"{run / file}, line {number}"))
+
+
+def _decoded(text: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: corrupted, not JSON ({error})") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError.of(place, value, "an object")
+    return dict(value)

@@ -1,0 +1,58 @@
+"""Trajectories to samples: flatten, nothing else.
+
+Invariant: pure; every column of a sample is the trajectory's own, so laws 1 to 3 hold here because they hold there.
+This module knows no tokenizer but the function that turns ids into text, and scores nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollouts.dtypes import Prompt, StopReason, TokenColumn
+from rollouts.training.types import Sample, Status
+from rollouts.trajectory import Trajectory
+
+__all__ = ["trajectory_to_sample", "trajectory_to_samples"]
+
+_STATUS = {
+    StopReason.TASK_COMPLETED: Status.COMPLETED,
+    StopReason.ABORTED: Status.ABORTED,
+    StopReason.FAILED: Status.FAILED,
+}
+"""Every other reason means that a limit cut the episode: TRUNCATED."""
+
+
+def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callable[[TokenColumn], str]) -> Sample:
+    """One sealed trajectory as a sample.
+
+    The reward is the sum of the environment's step rewards, ``None`` where it gave none: a reward function sets it.
+    """
+    assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
+    first = trajectory.calls[0].start if trajectory.calls else len(trajectory)
+    return Sample(
+        prompt=prompt.prompt,
+        response=decode(trajectory.tokens[first:]),
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.mask,
+        rollout_log_probs=trajectory.logprobs,
+        versions=list(trajectory.versions),
+        reward=sum(trajectory.step_rewards) if trajectory.step_rewards else None,
+        metadata=dict(prompt.metadata),
+        label=prompt.label,
+        group_index=prompt.group_index,
+        index=prompt.index,
+        rollout_id=prompt.index,
+        status=_STATUS.get(trajectory.stop_reason, Status.TRUNCATED),
+        stop_reason=trajectory.stop_reason,
+        failure=trajectory.failure,
+        messages=[message.to_chat() for message in trajectory.messages],
+        calls=list(trajectory.calls),
+        metrics=dict(trajectory.metrics),
+    )
+
+
+def trajectory_to_samples(
+    trajectories: Sequence[Trajectory], prompt: Prompt, decode: Callable[[TokenColumn], str]
+) -> list[Sample]:
+    """All branches of one rollout as samples that share its ``rollout_id``."""
+    return [trajectory_to_sample(trajectory, prompt, decode) for trajectory in trajectories]

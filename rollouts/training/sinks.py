@@ -1,0 +1,238 @@
+"""The writer of a run's folder (its files: ``run_folder.py``).
+
+Invariant: a group stands on disk in exactly one place. Dropped and failed groups are appended as they settle; accepted
+ones wait in memory until their batch is sealed or the run ends, and are then written whole. ``run.json`` and batches
+appear complete or not at all. This module knows no manager, no recipe and no network: it is told.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import msgspec
+
+from rollouts.errors import ConfigError
+from rollouts.training import parquet
+from rollouts.training.metrics import Accounting
+from rollouts.training.run_folder import RUN_FILES, column_digests
+from rollouts.training.types import Group, Outcome, Sample
+
+__all__ = ["Format", "RunStatus", "RunWriter", "check_free"]
+
+Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
+"""How batches are stored; ``auto`` is Parquet where pyarrow is installed."""
+
+RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
+
+_PACKAGES = ("rollouts", "anyio", "attrs", "aiohttp", "msgspec", "numpy", "transformers", "torch", "pyarrow")
+
+
+def check_free(path: str | Path, *, overwrite: bool = False) -> None:
+    """See that a run may be written to ``path``.
+
+    Raises:
+        ConfigError: a file is there, or a run and ``overwrite`` is not set.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise ConfigError.of("--out", str(path), "a folder, new or without a run in it; a file is there")
+    held = [name for name in RUN_FILES if (path / name).exists()]
+    if held and not overwrite:
+        raise ConfigError.of(
+            "--out", str(path), f"a folder without a run in it; it holds {', '.join(held)}. --overwrite replaces it"
+        )
+
+
+class RunWriter:
+    """Writes one run.
+
+    Args:
+        path: the run's folder; made where it is not there.
+        description: what ``run.json`` says of the run from the start: recipe, seed, endpoint, server.
+        format: how batches are stored.
+        overwrite: delete the run that is there; other files in the folder stay.
+
+    Raises:
+        ConfigError: as :func:`check_free`; an unknown format; or Parquet without pyarrow.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        description: Mapping[str, Any] | None = None,
+        *,
+        format: Format = "auto",
+        overwrite: bool = False,
+    ) -> None:
+        if format not in ("jsonl", "parquet", "auto"):
+            raise ConfigError.of("--format", format, '"jsonl", "parquet" or "auto"')
+        if format == "parquet" and not parquet.available():
+            raise ConfigError.of("--format", format, 'pyarrow, or "jsonl": pip install "rollouts[parquet]"')
+        check_free(path, overwrite=overwrite)
+        self.path = Path(path)
+        self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
+        self.batches = 0
+        self._lock = threading.RLock()
+        self._held: dict[int, Group] = {}
+        for name in RUN_FILES:
+            _remove(self.path / name)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._info: dict[str, Any] = {
+            "status": "running",
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": _versions(),
+            "format": self.format,
+            **(description or {}),
+        }
+        self._write_info()
+
+    def __repr__(self) -> str:
+        return f"<RunWriter {self.path}: {self.batches} batches, {len(self._held)} accepted groups held>"
+
+    def update(self, **fields: Any) -> None:
+        """Say more in ``run.json``."""
+        with self._lock:
+            self._info.update(fields)
+            self._write_info()
+
+    def on_group(self, group: Group) -> None:
+        """Take a settled group; may be called from any thread."""
+        with self._lock:
+            if group.outcome == "kept":
+                self._held[group.group_index] = group
+                return
+            rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
+            _append(self.path / f"{group.outcome}.jsonl", rows)
+
+    def write_batch(
+        self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
+    ) -> Path:
+        """Seal a batch: its groups are no longer held.
+
+        Returns:
+            Its file.
+        """
+        with self._lock:
+            number = self.batches
+            rows = [_row(sample, "kept", "", number) for sample in samples]
+            path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
+            path.parent.mkdir(exist_ok=True)
+            _write_atomically(path, parquet.encode(rows, _encode) if self.format == "parquet" else _lines(rows))
+            self.batches += 1
+            for sample in samples:
+                if sample.group_index is not None:
+                    self._held.pop(sample.group_index, None)
+            _append(self.path / "metrics.jsonl", [dict(metrics)])
+            self._info["batches"] = self.batches
+            if accounting is not None:
+                self._info["accounting"] = attrs.asdict(accounting)
+            self._write_info()
+            return path
+
+    def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
+        """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final."""
+        with self._lock:
+            groups = [self._held[number] for number in sorted(self._held)]
+            rows = [_row(sample, "kept", "in no batch", None) for group in groups for sample in group.samples]
+            if rows:
+                _append(self.path / "unbatched.jsonl", rows)
+            self._held.clear()
+            self._info |= {
+                "status": status,
+                "error": error,
+                "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "batches": self.batches,
+                "unbatched_groups": len(groups),
+            }
+            if accounting is not None:
+                self._info["accounting"] = attrs.asdict(accounting)
+            self._write_info()
+
+    def _write_info(self) -> None:
+        text = msgspec.json.format(_encode(self._info), indent=2) + b"\n"
+        _write_atomically(self.path / "run.json", text)
+
+
+def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> dict[str, Any]:
+    digests = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
+    return {**sample.to_dict(), "outcome": outcome, "reason": reason, "batch": batch, "digests": digests}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join(_encode(row) + b"\n" for row in rows)
+
+
+def _encode(value: Any) -> bytes:
+    """JSON of any value. A user's metadata may hold anything: it must never cost a finished group."""
+    try:
+        return msgspec.json.encode(value, enc_hook=_foreign)
+    except (UnicodeEncodeError, OverflowError, TypeError):
+        return msgspec.json.encode(_plain(value), enc_hook=_foreign)
+
+
+def _foreign(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON types only: keys as text, lone surrogates replaced, integers that fit 64 bits."""
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else str(value)
+    if isinstance(value, Mapping):
+        return {_plain(key if isinstance(key, str) else str(key)): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return _plain(_foreign(value))
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add whole lines, all of them or none."""
+    text = _lines(rows)
+    with path.open("ab") as file:
+        end = file.tell()
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _write_atomically(path: Path, text: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,318 @@
+"""The trainer's record of a rollout, and the aliases of the functions that users write.
+
+Invariant: the per-token columns of a sample have one length, checked when it is made and when it leaves the manager.
+This module knows nothing of how samples are generated, scored or filtered.
+"""
+
+from __future__ import annotations
+
+import enum
+import numbers
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.dtypes import ChatDict, Message, Prompt, StopReason, VersionSpan
+from rollouts.errors import ConfigError, Failure
+from rollouts.trajectory import Call
+
+__all__ = ["FilterFn", "GenerateFn", "Group", "Outcome", "Prompt", "RewardFn", "Sample", "Status"]
+
+
+class Status(enum.Enum):
+    """How far a sample came; the values are slime's."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+def _column(name: str, doc: str) -> Any:
+    """A per-token column: packed until somebody asks for it, then a plain list that may be changed in place."""
+    slot = f"_{name}"
+
+    def get(sample: Sample) -> Any:
+        value = getattr(sample, slot)
+        if isinstance(value, np.ndarray):
+            value = (value.astype(np.int8) if value.dtype == np.bool_ else value).tolist()
+            setattr(sample, slot, value)
+        return value
+
+    def put(sample: Sample, value: Any) -> None:
+        setattr(sample, slot, _held(value))
+
+    return property(get, put, doc=doc)
+
+
+def _held(value: Any) -> Any:
+    """A column as it is held: an array, a list, or ``None``."""
+    return value if isinstance(value, list | np.ndarray) or value is None else list(value)
+
+
+def _pack(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, np.ndarray) and value.dtype == dtype:
+        return value
+    packed: npt.NDArray[Any]
+    try:
+        column = np.asarray(value)
+        packed = column.astype(dtype)
+        exact = len(column) == 0 or dtype is np.float32 or bool((packed == column).all())
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[dtype]}") from None
+    if not exact or packed.ndim != 1:
+        raise ConfigError.of(f"Sample.{name}", value, _CONTENTS[dtype])
+    return packed
+
+
+_CONTENTS: dict[type, str] = {
+    np.int32: "one list of token ids that fit 32 bits",
+    np.bool_: "one list of 0 and 1",
+    np.float32: "one list of numbers",
+}
+
+
+def _status(value: Status | str) -> Status:
+    try:
+        return Status(value)
+    except ValueError:
+        raise ConfigError.of("Sample.status", value, f"one of {[status.value for status in Status]}") from None
+
+
+@attrs.define(eq=False, repr=False)
+class Sample:
+    """One rollout (or one branch of one) as trainers take it. Field names are slime's.
+
+    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` read as plain lists and may be changed in place; inside they are
+    packed (about 9 bytes a token) whenever nobody has touched them since :meth:`pack`.
+
+    Raises:
+        ConfigError: columns of different lengths, or values that their column cannot hold.
+    """
+
+    prompt: str | Sequence[Message | ChatDict] = ""
+    """What was asked, as the data set has it."""
+    response: str = ""
+    """Text of everything after the first prompt: replies and what the environment said between them."""
+    _tokens: Any = attrs.field(factory=list, alias="tokens")
+    _loss_mask: Any = attrs.field(default=None, alias="loss_mask")
+    reward: float | None = None
+    metadata: dict[str, Any] = attrs.field(factory=dict)
+    """The prompt's metadata, free for the user."""
+    group_index: int | None = None
+    """Which group: one for each prompt taken, never used twice in a run."""
+    status: Status = attrs.field(default=Status.PENDING, converter=_status)
+    _rollout_log_probs: Any = attrs.field(default=None, alias="rollout_log_probs")
+    label: Any = None
+    """The prompt's reference answer."""
+    index: int | None = None
+    """Running number of the rollout in the run."""
+    rollout_id: int | None = None
+    """One number for all branches of one rollout."""
+    versions: list[VersionSpan] = attrs.field(factory=list)
+    """Which policy version sampled which positions of ``tokens``; covers exactly the mask when given."""
+    messages: list[ChatDict] = attrs.field(factory=list)
+    """The whole conversation, as chat dicts."""
+    stop_reason: StopReason | None = None
+    failure: Failure | None = None
+    calls: list[Call] = attrs.field(factory=list)
+    """The completions that sampled its replies."""
+    metrics: dict[str, float] = attrs.field(factory=dict)
+    """Numbers counted during the episode: turns, tool calls, malformed calls, seconds in the environment."""
+
+    tokens = _column("tokens", "Prompt and response ids, in the order the model saw them.")
+    loss_mask = _column("loss_mask", "1 where the token was sampled by the policy; as wide as ``tokens``.")
+    rollout_log_probs = _column("rollout_log_probs", "Logprob of each sampled id, 0 elsewhere; or ``None``.")
+
+    def __attrs_post_init__(self) -> None:
+        self._tokens, self._loss_mask = _held(self._tokens), _held(self._loss_mask)
+        self._rollout_log_probs = _held(self._rollout_log_probs)
+        if self._loss_mask is None:
+            self._loss_mask = [0] * len(self._tokens)
+        self.check()
+
+    def __repr__(self) -> str:
+        where = f"group {self.group_index} · index {self.index}"
+        trained = int(np.count_nonzero(self._loss_mask))
+        counts = f"{len(self)} tokens, {trained} trained"
+        return f"<Sample {where}: {counts}, reward {self.reward}, {self.status.value}>"
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._tokens)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Sample) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    # -- columns --
+
+    @property
+    def token_column(self) -> npt.NDArray[np.int32]:
+        """``tokens`` as int32, shape ``(n,)``, without making a list of them."""
+        return _pack("tokens", np.int32, self._tokens)
+
+    @property
+    def mask_column(self) -> npt.NDArray[np.bool_]:
+        """``loss_mask`` as bool, shape ``(n,)``."""
+        return _pack("loss_mask", np.bool_, self._loss_mask)
+
+    @property
+    def logprob_column(self) -> npt.NDArray[np.float32] | None:
+        """``rollout_log_probs`` as float32, shape ``(n,)``, or ``None``."""
+        return (
+            None if self._rollout_log_probs is None else _pack("rollout_log_probs", np.float32, self._rollout_log_probs)
+        )
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the first prompt: those from the first sampled one on."""
+        mask = self.mask_column
+        return len(mask) - int(mask.argmax()) if mask.any() else 0
+
+    @property
+    def weight_versions(self) -> list[str]:
+        """The policy versions that took part, in the order of their first token."""
+        return list(dict.fromkeys(span.version for span in self.versions))
+
+    def pack(self) -> Sample:
+        """Check the sample and hold its columns packed."""
+        self._tokens, self._loss_mask, self._rollout_log_probs = (
+            self.token_column,
+            self.mask_column,
+            self.logprob_column,
+        )
+        return self.check()
+
+    def check(self) -> Sample:
+        """Raise if the columns differ in length, the versions do not cover the mask, or a record is of another kind."""
+        columns = {"tokens": self._tokens, "loss_mask": self._loss_mask, "rollout_log_probs": self._rollout_log_probs}
+        lengths = {
+            name: None if column is None else len(column)
+            for name, column in columns.items()
+            if column is not None or name != "rollout_log_probs"
+        }
+        if len(set(lengths.values())) != 1:
+            raise ConfigError.of("Sample", lengths, "columns of one length")
+        if self.versions and not self._versions_cover_the_mask():
+            raise ConfigError.of("Sample.versions", self.versions, "spans that cover exactly the mask, each token once")
+        for name, good, expected in _RECORDS:
+            if not good(getattr(self, name)):
+                raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)
+        return self
+
+    def _versions_cover_the_mask(self) -> bool:
+        covered = np.zeros(len(self), np.int32)
+        for span in self.versions:
+            if not isinstance(span, VersionSpan) or not 0 <= span.start < span.stop <= len(self):
+                return False
+            covered[span.start : span.stop] += 1
+        return np.array_equal(covered, self.mask_column)
+
+    # -- as plain data --
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: lists, numbers, strings. The inverse of :meth:`from_dict`."""
+        columns = {
+            "tokens": self.token_column.tolist(),
+            "loss_mask": self.mask_column.astype(np.int8).tolist(),
+            "rollout_log_probs": None if self.logprob_column is None else self.logprob_column.tolist(),
+        }
+        prompt = self.prompt
+        return {
+            "prompt": prompt
+            if isinstance(prompt, str)
+            else [entry.to_chat() if isinstance(entry, Message) else dict(entry) for entry in prompt],
+            "response": self.response,
+            **columns,
+            "response_length": self.response_length,
+            "reward": self.reward,
+            "metadata": self.metadata,
+            "label": self.label,
+            "group_index": self.group_index,
+            "index": self.index,
+            "rollout_id": self.rollout_id,
+            "status": self.status.value,
+            "stop_reason": self.stop_reason and self.stop_reason.value,
+            "versions": [[span.version, span.start, span.stop] for span in self.versions],
+            "messages": self.messages,
+            "calls": [attrs.asdict(call) for call in self.calls],
+            "metrics": self.metrics,
+            "failure": self.failure and attrs.asdict(self.failure),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ConfigError: an unknown field.
+        """
+        values = {key: value for key, value in data.items() if key != "response_length"}
+        unknown = values.keys() - {field.alias for field in attrs.fields(cls)}
+        if unknown:
+            raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
+        for name, read in _READERS.items():
+            if values.get(name) is not None:
+                values[name] = read(values[name])
+        return cls(**values)
+
+
+_RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+    (
+        "metrics",
+        lambda value: isinstance(value, dict) and all(isinstance(number, numbers.Real) for number in value.values()),
+        "a dict of numbers",
+    ),
+    ("calls", lambda value: all(isinstance(call, Call) for call in value), "a list of Call"),
+]
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "stop_reason": StopReason,
+    "versions": lambda spans: [VersionSpan(*span) for span in spans],
+    "calls": lambda calls: [Call(**call) for call in calls],
+    "failure": lambda failure: Failure(**failure),
+}
+
+Outcome: TypeAlias = Literal["kept", "dropped", "failed"]
+"""Where a group ended: accepted, rejected by the filter, or lost to a failure."""
+
+
+@attrs.frozen
+class Group:
+    """All rollouts of one prompt, settled."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    """In order of ``index``; of a failed group, what there is."""
+    outcome: Outcome
+    reason: str = ""
+    """Why it was dropped or failed."""
+
+    @property
+    def group_index(self) -> int:
+        assert self.prompt.group_index is not None  # given by the buffer that it was taken from
+        return self.prompt.group_index
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [sample.reward for sample in self.samples]
+
+
+GenerateFn: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[Sequence[Sample]]]
+"""Makes one rollout for each prompt given, in order; several samples with one ``rollout_id`` where a rollout forks."""
+
+RewardFn: TypeAlias = Callable[[Sample], float | Awaitable[float]]
+"""Scores a sample; with ``group_rm`` it takes the group and gives a list of rewards. A sync one runs in a thread."""
+
+FilterFn: TypeAlias = Callable[[list[Sample]], bool]
+"""Keeps (True) or drops (False) a group: same prompt, rewards set. Pure."""

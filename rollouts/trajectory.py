@@ -1,0 +1,210 @@
+"""One linear sequence of tokens: what the policy saw and what it sampled, and which is which.
+
+Laws kept here:
+
+1. Tokens: the ids of every request are a prefix of the ids stored. Each completion brings the checksum of the ids that
+   were really sent; it must equal the checksum of the ids held, or :class:`TokenMismatchError` is raised.
+2. Mask: a token is trainable if and only if a completion sampled it, and then it has a logprob and a version. All four
+   are appended together, by one method.
+3. Once: a sequence is only ever appended to, and sealed once.
+
+This module knows no text, no tokenizer and no environment.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.dtypes import Completion, FinishReason, LogprobColumn, Message, StopReason, TokenColumn, VersionSpan
+from rollouts.errors import Failure, TokenMismatchError
+
+__all__ = ["Call", "Segment", "Trajectory", "digest"]
+
+
+def digest(tokens: TokenColumn, start: int = 0) -> int:
+    """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
+    return zlib.crc32(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), start)
+
+
+@attrs.frozen
+class Segment:
+    """One run of tokens of one origin: positions ``start`` to ``stop`` (half open) of its trajectory."""
+
+    start: int
+    stop: int
+    version: str | None
+    """The policy version that sampled it; ``None`` for context, which is never trained."""
+
+    @property
+    def trainable(self) -> bool:
+        return self.version is not None
+
+
+@attrs.frozen
+class Call:
+    """One completion: the request was the first ``start`` tokens, the reply the tokens up to ``stop``."""
+
+    request_id: str
+    start: int
+    stop: int
+    finish_reason: FinishReason
+    prompt_digest: int
+    """CRC-32 of the ids that the client sent; :func:`digest` of the stored ``tokens[:start]`` must equal it."""
+    cached_tokens: int
+    seconds: float
+
+
+class Trajectory:
+    """Grows by contexts and replies until it is sealed.
+
+    Attributes:
+        messages: the conversation as text; a view, never the record.
+        segments: adjacent runs of equal origin, covering all tokens.
+        calls: the completions, in order.
+        step_rewards: rewards of the environment's steps.
+        metrics: numbers added up over the episode.
+        stop_reason: why it ended; ``None`` while it grows.
+        failure: what ended it when ``stop_reason`` is ``FAILED``.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.segments: list[Segment] = []
+        self.calls: list[Call] = []
+        self.step_rewards: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.stop_reason: StopReason | None = None
+        self.failure: Failure | None = None
+        self._tokens: TokenColumn = np.empty(0, np.int32)
+        self._logprobs: LogprobColumn = np.empty(0, np.float32)
+        self._mask: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._length = 0
+        self._digest = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        trained = int(self.mask.sum())
+        state = self.stop_reason or "growing"
+        return f"<Trajectory {len(self)} tokens, {trained} sampled in {len(self.calls)} calls, {state}>"
+
+    @property
+    def tokens(self) -> TokenColumn:
+        """All ids so far, shape ``(n,)``, read-only; stays valid while the trajectory grows."""
+        return _view(self._tokens, self._length)
+
+    @property
+    def logprobs(self) -> LogprobColumn:
+        """Logprob of each sampled id, 0 where the mask is false, shape ``(n,)``, read-only."""
+        return _view(self._logprobs, self._length)
+
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """True where the policy sampled the token, shape ``(n,)``, read-only."""
+        return _view(self._mask, self._length)
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which version sampled which positions; covers exactly the mask."""
+        return tuple(
+            VersionSpan(segment.version, segment.start, segment.stop)
+            for segment in self.segments
+            if segment.version is not None
+        )
+
+    def add_context(self, tokens: TokenColumn, messages: Sequence[Message] = ()) -> None:
+        """Append tokens that the policy is shown: a prompt, a bridge. They are never trained."""
+        self._append(tokens, None)
+        self._close_segment(len(tokens), None)
+        self.messages.extend(messages)
+
+    def add_reply(self, completion: Completion, message: Message) -> None:
+        """Append what the policy sampled, after checking that it was sampled from exactly these tokens.
+
+        Raises:
+            TokenMismatchError: the request held other ids than this trajectory.
+        """
+        if completion.prompt_tokens != len(self) or completion.prompt_digest != self._digest:
+            raise TokenMismatchError(
+                f"completion {completion.request_id} was sampled from {completion.prompt_tokens} tokens "
+                f"(digest {completion.prompt_digest:#010x}); the trajectory holds {len(self)} ({self._digest:#010x})"
+            )
+        start = len(self)
+        self._append(completion.tokens, completion.logprobs)
+        for span in completion.versions:
+            self._close_segment(span.stop - span.start, span.version)
+        self.messages.append(message)
+        self.calls.append(
+            Call(
+                request_id=completion.request_id,
+                start=start,
+                stop=len(self),
+                finish_reason=completion.finish_reason,
+                prompt_digest=completion.prompt_digest,
+                cached_tokens=completion.cached_tokens,
+                seconds=completion.seconds,
+            )
+        )
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to one of the episode's metrics."""
+        self.metrics[name] = self.metrics.get(name, 0) + amount
+
+    def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
+        """End it: no token can be added any more, and the columns take exactly the room they need."""
+        self._growing()
+        self.stop_reason = stop_reason
+        self.failure = failure
+        self._resize(self._length)
+        return self
+
+    def _growing(self) -> None:
+        if self.stop_reason is not None:
+            raise TokenMismatchError(f"a sealed trajectory cannot change: {self!r}")
+
+    def _append(self, tokens: TokenColumn, logprobs: LogprobColumn | None) -> None:
+        self._growing()
+        stop = self._length + len(tokens)
+        if stop > len(self._tokens):
+            room = max(stop, 3 * len(self._tokens) // 2)
+            self._resize(room)
+        self._tokens[self._length : stop] = tokens
+        self._logprobs[self._length : stop] = 0 if logprobs is None else logprobs
+        self._mask[self._length : stop] = logprobs is not None
+        self._length = stop
+        self._digest = digest(tokens, self._digest)
+
+    def _resize(self, room: int) -> None:
+        self._tokens = _resized(self._tokens, self._length, room)
+        self._logprobs = _resized(self._logprobs, self._length, room)
+        self._mask = _resized(self._mask, self._length, room)
+
+    def _close_segment(self, length: int, version: str | None) -> None:
+        start = self.segments[-1].stop if self.segments else 0
+        stop = start + length
+        if self.segments and self.segments[-1].version == version:
+            start = self.segments.pop().start
+        if stop > start:
+            self.segments.append(Segment(start, stop, version))
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def _resized(column: npt.NDArray[Scalar], length: int, room: int) -> npt.NDArray[Scalar]:
+    resized = np.empty(room, column.dtype)
+    resized[:length] = column[:length]
+    return resized
+
+
+def _view(column: npt.NDArray[Scalar], length: int) -> npt.NDArray[Scalar]:
+    view = column[:length]
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,78 @@
+"""Fixtures that more than one test file uses: real tokenizers and real chat templates, where they are to be had.
+
+The assets are looked for in the folder that ``ROLLOUTS_TEST_ASSETS`` names, else in ``../shared/assets`` beside the
+project. A test that asks for one that is not there is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@functools.cache
+def _assets() -> Path | None:
+    beside = Path(__file__).resolve().parents[1].parent / "shared" / "assets"
+    named = os.environ.get("ROLLOUTS_TEST_ASSETS")
+    return next((folder for folder in ([Path(named)] if named else [beside]) if folder.is_dir()), None)
+
+
+def _asset(path: str) -> Path:
+    assets = _assets()
+    if assets is None:
+        pytest.skip("no assets: ROLLOUTS_TEST_ASSETS is not set and ../shared/assets does not exist")
+    if not (assets / path).exists():
+        pytest.skip(f"the assets hold no {path}")
+    return assets / path
+
+
+@pytest.fixture(scope="session")
+def asset() -> Callable[[str], Path]:
+    """A file of the assets by its path inside them, e.g. ``"datasets/math500.jsonl"``."""
+    return _asset
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with a real tokenizer (``qwen3``, ``qwen2_5``, ``deepseek_v3``, ``gptoss``), unpacked once a session."""
+    root = tmp_path_factory.mktemp("tokenizers")
+
+    @functools.cache
+    def unpacked(name: str) -> Path:
+        with tarfile.open(_asset(f"tokenizers/{name}.tar.xz"), "r:xz") as archive:
+            archive.extractall(root, filter="data")
+        return root / name
+
+    return unpacked
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Callable[[str], Path]) -> Callable[..., Any]:
+    """A real tokenizer by its name, loaded once a session; more special tokens make it stand in for other families."""
+    from rollouts.renderer import load_tokenizer
+
+    @functools.cache
+    def loaded(name: str, *special: str) -> Any:
+        found = load_tokenizer(tokenizer_folder(name))
+        if special:
+            found.add_tokens(list(special), special_tokens=True)
+        return found
+
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def chat_template() -> Callable[[str], str]:
+    """The text of a real chat template by its file name without ``.jinja``."""
+
+    @functools.cache
+    def read(name: str) -> str:
+        return _asset(f"templates/{name}.jinja").read_text(encoding="utf-8")
+
+    return read

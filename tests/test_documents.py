@@ -1,0 +1,168 @@
+"""The call shapes of the integration guide work as it writes them.
+
+The names, keywords and orders below are the guide's; only the server is a loopback one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rollouts.dtypes import Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.renderer import load_tokenizer
+from rollouts.testing.server import StubServer
+from rollouts.training import (
+    AsyncRolloutManager,
+    DataBuffer,
+    RolloutConfig,
+    Sample,
+    Status,
+    agent_rollout_to_sample,
+    check_any_success,
+    check_min_reward,
+    check_quality_and_diversity,
+    check_reasonable_length,
+    check_response_diversity,
+    check_reward_nonzero_std,
+    generate_rollout_batch,
+    make_length_filter,
+    make_threshold_filter,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(DEMO_MODEL)
+
+
+@pytest.fixture
+async def endpoint(tokenizer: Any) -> AsyncIterator[Endpoint]:
+    """A server whose model calls the adder once and then answers 8, or, every third time, 9."""
+    answers = iter(range(10**6))
+
+    def reply(input_ids: list[int], sampling_params: dict[str, Any]) -> list[int]:
+        text = tokenizer.decode(input_ids)
+        said = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
+        if "<tool_response>" in text:
+            said = "The answer is 9." if next(answers) % 3 == 0 else "The answer is 8."
+        return list(tokenizer.encode(said + "<|im_end|>", add_special_tokens=False))
+
+    async with StubServer(reply=reply) as server:
+        yield Endpoint(provider="sglang", model="Qwen/Qwen2.5-7B-Instruct", base_url=server.url)
+
+
+def calc_reward(sample: Sample) -> float:
+    ground_truth = sample.metadata.get("ground_truth")
+    return 1.0 if ground_truth in sample.response else 0.0
+
+
+PROMPTS = [{"prompt": f"What is 5 + 3? ({n})", "metadata": {"ground_truth": "8."}} for n in range(40)]
+
+
+async def test_agent_rollout_to_sample(endpoint: Endpoint, tokenizer: Any) -> None:
+    """One rollout: the mask trains what the assistant said and not what the tool answered."""
+    sample = await agent_rollout_to_sample(
+        prompt="What is 5 + 3?",
+        environment_cls=CalculatorEnvironment,
+        endpoint=endpoint,
+        tokenizer=tokenizer,
+        max_turns=10,
+    )
+    trained = [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight > 0]
+    text = tokenizer.decode(trained)
+    assert "tool_response" not in text
+    assert text.startswith("<tool_call>")
+    assert text.count("<|im_end|>") == 2
+    assert "<tool_response>\n8\n</tool_response>" in sample.response
+    assert len(sample.tokens) == len(sample.loss_mask) == len(sample.rollout_log_probs)
+    assert sample.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["config first", "buffer first"])
+async def test_the_manager_fills_a_batch(endpoint: Endpoint, tokenizer: Any, swapped: bool) -> None:
+    """The guide's first example, with the manager's arguments in either order."""
+    generate_fn = partial(
+        generate_rollout_batch,
+        environment_cls=CalculatorEnvironment,
+        endpoint=endpoint,
+        tokenizer=tokenizer,
+        max_turns=10,
+    )
+    config = RolloutConfig(
+        batch_size=4,
+        n_samples_per_prompt=8,
+        over_sampling_factor=1.5,
+        generate_fn=generate_fn,
+        reward_fn=calc_reward,
+        filter_fn=check_reward_nonzero_std,
+    )
+    data_buffer = DataBuffer(PROMPTS)
+    manager = AsyncRolloutManager(data_buffer, config) if swapped else AsyncRolloutManager(config, data_buffer)
+    samples = await manager.generate_batch()
+    assert len(samples) == 32
+    assert {sample.reward for sample in samples} == {0.0, 1.0}
+    assert all(check_reward_nonzero_std(samples[start : start + 8]) for start in range(0, 32, 8))
+
+
+async def test_a_custom_filter_over_lists_of_samples(endpoint: Endpoint, tokenizer: Any) -> None:
+    """The guide's second example: a filter with torch, whose answer is a tensor."""
+    torch = pytest.importorskip("torch")
+
+    def check_math_quality(samples: list[Sample]) -> bool:
+        rewards = [s.reward for s in samples]
+        std = torch.tensor(rewards).std()
+        max_reward = max(rewards)
+        return std > 0.0 and max_reward >= 0.8
+
+    def only_spread(samples: list[Sample]) -> bool:
+        return torch.tensor([s.reward for s in samples]).std() > 0.0
+
+    for filter_fn in (check_math_quality, only_spread):
+        config = RolloutConfig(
+            batch_size=2,
+            generate_fn=partial(
+                generate_rollout_batch,
+                environment_cls=CalculatorEnvironment,
+                endpoint=endpoint,
+                tokenizer=tokenizer,
+                max_turns=10,
+            ),
+            reward_fn=calc_reward,
+            filter_fn=filter_fn,
+        )
+        manager = AsyncRolloutManager(config, DataBuffer(PROMPTS))
+        assert len(await manager.generate_batch()) == 2 * config.n_samples_per_prompt
+
+
+def test_the_eight_filters_take_a_group_and_answer_a_bool() -> None:
+    """Every filter of the guide, by name, on samples made with the guide's fields."""
+    samples = [
+        Sample(
+            prompt="What is 5+3?",
+            response=f"The answer is {n}",
+            tokens=[1, 2, 3],
+            loss_mask=[0.0, 1.0, 1.0],
+            reward=float(n % 2),
+            metadata={},
+            group_index=0,
+            status=Status.COMPLETED,
+            rollout_log_probs=[0.0, -0.1, -0.2],
+        )
+        for n in range(4)
+    ]
+    for check in (
+        check_reward_nonzero_std,
+        check_min_reward,
+        check_response_diversity,
+        check_reasonable_length,
+        check_any_success,
+        check_quality_and_diversity,
+        make_threshold_filter(0.1, 0.9),
+        make_length_filter(1, 10),
+    ):
+        assert check(samples) is True
