@@ -34,8 +34,6 @@ from rollouts.inference.workers import Worker, Workers
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
 
 DESCRIBE_SECONDS = 30.0
-NOTHING_RUNS = frozenset({200, 429, 503})
-"""Statuses that say that the generation is over or never began; other 5xx may come from something in between."""
 
 
 def full_jitter(failures: int) -> float:
@@ -228,11 +226,13 @@ class SGLangPolicy:
             raise
         finally:
             worker.in_flight -= 1
-        if status in NOTHING_RUNS or status < 500:
-            call.running = None
         try:
             if status != 200:
-                raise wire.error_of(status, f"{wire.message_of(payload)} (POST {worker.name}/generate)")
+                error = wire.error_of(status, f"{wire.message_of(payload)} (POST {worker.name}/generate)")
+                if not isinstance(error, wire.MayStillRun):
+                    call.running = None
+                raise error
+            call.running = None
             completion = wire.read_completion(
                 payload, rid=rid, ids=call.ids, stop=call.stop, seconds=time.monotonic() - call.began
             )

@@ -25,7 +25,16 @@ from rollouts.errors import (
 )
 from rollouts.inference.sequences import EncodedIds
 
-__all__ = ["BrokenNumbers", "error_of", "loads", "message_of", "read_completion", "request_tail", "with_rid"]
+__all__ = [
+    "BrokenNumbers",
+    "MayStillRun",
+    "error_of",
+    "loads",
+    "message_of",
+    "read_completion",
+    "request_tail",
+    "with_rid",
+]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -33,6 +42,10 @@ Version = Annotated[str, msgspec.Meta(min_length=0)] | Annotated[int, msgspec.Me
 
 RETRIED_STATUSES = frozenset({408, 425, 429})
 """Besides 5xx."""
+
+
+class MayStillRun(EndpointUnavailable):
+    """An error in spite of which the generation may be running: it came from something in between, or about it."""
 
 
 class BrokenNumbers(EndpointUnavailable):
@@ -229,7 +242,11 @@ def error_of(status: int, message: str) -> EndpointError:
     lowered = message.lower()
     if 400 <= status < 500 and "context length" in lowered and ("longer than" in lowered or "exceed" in lowered):
         return ContextOverflow(text)
-    if status >= 500 or status in RETRIED_STATUSES:
+    # 503 is a full queue. Any other 5xx may be a proxy's, whose server works on; so does one that was sent a rid again,
+    # which routers do when a connection breaks.
+    if (status >= 500 and status != 503) or (status == 400 and "duplicate request id" in lowered):
+        return MayStillRun(text)
+    if status == 503 or status in RETRIED_STATUSES:
         return EndpointUnavailable(text)
     return EndpointRefused(text)
 

@@ -25,6 +25,7 @@ Fault: TypeAlias = Literal[
     "close_after",  # answer, then close the connection without saying so
     "error_500",  # {"error": {"message"}}; the generation goes on until it is aborted
     "error_503",  # {"object": "error", "message"}: the queue is full
+    "error_duplicate",  # 400, as if the rid had been sent twice: the generation goes on until it is aborted
     "error_string",  # 400 {"error": "…"}: an unknown sampling key
     "error_object",  # 400 {"error": {"message"}}: a value out of range
     "error_type",  # 400 {"object": "error", "message", "type"}: malformed
@@ -121,6 +122,7 @@ _CONTEXT = "The input (9 tokens) is longer than the model's context length (8 to
 _BUDGET = "Requested token count exceeds the model's maximum context length of 8 tokens."
 ERRORS: dict[Any, tuple[int, dict[str, Any]]] = {
     "error_500": (500, {"error": {"message": "scheduler died"}}),
+    "error_duplicate": (400, {"error": {"message": "Duplicate request ID detected: r"}}),
     "error_503": (503, {"object": "error", "message": "The request queue is full.", "type": "503", "code": 503}),
     "error_string": (400, {"error": "unknown sampling parameter: max_tokens"}),
     "error_object": (400, {"error": {"message": "top_p must be in (0, 1]"}}),

@@ -91,14 +91,15 @@ class StubServer:
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
         if self._workers is None:
             app.router.add_post("/abort_request", self._abort)
         else:
             app.router.add_get("/workers", self._list_workers)
         if self._model_info is not None:
-            prefix = "/get_" if self._old_routes else "/"
-            app.router.add_get(f"{prefix}model_info", self._info)
-            app.router.add_get(f"{prefix}server_info", self._info)
+            for prefix in ("/get_",) if self._old_routes else ("/get_", "/"):
+                app.router.add_get(f"{prefix}model_info", self._info)
+                app.router.add_get(f"{prefix}server_info", self._info)
             app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
@@ -115,6 +116,10 @@ class StubServer:
             await self._runner.cleanup()
 
     # -- routes --
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
@@ -174,7 +179,7 @@ class StubServer:
         payload = msgspec.json.encode(ERRORS[fault][1] if fault in ERRORS else reply_body(self._reply, arrived, fault))
         if fault == "reset_in_body":
             return await _stream(request, payload, [payload[: len(payload) // 2]])
-        if fault != "error_500":
+        if fault not in ("error_500", "error_duplicate"):
             self._generations.pop(arrived.rid, None)
         if isinstance(fault, Answer):
             return web.Response(body=fault.body, status=fault.status)

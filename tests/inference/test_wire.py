@@ -23,6 +23,7 @@ from rollouts.errors import (
 from rollouts.inference.sequences import EncodedIds
 from rollouts.inference.wire import (
     BrokenNumbers,
+    MayStillRun,
     error_of,
     loads,
     message_of,
@@ -191,7 +192,19 @@ def test_an_error_with_status_200_is_an_error(body: bytes, kind: type[EndpointEr
 )  # fmt: skip
 def test_a_status_says_whether_another_attempt_may_help(status: int, kind: type[EndpointError]) -> None:
     """Overload and breakage may pass; a refusal does not."""
-    assert type(error_of(status, "x")) is kind
+    assert isinstance(error_of(status, "x"), kind)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "may"),
+    [
+        (500, "x", True), (502, "bad gateway", True), (504, "x", True), (400, "Duplicate request ID detected: r", True),
+        (503, "queue", False), (429, "x", False), (400, "x", False),
+    ],
+)  # fmt: skip
+def test_an_error_says_whether_something_may_still_run(status: int, message: str, may: bool) -> None:
+    """What a full queue turned away does not; behind a proxy's error, or under a rid that was sent again, it may."""
+    assert isinstance(error_of(status, message), MayStillRun) is may
 
 
 ANYTHING = st.recursive(
