@@ -14,7 +14,7 @@ import msgspec
 
 from rollouts.errors import EndpointUnavailable, boundary
 from rollouts.inference.transport import Transport, Unsent, shown
-from rollouts.inference.wire import loads, message_of
+from rollouts.inference.wire_errors import loads, message_of
 
 __all__ = ["abort_generation"]
 

@@ -29,6 +29,7 @@ from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.sequences import EncodedIds, SequenceCache
 from rollouts.inference.transport import Lost, Transport, Unsent, shown
+from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
 from rollouts.inference.workers import Worker, Workers
 
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
@@ -228,8 +229,8 @@ class SGLangPolicy:
             worker.in_flight -= 1
         try:
             if status != 200:
-                error = wire.error_of(status, f"{wire.message_of(payload)} (POST {worker.name}/generate)")
-                if not isinstance(error, wire.MayStillRun):
+                error = error_of(status, f"{message_of(payload)} (POST {worker.name}/generate)")
+                if not isinstance(error, MayStillRun):
                     call.running = None
                 raise error
             call.running = None

@@ -15,37 +15,15 @@ import msgspec
 import numpy as np
 
 from rollouts.dtypes import Completion, SamplingParams, VersionSpan
-from rollouts.errors import (
-    ConfigError,
-    ContextOverflow,
-    EndpointError,
-    EndpointRefused,
-    EndpointUnavailable,
-    TokenMismatchError,
-)
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
 from rollouts.inference.sequences import EncodedIds
+from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
-__all__ = [
-    "BrokenNumbers",
-    "MayStillRun",
-    "error_of",
-    "loads",
-    "message_of",
-    "read_completion",
-    "request_tail",
-    "with_rid",
-]
+__all__ = ["BrokenNumbers", "read_completion", "request_tail", "with_rid"]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Version = Annotated[str, msgspec.Meta(min_length=0)] | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-
-RETRIED_STATUSES = frozenset({408, 425, 429})
-"""Besides 5xx."""
-
-
-class MayStillRun(EndpointUnavailable):
-    """An error in spite of which the generation may be running: it came from something in between, or about it."""
+Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
 class BrokenNumbers(EndpointUnavailable):
@@ -90,8 +68,6 @@ class _Reply(msgspec.Struct):
 
 
 _REPLY = msgspec.json.Decoder(_Reply)
-_ANY = msgspec.json.Decoder()
-_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 # -- out --------------------------------------------------------------------------------------------------------------
@@ -154,13 +130,13 @@ def read_completion(
     """
     try:
         reply = _REPLY.decode(payload)
-    except _UNREADABLE as error:
-        raise _unlike_a_reply(payload, error) from None
+    except UNREADABLE as error:
+        raise error_in_200(payload, error) from None
     meta = reply.meta_info
     if reply.error or meta.finish_reason is None:
-        raise _unlike_a_reply(payload, None)
+        raise error_in_200(payload, None)
     finish = meta.finish_reason
-    status = _status(finish.status_code)
+    status = status_of(finish.status_code)
     if finish.type == "abort" and status is not None and status >= 400:
         raise error_of(status, finish.message if isinstance(finish.message, str) else "aborted")
     if finish.type not in ("stop", "length", "abort"):
@@ -231,72 +207,3 @@ def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     ):
         raise EndpointRefused(f"weight_versions do not cover {count} sampled ids without gap: {str(spans)[:300]}")
     return tuple(spans)
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def error_of(status: int, message: str) -> EndpointError:
-    """The error that an HTTP status and its message amount to."""
-    text = f"status {status}: {message}"
-    lowered = message.lower()
-    if 400 <= status < 500 and "context length" in lowered and ("longer than" in lowered or "exceed" in lowered):
-        return ContextOverflow(text)
-    # 503 is a full queue. Any other 5xx may be a proxy's, whose server works on; so does one that was sent a rid again,
-    # which routers do when a connection breaks.
-    if (status >= 500 and status != 503) or (status == 400 and "duplicate request id" in lowered):
-        return MayStillRun(text)
-    if status == 503 or status in RETRIED_STATUSES:
-        return EndpointUnavailable(text)
-    return EndpointRefused(text)
-
-
-def message_of(payload: bytes) -> str:
-    """What an error body says, in whichever of the server's shapes it comes; else its beginning."""
-    value = loads(payload)
-    found = _message(value)
-    if found is None:
-        found = " ".join(payload[:400].decode(errors="replace").split())[:200]
-    return found[:1000] or "(empty body)"
-
-
-def loads(payload: bytes) -> Any:
-    """Decode any JSON; ``None`` for what is none."""
-    try:
-        return _ANY.decode(payload)
-    except _UNREADABLE:
-        return None
-
-
-def _message(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    error = value.get("error")
-    inner = error.get("message") if isinstance(error, dict) else error
-    for candidate in (inner, value.get("message"), value.get("detail")):
-        if isinstance(candidate, str) and candidate:
-            return candidate
-    return None
-
-
-def _unlike_a_reply(payload: bytes, problem: BaseException | None) -> EndpointError:
-    """A 200 that is no reply: an error that came with the wrong status, or something else altogether."""
-    value = loads(payload)
-    if value is None:
-        return EndpointUnavailable(f"status 200, but the body is not JSON: {message_of(payload)}")
-    inner = value.get("error") if isinstance(value, dict) else None
-    if isinstance(value, dict) and (inner or value.get("object") == "error"):
-        source = inner if isinstance(inner, dict) else value
-        status = _status(source.get("code")) or _status(source.get("status_code"))
-        if status is None or status < 400:
-            kind = source.get("type")
-            status = 400 if isinstance(kind, str) and ("invalid" in kind or "BadRequest" in kind) else 500
-        return error_of(status, f"{message_of(payload)} (in a body that came with status 200)")
-    reason = "no finish_reason" if problem is None else str(problem)[:200]
-    return EndpointRefused(f"not an answer of SGLang's /generate ({reason}): {message_of(payload)}")
-
-
-def _status(value: Any) -> int | None:
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:
-        value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599 else None

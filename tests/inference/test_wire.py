@@ -21,16 +21,8 @@ from rollouts.errors import (
     TokenMismatchError,
 )
 from rollouts.inference.sequences import EncodedIds
-from rollouts.inference.wire import (
-    BrokenNumbers,
-    MayStillRun,
-    error_of,
-    loads,
-    message_of,
-    read_completion,
-    request_tail,
-    with_rid,
-)
+from rollouts.inference.wire import BrokenNumbers, read_completion, request_tail, with_rid
+from rollouts.inference.wire_errors import error_of, loads, message_of
 
 IDS = EncodedIds(b"1,2,3,4,5", 5, 0)
 TRIPLES = [[-0.5, 7, None], [-1.5, 8, "x"], [0, 9, None, "more"]]
@@ -147,22 +139,6 @@ def test_an_end_that_is_an_error(finish: Any, kind: type[EndpointError]) -> None
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        b'{"error":{"message":"so it is"}}',
-        b'{"error":"so it is"}',
-        b'{"object":"error","message":"so it is","type":"Bad Request","param":null,"code":400}',
-        b'{"error":{"message":"so it is","type":"invalid_request_error","code":400,"retryable":false}}',
-        b'{"detail":"so it is"}',
-        b"so it is",
-    ],
-)
-def test_an_error_in_any_shape_says_one_thing(body: bytes) -> None:
-    """The server has four shapes, its framework a fifth, and proxies have their own."""
-    assert message_of(body) == "so it is"
-
-
-@pytest.mark.parametrize(
     ("body", "kind"),
     [
         (b'{"error":{"message":"x","code":503}}', EndpointUnavailable),
@@ -180,31 +156,6 @@ def test_an_error_with_status_200_is_an_error(body: bytes, kind: type[EndpointEr
     """Its own code counts; without one it may pass, unless it says that the request was wrong."""
     with pytest.raises(kind):
         read(body)
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, EndpointRefused), (401, EndpointRefused), (403, EndpointRefused), (404, EndpointRefused),
-        (422, EndpointRefused), (302, EndpointRefused), (408, EndpointUnavailable), (429, EndpointUnavailable),
-        (500, EndpointUnavailable), (502, EndpointUnavailable), (503, EndpointUnavailable),
-    ],
-)  # fmt: skip
-def test_a_status_says_whether_another_attempt_may_help(status: int, kind: type[EndpointError]) -> None:
-    """Overload and breakage may pass; a refusal does not."""
-    assert isinstance(error_of(status, "x"), kind)
-
-
-@pytest.mark.parametrize(
-    ("status", "message", "may"),
-    [
-        (500, "x", True), (502, "bad gateway", True), (504, "x", True), (400, "Duplicate request ID detected: r", True),
-        (503, "queue", False), (429, "x", False), (400, "x", False),
-    ],
-)  # fmt: skip
-def test_an_error_says_whether_something_may_still_run(status: int, message: str, may: bool) -> None:
-    """What a full queue turned away does not; behind a proxy's error, or under a rid that was sent again, it may."""
-    assert isinstance(error_of(status, message), MayStillRun) is may
 
 
 ANYTHING = st.recursive(
