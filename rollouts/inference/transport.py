@@ -144,7 +144,7 @@ class Transport:
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 for session in sessions:
                     await session.close()
-                await anyio.lowlevel.checkpoint()  # sockets close one turn of the loop later
+                await anyio.lowlevel.checkpoint()  # older aiohttp closes its sockets one turn of the loop later
 
     def _session(self, *, force_close: bool) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()

@@ -34,6 +34,18 @@ def crc(ids: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(ids, "<i4").tobytes())
 
 
+def arrivals(count: int) -> tuple[anyio.Event, Any]:
+    """An event that is set when so many requests have arrived, and the latency that sets it."""
+    seen, arrived = [], anyio.Event()
+
+    async def latency(request: Request) -> None:
+        seen.append(request)
+        if len(seen) == count:
+            arrived.set()
+
+    return arrived, latency
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +268,24 @@ async def test_connections_that_the_server_closed_while_idle_are_not_seen(client
         assert policy.totals.retries > 0
 
 
+async def test_a_whole_pool_of_dead_connections_is_not_seen(client: Client) -> None:
+    """The one replacement goes over a new connection, not over the next dead one."""
+    arrived, latency = arrivals(8)
+
+    async def together(request: Request) -> None:
+        await latency(request)
+        await arrived.wait()
+
+    async with StubServer(closes_idle=True, latency=together) as server:
+        async with client.policy(server.url, max_retries=0) as policy:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(8):
+                    tasks.start_soon(client.complete, policy)
+            await client.complete(policy)
+            assert len(server.requests) == 9
+            assert policy.totals.retries == 1
+
+
 @pytest.mark.parametrize("fault", ["drip", "close_after"])
 async def test_slow_and_closing_servers_cost_nothing(client: Client, fault: Fault) -> None:
     """Every call is answered once, whatever the connection does after it."""
@@ -287,18 +317,6 @@ async def test_no_rid_is_ever_used_twice(client: Client) -> None:
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------
-
-
-def arrivals(count: int) -> tuple[anyio.Event, Any]:
-    """An event that is set when so many requests have arrived, and the latency that sets it."""
-    seen, arrived = [], anyio.Event()
-
-    async def latency(request: Request) -> None:
-        seen.append(request)
-        if len(seen) == count:
-            arrived.set()
-
-    return arrived, latency
 
 
 async def test_what_is_cancelled_is_aborted(client: Client) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
+from aiohttp import web
 
 from rollouts.errors import ConfigError
 from rollouts.inference.transport import Garbled, Lost, Transport, Unsent, shown
@@ -77,6 +79,25 @@ async def test_what_is_no_http_is_garbled(transport: Transport) -> None:
         await transport.aclose()
 
 
+async def test_a_redirect_is_an_answer(transport: Transport) -> None:
+    """Following it would send the key, and the request as another one, to wherever it says."""
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        raise web.HTTPFound("/elsewhere")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    status, _ = await transport.post(f"http://127.0.0.1:{runner.addresses[0][1]}/generate", BODY, {})
+    assert (status, seen) == (302, ["/generate"])
+    await transport.aclose()
+    await runner.cleanup()
+
+
 @pytest.mark.parametrize("url", ["http://", "http://host:99999999/x"])
 async def test_a_url_without_a_host_is_a_mistake(transport: Transport, url: str) -> None:
     """Of the user, not of the network."""
@@ -114,6 +135,31 @@ async def test_a_close_is_not_the_end(transport: Transport) -> None:
             await transport.aclose()
             await transport.aclose()
     assert repr(transport) == "<Transport: closed, opened 2 times>"
+
+
+def test_a_closed_pool_has_closed_its_sockets(transport: Transport) -> None:
+    """A loop that runs nothing after the close leaves none open (a warning, which would be an error here)."""
+
+    async def use() -> None:
+        async with StubServer() as server:
+            await transport.post(f"{server.url}/generate", BODY, {})
+            await transport.post(f"{server.url}/generate", BODY, {})
+            await anyio.lowlevel.checkpoint()
+            held.extend(_sockets(transport))
+            await transport.aclose()
+            assert all(socket.fileno() == -1 for socket in held)
+
+    held: list[Any] = []
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(use())
+    loop.close()
+    assert held
+
+
+def _sockets(transport: Transport) -> list[Any]:
+    assert transport._sessions is not None
+    connector: Any = transport._sessions[0].connector
+    return [protocol.transport.get_extra_info("socket") for kept in connector._conns.values() for protocol, _ in kept]
 
 
 async def test_a_close_is_not_cut_short(transport: Transport) -> None:
