@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import anyio
+import attrs
 import msgspec
 
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
-from rollouts.inference.transport import LostError, NotSentError, Transport
+from rollouts.inference.transport import Transport, shown
 
 __all__ = ["WhileRunning", "update_weights"]
 
@@ -54,45 +55,48 @@ async def update_weights(
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
     where = os.path.abspath(folder)  # noqa: ASYNC240 - reads no disk but the name of the working directory
-    headers = {} if endpoint.api_key is None else {"Authorization": f"Bearer {endpoint.api_key}"}
-    transport = Transport(connect_seconds=endpoint.connect_seconds, headers=headers)
+    headers = {"Content-Type": "application/json"}
+    if endpoint.api_key is not None:
+        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    server = _Server(Transport(connect_seconds=endpoint.connect_seconds), headers)
     try:
         with boundary(EndpointUnavailable, f"updating weights to {version}", seconds=seconds):
             for url in endpoint.base_url:
-                await _update(transport, url, where, version, while_running)
+                await server.update(url, where, version, while_running)
     finally:
         with anyio.CancelScope(shield=True):
-            await transport.aclose()
+            await server.transport.aclose()
 
 
-async def _update(transport: Transport, url: str, folder: str, version: str, while_running: WhileRunning) -> None:
-    body = {
-        "model_path": folder,
-        "weight_version": version,
-        "flush_cache": while_running != "in_place",
-        "abort_all_requests": while_running == "abort",
-    }
-    pauses = while_running in ("retract", "in_place")
-    if pauses:
-        await _post(transport, url, "/pause_generation", {"mode": while_running})
-    try:
-        await _post(transport, url, "/update_weights_from_disk", body)
-    finally:
+@attrs.frozen
+class _Server:
+    transport: Transport
+    headers: dict[str, str]
+
+    async def update(self, url: str, folder: str, version: str, while_running: WhileRunning) -> None:
+        body = {
+            "model_path": folder,
+            "weight_version": version,
+            "flush_cache": while_running != "in_place",
+            "abort_all_requests": while_running == "abort",
+        }
+        pauses = while_running in ("retract", "in_place")
         if pauses:
-            with anyio.CancelScope(shield=True):
-                await _post(transport, url, "/continue_generation", {})
+            await self._post(url, "/pause_generation", {"mode": while_running})
+        try:
+            await self._post(url, "/update_weights_from_disk", body)
+        finally:
+            if pauses:
+                with anyio.CancelScope(shield=True):
+                    await self._post(url, "/continue_generation", {})
 
-
-async def _post(transport: Transport, url: str, path: str, body: dict[str, Any]) -> None:
-    try:
-        answer = await transport.send("POST", url + path, msgspec.json.encode(body))
-    except (NotSentError, LostError) as error:
-        raise EndpointUnavailable(f"{url}{path}: {error}") from error
-    try:
-        content = msgspec.json.decode(answer.body)
-    except msgspec.DecodeError:
-        content = None
-    refused = isinstance(content, dict) and content.get("success") is False
-    if answer.status != 200 or refused:
-        text = content.get("message", content) if isinstance(content, dict) else repr(answer.body[:200])
-        raise EndpointRefused(f"{url}{path}: {answer.status}: {text}")
+    async def _post(self, url: str, path: str, body: dict[str, Any]) -> None:
+        status, answer = await self.transport.post(url + path, msgspec.json.encode(body), self.headers)
+        try:
+            content = msgspec.json.decode(answer)
+        except msgspec.DecodeError:
+            content = None
+        refused = isinstance(content, dict) and content.get("success") is False
+        if status != 200 or refused:
+            text = content.get("message", content) if isinstance(content, dict) else repr(answer[:200])
+            raise EndpointRefused(f"{shown(url)}{path}: {status}: {text}")

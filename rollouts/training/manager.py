@@ -69,7 +69,8 @@ class AsyncRolloutManager:
     :meth:`stream` keeps groups in work while the caller trains on a batch.
 
     Without the context each :meth:`generate_batch` ends what is in flight, hands its prompts back to the buffer (they
-    come out first the next time) and keeps the rollouts of theirs that are finished.
+    come out first the next time) and keeps the rollouts of theirs that are finished. A group is handed back once: the
+    next call waits for it, so that long rollouts are not left out for being long.
 
     Args:
         config: what to do; may also be given second.
@@ -109,7 +110,8 @@ class AsyncRolloutManager:
         self._idle_since: float | None = None
         self._on_group = on_group
         self._ready: list[Group] = []
-        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}
+        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups that were handed back
+        self._again: set[int] = set()
         self._rejected_in_a_row = 0
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
@@ -159,7 +161,7 @@ class AsyncRolloutManager:
             await self._gather_groups()
         else:
             async with self:
-                await self._gather_groups()
+                await self._gather_groups(finish_again=True)
         # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
         return self._seal_batch(time.monotonic() - began)
 
@@ -210,12 +212,10 @@ class AsyncRolloutManager:
         finally:
             self._streaming = self.staleness.training = False
 
-    async def _gather_groups(self) -> None:
-        """Wait until enough groups for a batch are ready."""
-        while True:
-            await self._drop_stale()
-            if self._chosen() is not None:
-                break
+    async def _gather_groups(self, *, finish_again: bool = False) -> None:
+        """Wait until enough groups for a batch are ready; also for those that were handed back before, if asked."""
+        await self._drop_stale()
+        while self._chosen() is None or (finish_again and self._again):
             self._raise_if_broken()
             self._raise_if_hopeless()
             self._top_up()
@@ -225,6 +225,7 @@ class AsyncRolloutManager:
                     f"{self.data_buffer!r}; {self.accounting}"
                 )
             await self._settled.wait()
+            await self._drop_stale()
         self._raise_if_broken()
 
     def _chosen(self) -> list[Group] | None:
@@ -282,6 +283,8 @@ class AsyncRolloutManager:
             self.accounting.taken += 1
             self.accounting.in_flight += 1
             self._started[_group_index(prompt)] = self.staleness.current
+            if _group_index(prompt) in self._finished_rollouts:
+                self._again.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
 
     def _idle_now(self) -> float:
@@ -308,6 +311,7 @@ class AsyncRolloutManager:
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._broken = self._broken or error
         finally:
+            self._again.discard(_group_index(prompt))
             if not settled:
                 self._finished_rollouts[_group_index(prompt)] = finished
                 self.data_buffer.put_back([prompt])
