@@ -144,7 +144,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
     server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too few prompts for a batch: exit code 1, one clear line, and the accepted groups on disk."""
-    options = ["--set", "prompts=6", "--set", "epochs=1", "--set", "batch_size=6", "--format", "jsonl"]
+    options = ["--set", "prompts=6", "--set", "epochs=1", "--set", "batch_size=7", "--format", "jsonl"]
     assert main(["run", CALCULATOR, "--endpoint", server, "--out", str(tmp_path / "run"), *options]) == 1
     assert "no prompt is left" in capsys.readouterr().err
     assert verify_run(tmp_path / "run").violations == []
@@ -163,7 +163,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
         (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "option: got 'data'"),
         (["run", CALCULATOR, "--out", "OUT", "--model", "none"], "--model: got"),
         (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
-        (["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"], "http://127.0.0.1:9: nobody answers"),
+        (["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
         (["verify", "OUT"], "run: got"),
         (["show", "OUT"], "run: got"),
         (["serve", "--model", "none"], "none"),
