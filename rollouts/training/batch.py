@@ -177,8 +177,8 @@ def group_advantages(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
     for rows in groups.values():
         branches = _members([rollouts[row] for row in rows])
         of_rollouts = np.array([rewards[[rows[place] for place in places]].mean() for places in branches.values()])
-        spread = of_rollouts.std(ddof=1) if len(of_rollouts) > 1 else 0.0
-        advantages[rows] = (rewards[rows] - of_rollouts.mean()) / (spread + STD_EPSILON) if spread else 0.0
+        if len(set(of_rollouts.tolist())) > 1:  # by value: the deviation of equal numbers may be a rounding error
+            advantages[rows] = (rewards[rows] - of_rollouts.mean()) / (of_rollouts.std(ddof=1) + STD_EPSILON)
     return advantages.astype(np.float32)
 
 
