@@ -163,7 +163,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
         (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "option: got 'data'"),
         (["run", CALCULATOR, "--out", "OUT", "--model", "none"], "--model: got"),
         (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
-        (["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"], "http://127.0.0.1:9: nobody answers"),
+        (["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
         (["verify", "OUT"], "run: got"),
         (["show", "OUT"], "run: got"),
         (["serve", "--model", "none"], "none"),
