@@ -138,7 +138,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
     server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too few prompts for a batch: exit code 1, one clear line, and the accepted groups on disk."""
-    options = ["--set", "prompts=6", "--set", "epochs=1", "--set", "batch_size=7", "--format", "jsonl"]
+    options = ["--set", "prompts=6", "--set", "epochs=1", *SMALL, "--batches", "9"]
     assert main(["run", CALCULATOR, "--endpoint", server, "--out", str(tmp_path / "run"), *options]) == 1
     assert "no prompt is left" in capsys.readouterr().err
     assert verify_run(tmp_path / "run").violations == []
