@@ -8,6 +8,7 @@ they do is done below.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
-import anyio.to_thread
 from rich.console import Console
 
 from rollouts import __version__
@@ -127,7 +126,12 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
                 scope.cancel()
 
     async def standard_input(scope: anyio.CancelScope) -> None:
-        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        descriptor = sys.stdin.fileno()  # waited for, not read in a thread: a blocked thread would outlive the server
+        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be waited for: it is at its end
+            while True:
+                await anyio.wait_readable(descriptor)
+                if not os.read(descriptor, 4096):
+                    break
         scope.cancel()
 
     def ready(url: str) -> None:
