@@ -56,6 +56,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.display": (6, 3),
     "rollouts.launching": (6, 4),
     "rollouts.inspection": (6, 5),
+    "rollouts.evaluating": (6, 5),
     "rollouts.integrations": (7, 0),
     "rollouts.distributed": (7, 0),
     "rollouts.cli": (8, 0),

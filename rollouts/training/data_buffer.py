@@ -93,6 +93,11 @@ class DataBuffer:
         return len(self._prompts)
 
     @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The data, in their own order; none of them is taken."""
+        return tuple(self._prompts)
+
+    @property
     def epoch(self) -> int:
         return self._epoch
 
