@@ -48,7 +48,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     @functools.cache
     def unpacked(name: str) -> Path:
         with tarfile.open(_asset(f"tokenizers/{name}.tar.xz"), "r:xz") as archive:
-            archive.extractall(root, filter="data")
+            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+            archive.extractall(root, **safe)
         return root / name
 
     return unpacked
