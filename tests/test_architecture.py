@@ -39,6 +39,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.config": (5, 2),
     "rollouts.training.batch": (5, 2),
     "rollouts.training.journal": (5, 2),
+    "rollouts.training.plain": (5, 2),
     "rollouts.training.run_folder": (5, 2),
     "rollouts.training.parquet": (5, 2),
     "rollouts.training.sample_laws": (5, 2),

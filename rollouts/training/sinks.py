@@ -24,6 +24,7 @@ from rollouts import __version__
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
 from rollouts.training.metrics import Accounting
+from rollouts.training.plain import to_json
 from rollouts.training.run_folder import RUN_FILES, column_digests
 from rollouts.training.types import Group, Outcome, Sample
 
@@ -127,7 +128,7 @@ class RunWriter:
         path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
         path.parent.mkdir(exist_ok=True)
         # Encoded outside the lock: groups that settle meanwhile do not wait for it.
-        _write_atomically(path, parquet.encode(rows, _encode) if self.format == "parquet" else _lines(rows))
+        _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
         with self._lock:
             self.batches += 1
             for sample in samples:
@@ -160,7 +161,7 @@ class RunWriter:
             self._write_info()
 
     def _write_info(self) -> None:
-        text = msgspec.json.format(_encode(self._info), indent=2) + b"\n"
+        text = msgspec.json.format(to_json(self._info), indent=2) + b"\n"
         _write_atomically(self.path / "run.json", text)
 
 
@@ -180,34 +181,7 @@ def _versions() -> dict[str, str]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(_encode(row) + b"\n" for row in rows)
-
-
-def _encode(value: Any) -> bytes:
-    """JSON of any value. A user's metadata may hold anything: it must never cost a finished group."""
-    try:
-        return msgspec.json.encode(value, enc_hook=_foreign)
-    except (UnicodeEncodeError, OverflowError, TypeError):
-        return msgspec.json.encode(_plain(value), enc_hook=_foreign)
-
-
-def _foreign(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON types only: keys as text, lone surrogates replaced, integers that fit 64 bits."""
-    if value is None or isinstance(value, bool | float):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**64 else str(value)
-    if isinstance(value, Mapping):
-        return {_plain(key if isinstance(key, str) else str(key)): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return _plain(_foreign(value))
+    return b"".join(to_json(row) + b"\n" for row in rows)
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
