@@ -25,7 +25,7 @@ from rollouts.errors import ConfigError
 from rollouts.training import parquet
 from rollouts.training.metrics import Accounting
 from rollouts.training.plain import to_json
-from rollouts.training.run_folder import RUN_FILES, column_digests
+from rollouts.training.run_folder import RUN_FILES, column_digests, read_info, run_files
 from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Format", "RunStatus", "RunWriter", "check_free"]
@@ -97,6 +97,24 @@ class RunWriter:
         }
         self._write_info()
 
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunWriter:
+        """Go on with the run that is there.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        writer = cls.__new__(cls)
+        info = read_info(path)
+        writer.path = Path(path)
+        writer.format = info.get("format", "jsonl")
+        writer._lock = threading.RLock()
+        writer._held = {}
+        writer._info = {name: value for name, value in info.items() if name not in ("error", "ended")}
+        writer.batches = len([file for place, file in run_files(path) if place == "kept"])
+        writer.update(status="running", resumed=info.get("resumed", 0) + 1, batches=writer.batches)
+        return writer
+
     def __repr__(self) -> str:
         return f"<RunWriter {self.path}: {self.batches} batches, {len(self._held)} accepted groups held>"
 
@@ -140,6 +158,11 @@ class RunWriter:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
             return path
+
+    def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines of all batches anew."""
+        with self._lock:
+            _write_atomically(self.path / "metrics.jsonl", _lines(batches))
 
     def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
         """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final."""
