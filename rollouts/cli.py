@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -25,7 +26,7 @@ from rollouts import __version__
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
-from rollouts.launching import Aim, launch
+from rollouts.launching import Aim, launch, resumed_aim
 from rollouts.serving import READY
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
@@ -70,9 +71,13 @@ def _loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_free(args.out, overwrite=args.overwrite)
-    aim = _aim(args)
-    result = _loop(launch, aim, args.out, args.format, args.overwrite, Console())
+    aim, out = _aim(args), args.out
+    if args.resume is not None:
+        aim, out = resumed_aim(aim, args.resume), args.resume
+    else:
+        check_free(out, overwrite=args.overwrite)
+    resume = args.resume is not None
+    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume))
     if result is None:
         return INTERRUPTED
     if result.error is not None:
@@ -209,8 +214,12 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     run = _verb(verbs, "run", _run, "fill batches and write them to a folder", "run configs/calculator.py --out runs/a")
-    _add_aim(run)
-    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder, new or without a run")
+    _add_aim(run, optional=True)
+    where = run.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, new or without a run")
+    where.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with the run in this folder; RECIPE and options as they were"
+    )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
     run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
@@ -269,8 +278,11 @@ def _verb(verbs: Any, name: str, function: Callable[..., int], does: str, exampl
     return verb
 
 
-def _add_aim(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python file with a function recipe(...)")
+def _add_aim(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    nargs = "?" if optional else None
+    verb.add_argument(
+        "recipe", type=Path, metavar="RECIPE", nargs=nargs, help="a Python file with a function recipe(...)"
+    )
     verb.add_argument(
         "--endpoint",
         action="append",

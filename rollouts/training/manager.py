@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -45,10 +45,13 @@ from rollouts.errors import (
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.ledger import Ledger
+from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics, batch_metrics
 from rollouts.training.rewards import score, score_group
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Outcome, Sample, Status
+from rollouts.turns import keeping_turns
 
 __all__ = ["AsyncRolloutManager"]
 
@@ -76,6 +79,7 @@ class AsyncRolloutManager:
         config: what to do; may also be given second.
         data_buffer: where prompts come from.
         on_group: called in a worker thread with every settled group, kept, dropped or failed, e.g. to write it to disk.
+        ledger: writes what happens to a journal, before it counts.
 
     Attributes:
         accounting: where every prompt went; adds up at every moment.
@@ -90,6 +94,7 @@ class AsyncRolloutManager:
         data_buffer: DataBuffer | RolloutConfig,
         *,
         on_group: OnGroup | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         if isinstance(config, DataBuffer):
             config, data_buffer = data_buffer, config
@@ -109,8 +114,10 @@ class AsyncRolloutManager:
         self._idle_seconds = 0.0
         self._idle_since: float | None = None
         self._on_group = on_group
+        self._ledger = ledger
+        self._attempts: dict[int, int] = {}  # that failed, of rollouts in flight
         self._ready: list[Group] = []
-        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups that were handed back
+        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or handed back
         self._again: set[int] = set()
         self._rejected_in_a_row = 0
         self._failure_causes: Counter[str] = Counter()
@@ -144,6 +151,36 @@ class AsyncRolloutManager:
     def waiting_for(self, count: int = 1) -> list[str]:
         """What is waited for longest at this moment: who, what, since when."""
         return [str(wait) for wait in waits()[:count]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the manager and its buffer stand, as plain values; may be asked for at any moment."""
+        return ManagerState(
+            accounting=attrs.evolve(self.accounting),
+            batches=self.batches,
+            ready={group.group_index: list(group.samples) for group in self._ready},
+            finished=self._finished_rollouts,
+            attempts=self._attempts,
+            totals=self.run_metrics.to_dict(),
+        ).to_dict(self.data_buffer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was asked: what was ready or finished then is not generated again.
+
+        Raises:
+            ConfigError: it is damaged, was saved over other data, or this manager is at work.
+        """
+        self.go_on_from(ManagerState.load(state, self.data_buffer))
+
+    def go_on_from(self, state: ManagerState) -> None:
+        """Take over a state whose buffer is set already."""
+        if self.accounting.taken or self._tasks is not None:
+            raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
+        self.accounting, self.batches = state.accounting, state.batches
+        for number, samples in sorted(state.ready.items()):
+            self._ready.append(Group(self.data_buffer.take_again(number), tuple(samples), "kept"))
+        self._finished_rollouts, self._attempts = state.finished, state.attempts
+        self.run_metrics.load(state.totals)
+        self.accounting.check()
 
     async def generate_batch(self) -> list[Sample]:
         """Generate until ``batch_size`` groups are accepted.
@@ -263,6 +300,8 @@ class AsyncRolloutManager:
             **self.run_metrics.take_lengths(),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
+        if self._ledger is not None:
+            self._ledger.sealed(self.batches, sorted(taken), self.metrics, self.accounting)
         self.batches += 1
         return samples
 
@@ -299,21 +338,23 @@ class AsyncRolloutManager:
 
     async def _run_group(self, prompt: Prompt) -> None:
         """Play one group to its end, and account for it whatever happens."""
-        finished = self._finished_rollouts.pop(_group_index(prompt), {})
+        finished = self._finished_rollouts.setdefault(_group_index(prompt), {})
         settled = False
         try:
+            if self._ledger is not None:
+                self._ledger.taken(prompt)
             with at(f"group {prompt.group_index}"):
                 group = await self._play(prompt, finished)
                 with anyio.CancelScope(shield=True):
                     await self._record(group)
                     self._settle(group)
                     settled = True
+                    del self._finished_rollouts[_group_index(prompt)]
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._broken = self._broken or error
         finally:
             self._again.discard(_group_index(prompt))
             if not settled:
-                self._finished_rollouts[_group_index(prompt)] = finished
                 self.data_buffer.put_back([prompt])
                 self.accounting.in_flight -= 1
                 self.accounting.returned += 1
@@ -331,6 +372,8 @@ class AsyncRolloutManager:
         return self._streaming and self._tasks is not None and hopeful
 
     async def _record(self, group: Group) -> None:
+        if self._ledger is not None:
+            await self._ledger.settled(group)
         if self._on_group is not None:
             name = f"recording with {function_name(self._on_group)}"
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS)
@@ -446,13 +489,26 @@ class AsyncRolloutManager:
         index = _group_index(prompt) * self.config.n_samples_per_prompt + number
         request = attrs.evolve(prompt, index=index)
         with at(f"group {prompt.group_index} · sample {number}"):
-            for attempt in range(1, self.config.max_attempts + 1):
-                samples = await self._attempt(request)
-                sound = not _is_lost(samples)
-                for sample in samples:
-                    sample.metrics["attempts"] = attempt
-                if sound:
-                    break
+            try:
+                samples, sound = await self._try_until_sound(request, index)
+            finally:
+                self._attempts.pop(index, None)
+            if sound and self._ledger is not None:
+                await self._ledger.finished(samples)
+        return samples, sound
+
+    async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
+        before = min(self._attempts.get(index, 0), self.config.max_attempts - 1)
+        for attempt in range(before + 1, self.config.max_attempts + 1):
+            samples = await self._attempt(request)
+            sound = not _is_lost(samples)
+            for sample in samples:
+                sample.metrics["attempts"] = attempt
+            if sound:
+                break
+            self._attempts[index] = attempt
+            if self._ledger is not None:
+                self._ledger.attempt_lost(index, attempt, samples)
         return samples, sound
 
     async def _attempt(self, request: Prompt) -> list[Sample]:
@@ -479,7 +535,9 @@ class AsyncRolloutManager:
     async def _generate(self, request: Prompt) -> list[Sample]:
         """Call the generate function for one rollout, and check what it gave."""
         name = f"generate_fn {function_name(self.config.generate_fn)}"
-        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds):
+        assert request.index is not None
+        log = self._ledger.turn_log(request.index) if self._ledger is not None else None
+        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds), keeping_turns(log):
             samples: Any = await self.config.generate_fn([request])
         if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
             raise GenerateFailure(

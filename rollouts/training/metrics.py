@@ -12,12 +12,13 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from rollouts.errors import TokenMismatchError
-from rollouts.training.types import Group, Sample
+from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Accounting", "RunMetrics", "batch_metrics"]
 
@@ -50,6 +51,9 @@ class Accounting:
         return f"{self.taken} prompts taken = " + " + ".join(parts)
 
 
+_TOTALS = ("sampled_tokens", "rollouts", "reward_sum", "rewarded")
+
+
 class RunMetrics:
     """What the settled groups of a run were like; feeds the live display and ``metrics.jsonl``."""
 
@@ -75,16 +79,32 @@ class RunMetrics:
 
     def add(self, group: Group) -> None:
         """Count a settled group."""
-        if group.outcome != "kept":
-            self.reasons[group.reason] += 1
-        for sample in group.samples:
-            trained = int(sample.mask_column.sum())
-            self.sampled_tokens += trained
-            self.rollouts += 1
-            self._lengths.setdefault(group.outcome, []).append(trained)
-            if isinstance(sample.reward, int | float) and math.isfinite(sample.reward):
-                self.reward_sum += sample.reward
+        lengths = [int(sample.mask_column.sum()) for sample in group.samples]
+        self.count(group.outcome, group.reason, lengths, group.rewards)
+
+    def count(self, outcome: Outcome, reason: str, lengths: Sequence[int], rewards: Sequence[float | None]) -> None:
+        """Count a settled group by its samples' sampled tokens and rewards."""
+        if outcome != "kept":
+            self.reasons[reason] += 1
+        self.sampled_tokens += sum(lengths)
+        self.rollouts += len(lengths)
+        self._lengths.setdefault(outcome, []).extend(lengths)
+        for reward in rewards:
+            if isinstance(reward, int | float) and math.isfinite(reward):
+                self.reward_sum += reward
                 self.rewarded += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals as plain values."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
+        return {**values, "reasons": dict(self.reasons), "lengths": self._lengths}
+
+    def load(self, totals: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`to_dict` gave."""
+        for name in _TOTALS:
+            setattr(self, name, totals[name])
+        self.reasons = Counter(totals["reasons"])
+        self._lengths = {outcome: list(lengths) for outcome, lengths in totals["lengths"].items()}
 
     def take_lengths(self) -> dict[str, float]:
         """Mean sampled tokens of a rollout by outcome since the last call: does what is kept differ from the rest?"""
