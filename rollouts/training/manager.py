@@ -233,7 +233,7 @@ class AsyncRolloutManager:
 
     async def _drop_stale(self) -> None:
         """Drop accepted groups that have become too old; they were recorded as kept, and are recorded again."""
-        for group in [group for group in self._ready if self.staleness.too_old(group)]:
+        for group in [group for group in self.ready_groups if self.staleness.too_old(group)]:
             with anyio.CancelScope(shield=True):
                 await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
                 self._ready = [other for other in self._ready if other is not group]
