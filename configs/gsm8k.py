@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 
 from environments.gsm8k import CalculatorGSM8K, SingleTurnGSM8K, gsm8k_reward, load_gsm8k
-from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes import Endpoint, History, SamplingParams
 from rollouts.recipe import Recipe
 from rollouts.training import (
     DataBuffer,
@@ -36,6 +36,7 @@ def recipe(
     max_turns: int = 8,
     limit: int | None = None,
     batches: int = 1,
+    history: History = "append",
     seed: int = 0,
 ) -> Recipe:
     """GSM8K rows from ``data``, kept where the rewards of a group differ."""
@@ -48,6 +49,7 @@ def recipe(
         endpoint=endpoint,
         tokenizer=endpoint.model,
         max_turns=max_turns,
+        history=history,
     )
     return Recipe(
         name=f"gsm8k-{variant}",

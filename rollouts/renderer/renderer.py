@@ -175,6 +175,23 @@ class Renderer:
         last = int(tail[-1]) if len(tail) else None
         return packed_tokens(ids[1:] if self._is_spent(ids, last) else ids)
 
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
+
+        Raises:
+            ConfigError: the template cannot render these messages.
+        """
+        return self._template.render(messages, tools)
+
+    def encode(self, text: str) -> TokenColumn:
+        """Ids of a text that the template wrote; int32, read-only."""
+        return packed_tokens(self._codec.encode(text))
+
+    def new_tokens(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many ids the template gives to ``new``, with its marks and the next header; for counting only."""
+        text = bridge_text(self._template, STRATEGIES[self._strategy], history, new, tools, self._stops)
+        return len(self._codec.encode(text, counted=False))
+
     def _is_spent(self, ids: Sequence[int], last: int | None) -> bool:
         """Whether the bridge's first id is one that the sampled stop token already stands for."""
         if not ids or last not in self.stop_token_ids:

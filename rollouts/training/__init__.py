@@ -1,6 +1,10 @@
 """Training data: prompts in, whole groups of trusted samples out. Imports neither torch nor transformers."""
 
-from rollouts.training.agent_integration import agent_rollout_to_sample, generate_rollout_batch
+from rollouts.training.agent_integration import (
+    agent_rollout_to_sample,
+    agent_rollout_to_samples,
+    generate_rollout_batch,
+)
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
 from rollouts.training.filters import (
@@ -32,6 +36,7 @@ __all__ = [
     "Sample",
     "Status",
     "agent_rollout_to_sample",
+    "agent_rollout_to_samples",
     "check_any_success",
     "check_min_reward",
     "check_quality_and_diversity",

@@ -1,0 +1,349 @@
+"""The state of one run of the loop: whose turn it is, what is left of the limits, which branch grows.
+
+Invariant: the policy is only ever sent the tokens of the branch that grows (law 1). A branch that was left holds every
+token that was sampled in it; those that go on show them as context (law 3). Limits stop before useless work: a tool
+call of the last turn does not run, nor one whose result no reply could answer.
+
+This module closes nothing and seals nothing; :mod:`rollouts.agent` does.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from rollouts.dtypes import (
+    Completion,
+    History,
+    Limits,
+    Message,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    TokenColumn,
+    Tool,
+    ToolCall,
+    as_messages,
+)
+from rollouts.environments.base import Environment, StepResult
+from rollouts.errors import EnvironmentFailure, HistoryRewritten, call_foreign
+from rollouts.inference.base import Policy
+from rollouts.renderer import Renderer, rewriting
+from rollouts.trajectory import Trajectory
+
+__all__ = ["Episode", "OnStep", "Past"]
+
+OnStep = Callable[[Trajectory], None]
+"""Called on the loop after each reply and each answer of the environment; to watch, not to change."""
+
+_PROMPT_END = 16
+"""Last tokens of a prompt that tell whether it opened a thinking block."""
+
+_LONG_TEXT = 2000
+"""Characters from which on rendering goes to a worker thread (about 500 tokens)."""
+
+Rendered = TypeVar("Rendered")
+
+
+@attrs.frozen
+class Past:
+    """A conversation to go on with."""
+
+    trajectory: Trajectory
+    """What was seen and sampled so far, not sealed; the last of its messages is the last reply."""
+    reply_start: int
+    """Where the last reply begins."""
+    new: tuple[Message, ...] = ()
+    """What comes after that reply. Without any, the reply is answered by the environment, or goes on where it was cut."""
+    goes_on: bool = False
+    """The last reply was cut, and the next tokens sampled belong to it."""
+
+
+@attrs.define(eq=False)
+class Episode:
+    """One run of the loop; ``branches`` grows at its end only."""
+
+    prompt: Prompt
+    policy: Policy
+    renderer: Renderer
+    sampling: SamplingParams
+    limits: Limits
+    max_context: int | None
+    on_step: OnStep | None
+    history: History = "append"
+    branches: list[Trajectory] = attrs.field(init=False)
+    session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
+    calls_asked: int = attrs.field(init=False, default=0)
+    sampled: int = attrs.field(init=False, default=0)
+    reply_start: int = attrs.field(init=False, default=0)
+    goes_on: bool = attrs.field(init=False, default=False)
+    """The next tokens belong to the reply before."""
+    shown: str = attrs.field(init=False, default="")
+    """The last prompt as the template writes it, where rewritten history matters."""
+
+    def __attrs_post_init__(self) -> None:
+        self.branches = [Trajectory(self.history)]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The branch that grows."""
+        return self.branches[-1]
+
+    async def play(self, environment: Environment, name: str, past: Past | None = None) -> StopReason:
+        """Turns, until something ends them."""
+        tools = tuple(environment.tools)
+        self.renderer.self_test(tools).raise_if_refused()
+        reply = None
+        if past is None:
+            await self._open(environment, name, tools)
+        else:
+            reply = await self._resume(environment, name, tools, past)
+        turn = 0
+        while True:
+            if reply is not None:
+                new, reason = await self._answer(environment, name, reply)
+                if reason is not None:
+                    return reason
+                if turn >= self.limits.max_turns:
+                    return StopReason.MAX_TURNS
+                await self._show(new, tools)
+            turn += 1
+            budget, at_limit = self._budget()
+            if budget < 1:
+                return at_limit
+            completion = await self._complete(turn, budget)
+            reply = self._add_reply(completion, tools)
+            self._observe()
+            reason = self._ended(completion, reply, turn, at_limit if budget < self.sampling.max_new_tokens else None)
+            if reason is not None:
+                return reason
+
+    # -- what the model is shown --
+
+    async def _open(self, environment: Environment, name: str, tools: tuple[Tool, ...]) -> None:
+        messages = as_messages(await self._foreign(f"{name}.start", environment.start, self.prompt))
+        opening = await _rendered(messages, self.renderer.opening, list(messages), tools)
+        self.trajectory.add_context(opening, messages)
+        if self.history != "append":
+            self.shown = await _rendered(messages, self.renderer.render, list(messages), tools)
+
+    async def _resume(
+        self, environment: Environment, name: str, tools: tuple[Tool, ...], past: Past
+    ) -> Message | None:
+        """Take a conversation up; gives its last reply if the environment is to answer it."""
+        self.branches = [past.trajectory]
+        self.reply_start = past.reply_start
+        *before, stored = past.trajectory.messages
+        self.calls_asked = sum(len(message.tool_calls) for message in past.trajectory.messages)
+        known = tuple(before) if not past.new else (*before, stored, *past.new)
+        await self._foreign(f"{name}.start", environment.start, attrs.evolve(self.prompt, prompt=known))
+        if self.history != "append":
+            self.shown = await _rendered(before, self.renderer.render, before, tools)
+        if past.new:
+            await self._show(past.new, tools)
+            return None
+        self.calls_asked -= len(stored.tool_calls)  # the reply is read again, from its ids: they are the record
+        past.trajectory.messages.pop()
+        self.goes_on = past.goes_on
+        if past.goes_on:
+            return None
+        reply, _ = self._read(tools)
+        past.trajectory.messages.append(reply)
+        return reply
+
+    async def _show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
+        """Put what came since the reply before the model: behind the ids kept, or in a new branch."""
+        history = self.trajectory.messages
+        if self.history != "append" and await self._is_rewritten(new, tools):
+            await self._fork(new, tools)
+        else:
+            tail = self.trajectory.tokens[self.reply_start :]
+            bridge = await _rendered(new, self._bridge, history, new, tools, tail)
+            self.trajectory.add_context(bridge, new)
+        self._observe()
+
+    def _bridge(
+        self, history: Sequence[Message], new: Sequence[Message], tools: tuple[Tool, ...], tail: TokenColumn
+    ) -> TokenColumn:
+        return self.renderer.bridge(history, new, tools=tools, tail=tail)
+
+    async def _is_rewritten(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
+        """Render the whole conversation, and see whether it is still what it was.
+
+        Raises:
+            HistoryRewritten: it is not, and that is an error.
+        """
+        messages = [*self.trajectory.messages, *new]
+        before, self.shown = self.shown, await _rendered(messages, self.renderer.render, messages, tools)
+        why = await anyio.to_thread.run_sync(rewriting, before, self.shown, self.trajectory.messages[-1])
+        if why and self.history == "error":
+            raise HistoryRewritten(f'{why} (history="error"; "append" keeps the ids, "fork" opens a new branch)')
+        return bool(why)
+
+    async def _fork(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
+        """Go on in a new branch that shows the history as the template writes it now."""
+        before = self.trajectory.messages
+        tokens = await _rendered([*before, *new], self.renderer.encode, self.shown)
+        branch = Trajectory(self.history)
+        branch.add_context(tokens, [*before, *new])
+        branch.count("forks")
+        branch.count("duplicated_tokens", len(tokens) - self.renderer.new_tokens(before, new, tools))
+        self.branches.append(branch)
+        self.session = uuid.uuid4().hex  # calls of one session only ever extend its tokens
+
+    # -- what the model says --
+
+    def _budget(self) -> tuple[int, StopReason]:
+        """Tokens that the next reply may have, and what it means when that is less than it wants."""
+        budget, at_limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
+        for ceiling, used, reason in (
+            (self.limits.max_tokens, len(self.trajectory), StopReason.MAX_TOKENS),
+            (self.limits.max_sampled_tokens, self.sampled, StopReason.MAX_TOKENS),
+            (self.max_context, len(self.trajectory), StopReason.CONTEXT_OVERFLOW),
+        ):
+            if ceiling is not None and ceiling - used < budget:
+                budget, at_limit = ceiling - used, reason
+        return budget, at_limit
+
+    async def _complete(self, turn: int, budget: int) -> Completion:
+        seed = self.sampling.seed
+        if seed is not None:
+            seed = zlib.crc32(f"{seed}/{self.prompt.index}/{turn}".encode()) & 0x7FFFFFFF
+        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
+        if not self.goes_on:
+            self.reply_start = len(self.trajectory)
+        self.goes_on = False
+        completion = await self.policy.complete(
+            self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
+        )
+        self.trajectory.count("generation_seconds", completion.seconds)
+        self.sampled += len(completion.tokens)
+        return completion
+
+    def _add_reply(self, completion: Completion, tools: Sequence[Tool]) -> Message:
+        """Store the sampled tokens, and read the reply that they end."""
+        self.trajectory.add_reply(completion, Message("assistant"))
+        reply, counts = self._read(tools)
+        self.trajectory.messages[-1] = reply
+        for name in counts:
+            self.trajectory.count(name)
+        self.trajectory.count("tool_calls", len(reply.tool_calls))
+        return reply
+
+    def _read(self, tools: Sequence[Tool]) -> tuple[Message, list[str]]:
+        """The last reply, read from its ids: calls get ids, those that cannot run get their error; and what to count."""
+        prompt = self.trajectory.tokens[max(self.reply_start - _PROMPT_END, 0) : self.reply_start]
+        reply = self.renderer.parse(self.trajectory.tokens[self.reply_start :], tools=tools, prompt=prompt)
+        known = [tool.name for tool in tools]
+        counts: list[str] = []
+        calls: list[ToolCall] = []
+        for call in reply.tool_calls:
+            number, self.calls_asked = self.calls_asked, self.calls_asked + 1
+            if call.id in {other.id for other in calls}:
+                counts += ["duplicate_call_ids"] if call.id else []
+                call = attrs.evolve(call, id="")
+            call = attrs.evolve(call, id=call.id or f"call_{number}")
+            if call.error is not None:
+                counts.append("malformed_tool_calls")
+            elif call.name not in known:
+                counts.append("unknown_tool_calls")
+                there = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
+                call = attrs.evolve(call, error=f"there is no tool {call.name!r}; {there}")
+            calls.append(call)
+        return attrs.evolve(reply, tool_calls=tuple(calls)), counts
+
+    def _ended(
+        self, completion: Completion, reply: Message, turn: int, cut_by: StopReason | None
+    ) -> StopReason | None:
+        """Why the episode ends at this reply, before anything is done with it; ``None`` if it goes on."""
+        limits = self.limits
+        if completion.finish_reason == "abort":
+            return StopReason.ABORTED
+        if completion.finish_reason == "length":
+            if cut_by is not None:
+                return cut_by
+            if limits.on_cut == "stop":
+                return StopReason.MAX_TOKENS
+        if not reply.tool_calls:
+            return None
+        if turn == limits.max_turns:
+            return StopReason.MAX_TURNS
+        too_many = limits.max_tool_calls is not None and self.calls_asked > limits.max_tool_calls
+        if too_many or (limits.max_parallel_calls is not None and len(reply.tool_calls) > limits.max_parallel_calls):
+            return StopReason.MAX_TOOL_CALLS
+        left, at_limit = self._budget()
+        return at_limit if left < 1 else None
+
+    # -- what the environment says --
+
+    async def _answer(
+        self, environment: Environment, name: str, reply: Message
+    ) -> tuple[Sequence[Message], StopReason | None]:
+        """The environment's answer to a reply, or the reason why there is no next turn."""
+        step = await self._step(environment, name, reply)
+        if step.reward is not None:
+            self.trajectory.step_rewards.append(float(step.reward))
+        for metric, amount in step.metrics.items():
+            self.trajectory.count(metric, amount)
+        if step.done:
+            self.trajectory.messages.extend(step.messages)
+            return (), StopReason.TASK_COMPLETED
+        return step.messages, None
+
+    async def _step(self, environment: Environment, name: str, reply: Message) -> StepResult:
+        """One step of the environment; calls that cannot run are answered here, in their place among the results."""
+        sound = tuple(call for call in reply.tool_calls if call.error is None)
+        step = StepResult()
+        if sound or not reply.tool_calls:
+            step = await self._foreign(f"{name}.step", environment.step, attrs.evolve(reply, tool_calls=sound))
+            if not isinstance(step, StepResult):
+                raise EnvironmentFailure(f"{name}.step: got {step!r}; expected a StepResult")
+            if not step.done and not step.messages:
+                raise EnvironmentFailure(f"{name}.step: no messages and not done; expected one or the other")
+        if len(sound) == len(reply.tool_calls):
+            return step
+        answered = {message.tool_call_id for message in step.messages}
+        if not step.done and not answered.issuperset(call.id for call in sound):
+            raise EnvironmentFailure(f"{name}.step: {step.messages!r}; expected a tool message for each call {sound!r}")
+        return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
+
+    async def _foreign(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call the environment, and count its time."""
+        began = time.monotonic()
+        try:
+            return await call_foreign(EnvironmentFailure, what, function, *arguments, seconds=self.limits.step_seconds)
+        finally:
+            self.trajectory.count("environment_seconds", time.monotonic() - began)
+
+    def _observe(self) -> None:
+        if self.on_step is not None:
+            self.on_step(self.trajectory)
+
+
+async def _rendered(new: Sequence[Message], function: Callable[..., Rendered], *arguments: object) -> Rendered:
+    """Render new messages, in a worker thread where they are long."""
+    if sum(len(message.content) for message in new) < _LONG_TEXT:
+        return function(*arguments)
+    return await anyio.to_thread.run_sync(function, *arguments)
+
+
+def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:
+    """Results in the order of the calls, with an error message in the place of each call that could not run."""
+    by_id = {message.tool_call_id: message for message in results}
+    errors = {
+        call.id: Message("tool", f"Error: {call.error}", tool_call_id=call.id, name=call.name or None)
+        if has_tools
+        else Message("user", f"Error: {call.error}")
+        for call in calls
+        if call.error is not None
+    }
+    in_order = [errors.get(call.id) or by_id.get(call.id) for call in calls]
+    rest = [message for message in results if message.tool_call_id not in {call.id for call in calls}]
+    return tuple(message for message in [*in_order, *rest] if message is not None)
