@@ -281,7 +281,7 @@ class StopReason(enum.StrEnum):
     MAX_TURNS = "max_turns"
     """The model had all the turns that the limits allow."""
     MAX_TOOL_CALLS = "max_tool_calls"
-    """A reply asked for more tool calls than the limits allow, of one reply or of an episode; those calls did not run."""
+    """A reply asked for more tool calls than the limits of a reply or an episode allow; those calls did not run."""
     MAX_TOKENS = "max_tokens"
     """A reply was cut by its token budget, or the sequence or the whole episode reached its own."""
     CONTEXT_OVERFLOW = "context_overflow"
@@ -435,7 +435,7 @@ class Limits:
     max_sampled_tokens: int | None = attrs.field(
         default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
     )
-    """What the model samples in one episode, all turns and branches together; ``max_new_tokens`` is the limit of a turn."""
+    """What the model samples in one episode, all turns and branches together; of a turn: ``max_new_tokens``."""
     max_tool_calls: int | None = attrs.field(
         default=None, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0, optional=True)
     )

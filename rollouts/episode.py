@@ -13,7 +13,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -57,13 +57,14 @@ class Past:
     """A conversation to go on with."""
 
     trajectory: Trajectory
-    """What was seen and sampled so far, not sealed; the last of its messages is the last reply."""
+    """What was seen and sampled so far, not sealed; unless it is ``asked``, its last message is the last reply."""
     reply_start: int
     """Where the last reply begins."""
     new: tuple[Message, ...] = ()
-    """What comes after that reply. Without any, the reply is answered by the environment, or goes on where it was cut."""
-    goes_on: bool = False
-    """The last reply was cut, and the next tokens sampled belong to it."""
+    """What comes after that reply; without any, ``state`` says what is to be done."""
+    state: Literal["replied", "cut", "asked"] = "replied"
+    """``replied``: the environment answers the last reply; ``cut``: it goes on where it ends; ``asked``: what came
+    after it is among the tokens already, and the model is to speak."""
 
 
 @attrs.define(eq=False)
@@ -80,6 +81,8 @@ class Episode:
     history: History = "append"
     branches: list[Trajectory] = attrs.field(init=False)
     session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
+    replies: int = attrs.field(init=False, default=0)
+    """Replies so far, those of the past among them."""
     calls_asked: int = attrs.field(init=False, default=0)
     sampled: int = attrs.field(init=False, default=0)
     reply_start: int = attrs.field(init=False, default=0)
@@ -118,7 +121,7 @@ class Episode:
             budget, at_limit = self._budget()
             if budget < 1:
                 return at_limit
-            completion = await self._complete(turn, budget)
+            completion = await self._complete(budget)
             reply = self._add_reply(completion, tools)
             self._observe()
             reason = self._ended(completion, reply, turn, at_limit if budget < self.sampling.max_new_tokens else None)
@@ -134,25 +137,27 @@ class Episode:
         if self.history != "append":
             self.shown = await _rendered(messages, self.renderer.render, list(messages), tools)
 
-    async def _resume(
-        self, environment: Environment, name: str, tools: tuple[Tool, ...], past: Past
-    ) -> Message | None:
+    async def _resume(self, environment: Environment, name: str, tools: tuple[Tool, ...], past: Past) -> Message | None:
         """Take a conversation up; gives its last reply if the environment is to answer it."""
         self.branches = [past.trajectory]
         self.reply_start = past.reply_start
-        *before, stored = past.trajectory.messages
-        self.calls_asked = sum(len(message.tool_calls) for message in past.trajectory.messages)
-        known = tuple(before) if not past.new else (*before, stored, *past.new)
+        past.trajectory.history = self.history
+        messages = list(past.trajectory.messages)
+        self.replies = sum(message.role == "assistant" for message in messages)
+        self.calls_asked = sum(len(message.tool_calls) for message in messages)
+        before = messages if past.state == "asked" else messages[:-1]
+        known = [*messages, *past.new] if past.new else before
         await self._foreign(f"{name}.start", environment.start, attrs.evolve(self.prompt, prompt=known))
         if self.history != "append":
             self.shown = await _rendered(before, self.renderer.render, before, tools)
         if past.new:
             await self._show(past.new, tools)
+        if past.new or past.state == "asked":
             return None
-        self.calls_asked -= len(stored.tool_calls)  # the reply is read again, from its ids: they are the record
-        past.trajectory.messages.pop()
-        self.goes_on = past.goes_on
-        if past.goes_on:
+        stored = past.trajectory.messages.pop()  # read again from its ids, which are the record
+        self.calls_asked -= len(stored.tool_calls)
+        self.goes_on = past.state == "cut"
+        if self.goes_on:
             return None
         reply, _ = self._read(tools)
         past.trajectory.messages.append(reply)
@@ -212,14 +217,16 @@ class Episode:
                 budget, at_limit = ceiling - used, reason
         return budget, at_limit
 
-    async def _complete(self, turn: int, budget: int) -> Completion:
-        seed = self.sampling.seed
-        if seed is not None:
-            seed = zlib.crc32(f"{seed}/{self.prompt.index}/{turn}".encode()) & 0x7FFFFFFF
-        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
+    async def _complete(self, budget: int) -> Completion:
+        place = f"{self.replies}+{len(self.trajectory)}" if self.goes_on else str(self.replies + 1)
         if not self.goes_on:
+            self.replies += 1
             self.reply_start = len(self.trajectory)
         self.goes_on = False
+        seed = self.sampling.seed
+        if seed is not None:
+            seed = zlib.crc32(f"{seed}/{self.prompt.index}/{place}".encode()) & 0x7FFFFFFF
+        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
         completion = await self.policy.complete(
             self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
         )
@@ -238,7 +245,7 @@ class Episode:
         return reply
 
     def _read(self, tools: Sequence[Tool]) -> tuple[Message, list[str]]:
-        """The last reply, read from its ids: calls get ids, those that cannot run get their error; and what to count."""
+        """The last reply, read from its ids: calls get names, those that cannot run an error; and what to count."""
         prompt = self.trajectory.tokens[max(self.reply_start - _PROMPT_END, 0) : self.reply_start]
         reply = self.renderer.parse(self.trajectory.tokens[self.reply_start :], tools=tools, prompt=prompt)
         known = [tool.name for tool in tools]
@@ -259,9 +266,7 @@ class Episode:
             calls.append(call)
         return attrs.evolve(reply, tool_calls=tuple(calls)), counts
 
-    def _ended(
-        self, completion: Completion, reply: Message, turn: int, cut_by: StopReason | None
-    ) -> StopReason | None:
+    def _ended(self, completion: Completion, reply: Message, turn: int, cut_by: StopReason | None) -> StopReason | None:
         """Why the episode ends at this reply, before anything is done with it; ``None`` if it goes on."""
         limits = self.limits
         if completion.finish_reason == "abort":

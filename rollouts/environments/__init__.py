@@ -2,14 +2,17 @@
 
 from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, ToolEnvironment, tool
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.environments.simulated_user import SimulatedUser, UserFn
 from rollouts.environments.single_turn import SingleTurnEnvironment
 
 __all__ = [
     "CalculatorEnvironment",
     "Environment",
     "EnvironmentFactory",
+    "SimulatedUser",
     "SingleTurnEnvironment",
     "StepResult",
     "ToolEnvironment",
+    "UserFn",
     "tool",
 ]

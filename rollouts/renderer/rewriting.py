@@ -1,7 +1,7 @@
 """Whether a template writes a conversation on, or writes what is already in it anew.
 
-Invariant: what is compared is the template with itself, never with the ids that are kept: a model may spell its reply in
-any way, and a call that is written with other spaces is no rewriting. This module knows no token.
+Invariant: what is compared is the template with itself, never with the ids that are kept: a model may spell its reply
+in any way, and a call that is written with other spaces is no rewriting. This module knows no token.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from rollouts.training.agent_integration import (
     generate_rollout_batch,
 )
 from rollouts.training.config import RolloutConfig
+from rollouts.training.continuation import continue_rollout
 from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
 from rollouts.training.filters import (
     check_any_success,
@@ -43,6 +44,7 @@ __all__ = [
     "check_reasonable_length",
     "check_response_diversity",
     "check_reward_nonzero_std",
+    "continue_rollout",
     "generate_rollout_batch",
     "load_prompts",
     "make_length_filter",

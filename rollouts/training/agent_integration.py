@@ -1,7 +1,9 @@
 """The bridge from agents to samples: a prompt and an environment class in, a sample out.
 
 Invariant: one rollout for each prompt, in order: one sample, or one for each of its branches. A rollout that fails is a
-sample with status FAILED beside the others, never an exception that takes them along. This module knows nothing of groups, rewards and batches.
+sample with status FAILED beside the others, never an exception that takes them along.
+
+This module knows nothing of groups, rewards and batches.
 """
 
 from __future__ import annotations
@@ -27,9 +29,7 @@ from rollouts.training.types import Sample
 __all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "generate_rollout_batch"]
 
 
-async def agent_rollout_to_sample(
-    prompt: Prompt | str | Sequence[Message | dict[str, Any]], **options: Any
-) -> Sample:
+async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict[str, Any]], **options: Any) -> Sample:
     """Run one agent in a fresh environment, and keep what the model saw and sampled, in one sequence.
 
     Args:
@@ -77,8 +77,8 @@ async def agent_rollout_to_samples(
 
     Returns:
         The rollout's branches as samples: one unless ``history`` is ``"fork"``. In each, ``tokens``, ``loss_mask`` and
-        ``rollout_log_probs`` have one length. The reward is the sum of the environment's step rewards, ``None`` where it
-        gives none. A failed rollout has status FAILED and ``failure``.
+        ``rollout_log_probs`` have one length. The reward is the sum of the environment's step rewards, ``None`` where
+        it gives none. A failed rollout has status FAILED and ``failure``.
 
     Raises:
         ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the prompt.
