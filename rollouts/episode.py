@@ -186,8 +186,11 @@ class Episode:
             HistoryRewritten: it is not, and that is an error.
         """
         messages = [*self.trajectory.messages, *new]
+        ids = self.trajectory.tokens[self.reply_start :]
+        kept = self.renderer.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.renderer.stop_token_ids else ids)
+        closing = getattr(self.renderer.dialect, "reasoning", ("", ""))[1]
         before, self.shown = self.shown, await _rendered(messages, self.renderer.render, messages, tools)
-        why = await anyio.to_thread.run_sync(rewriting, before, self.shown, self.trajectory.messages[-1])
+        why = rewriting(before, self.shown, self.trajectory.messages[-1], kept, closing)
         if why and self.history == "error":
             raise HistoryRewritten(f'{why} (history="error"; "append" keeps the ids, "fork" opens a new branch)')
         return bool(why)
@@ -256,7 +259,7 @@ class Episode:
             if call.id in {other.id for other in calls}:
                 counts += ["duplicate_call_ids"] if call.id else []
                 call = attrs.evolve(call, id="")
-            call = attrs.evolve(call, id=call.id or f"call_{number}")
+            call = attrs.evolve(call, id=call.id or f"call{number:05d}")
             if call.error is not None:
                 counts.append("malformed_tool_calls")
             elif call.name not in known:

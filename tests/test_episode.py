@@ -244,9 +244,9 @@ async def test_a_duplicate_call_id_is_made_another_and_counted(tokenizer: Any) -
     (trajectory,), _ = await branches_of(renderer, [one + one + "<|im_end|>", "ok<|im_end|>"], "append", Talk,
                                          limits=Limits(max_turns=2))  # fmt: skip
     calls = trajectory.messages[1].tool_calls
-    assert [each.id for each in calls] == ["functions.note:0", "call_1"]
+    assert [each.id for each in calls] == ["functions.note:0", "call00001"]
     assert trajectory.metrics["duplicate_call_ids"] == 1
-    assert [message.tool_call_id for message in trajectory.messages[2:4]] == ["functions.note:0", "call_1"]
+    assert [message.tool_call_id for message in trajectory.messages[2:4]] == ["functions.note:0", "call00001"]
 
 
 async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> None:

@@ -100,6 +100,11 @@ class Renderer:
         return f"<Renderer {self._template.name}, dialect {self.dialect.name}, stops at {stops}>"
 
     @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop tokens as text, in the order of their ids."""
+        return self._stops
+
+    @property
     def encoded_tokens(self) -> int:
         """Tokens encoded so far for openings and bridges."""
         return self._codec.encoded_tokens
@@ -175,13 +180,13 @@ class Renderer:
         last = int(tail[-1]) if len(tail) else None
         return packed_tokens(ids[1:] if self._is_spent(ids, last) else ids)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
 
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        return self._template.render(messages, tools)
+        return self._template.render(messages, tools, generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> TokenColumn:
         """Ids of a text that the template wrote; int32, read-only."""

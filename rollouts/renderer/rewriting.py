@@ -13,21 +13,26 @@ __all__ = ["rewriting", "shared"]
 _SHOWN = 30
 
 
-def rewriting(before: str, after: str, reply: Message) -> str:
+def rewriting(before: str, after: str, reply: Message, kept: str = "", closing: str = "</think>") -> str:
     """Why ``after`` does not go on where ``before`` and the reply ended; ``""`` where it does.
 
     Args:
         before: the conversation up to where the reply began, as the template wrote it then.
         after: the conversation up to where the next reply begins, as it writes it now.
         reply: what came between; its thoughts, its content and the names of its calls must be there.
+        kept: the reply as it was sampled, without its stop token: where the template writes just that, nothing is lost.
+        closing: what ends a thought; an empty thought shows by nothing else.
     """
     if not after.startswith(before):
         at = shared(before, after)
         return f"history rewritten: {before[at : at + _SHOWN]!r} became {after[at : at + _SHOWN]!r}"
     written = after[len(before) :]
-    parts = {"thoughts": reply.reasoning or "", "content": reply.content}
+    if kept and written.startswith(kept):
+        return ""
+    thought = reply.reasoning
+    parts = {"thoughts": "" if thought is None else thought.strip() or closing, "content": reply.content.strip()}
     for what, text in parts.items():
-        if text.strip() not in written:
+        if text not in written:
             return f"the template leaves the {what} of the reply out of the history"
     for call in reply.tool_calls:
         if call.error is None and call.name not in written:

@@ -91,7 +91,7 @@ async def test_without_messages_the_environment_answers_the_last_reply(renderer:
     found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
     assert_extends(found, sample, policy)
     results = [message for message in found.messages if message["role"] == "tool"]
-    assert [message["tool_call_id"] for message in results] == ["call_0", "call_1"]
+    assert [message["tool_call_id"] for message in results] == ["call00000", "call00001"]
     assert results[0]["content"].startswith("Error: ")
     assert results[1]["content"] == "3"
     assert found.messages[2] == sample.messages[2]
