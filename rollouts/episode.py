@@ -35,7 +35,7 @@ from rollouts.dtypes import (
 from rollouts.environments.base import Environment, StepResult
 from rollouts.errors import EnvironmentFailure, HistoryRewritten, call_foreign
 from rollouts.inference.base import Policy
-from rollouts.renderer import Renderer, rewriting
+from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
 
 __all__ = ["Episode", "OnStep", "Past"]
@@ -165,12 +165,9 @@ class Episode:
 
     async def _show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
         """Put what came since the reply before the model: behind the ids kept, or in a new branch."""
-        history = self.trajectory.messages
-        if self.history != "append" and await self._is_rewritten(new, tools):
-            await self._fork(new, tools)
-        else:
+        if self.history == "append" or not await self._forked(new, tools):
             tail = self.trajectory.tokens[self.reply_start :]
-            bridge = await _rendered(new, self._bridge, history, new, tools, tail)
+            bridge = await _rendered(new, self._bridge, self.trajectory.messages, new, tools, tail)
             self.trajectory.add_context(bridge, new)
         self._observe()
 
@@ -179,32 +176,29 @@ class Episode:
     ) -> TokenColumn:
         return self.renderer.bridge(history, new, tools=tools, tail=tail)
 
-    async def _is_rewritten(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
-        """Render the whole conversation, and see whether it is still what it was.
+    async def _forked(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
+        """Render the whole conversation; where its past is rewritten, go on in a branch that shows it as it is now.
 
         Raises:
-            HistoryRewritten: it is not, and that is an error.
+            HistoryRewritten: it is, and that is an error.
         """
-        messages = [*self.trajectory.messages, *new]
-        ids = self.trajectory.tokens[self.reply_start :]
-        kept = self.renderer.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.renderer.stop_token_ids else ids)
-        closing = getattr(self.renderer.dialect, "reasoning", ("", ""))[1]
-        before, self.shown = self.shown, await _rendered(messages, self.renderer.render, messages, tools)
-        why = rewriting(before, self.shown, self.trajectory.messages[-1], kept, closing)
+        history = self.trajectory.messages
+        whole = [*history, *new]
+        before, self.shown = self.shown, await _rendered(whole, self.renderer.render, whole, tools)
+        why, added = self.renderer.rewriting(
+            before, self.shown, history, new, tools, sampled=self.trajectory.tokens[self.reply_start :]
+        )
         if why and self.history == "error":
             raise HistoryRewritten(f'{why} (history="error"; "append" keeps the ids, "fork" opens a new branch)')
+        if why:
+            tokens = await _rendered(whole, self.renderer.encode, self.shown)
+            branch = Trajectory(self.history)
+            branch.add_context(tokens, whole)
+            branch.count("forks")
+            branch.count("duplicated_tokens", len(tokens) - added)
+            self.branches.append(branch)
+            self.session = uuid.uuid4().hex  # calls of one session only ever extend its tokens
         return bool(why)
-
-    async def _fork(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
-        """Go on in a new branch that shows the history as the template writes it now."""
-        before = self.trajectory.messages
-        tokens = await _rendered([*before, *new], self.renderer.encode, self.shown)
-        branch = Trajectory(self.history)
-        branch.add_context(tokens, [*before, *new])
-        branch.count("forks")
-        branch.count("duplicated_tokens", len(tokens) - self.renderer.new_tokens(before, new, tools))
-        self.branches.append(branch)
-        self.session = uuid.uuid4().hex  # calls of one session only ever extend its tokens
 
     # -- what the model says --
 

@@ -85,7 +85,10 @@ REAL = {
         text_and_calls=False,
     ),
     "DeepSeek-V3.2": Family(
-        _real("deepseek-ai-DeepSeek-V3.2", "deepseek_v3"), (E, F, F, F, F), "deepseek_v3_2", "thoughts opened and closed"
+        _real("deepseek-ai-DeepSeek-V3.2", "deepseek_v3"),
+        (E, F, F, F, F),
+        "deepseek_v3_2",
+        "thoughts opened and closed",
     ),
     "DeepSeek-R1 distill": Family(
         _real("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_v3"),
@@ -423,7 +426,9 @@ SMALL = {
         "results are numbered over the whole conversation",
     ),
     "content must be None": Family(
-        _small(_NONE_ONLY, ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>", "<|output|>", "<|/output|>"), ("<|eos|>",)),
+        _small(
+            _NONE_ONLY, ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>", "<|output|>", "<|/output|>"), ("<|eos|>",)
+        ),
         (E,) * 5,
         "deepseek_v3_1",
         "a turn of calls has no content at all, no header after tools",

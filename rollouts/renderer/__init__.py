@@ -2,7 +2,6 @@
 
 from rollouts.renderer.bridging import STRATEGIES
 from rollouts.renderer.renderer import Renderer, renderer_for
-from rollouts.renderer.rewriting import rewriting
 from rollouts.renderer.selftest import SelfTest, Step
 from rollouts.renderer.speaking import Spoken, conversation, speak
 from rollouts.renderer.tokenizer import load_tokenizer
@@ -16,6 +15,5 @@ __all__ = [
     "conversation",
     "load_tokenizer",
     "renderer_for",
-    "rewriting",
     "speak",
 ]

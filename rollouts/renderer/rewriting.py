@@ -13,13 +13,13 @@ __all__ = ["rewriting", "shared"]
 _SHOWN = 30
 
 
-def rewriting(before: str, after: str, reply: Message, kept: str = "", closing: str = "</think>") -> str:
+def rewriting(before: str, after: str, reply: Message, *, kept: str = "", closing: str = "</think>") -> str:
     """Why ``after`` does not go on where ``before`` and the reply ended; ``""`` where it does.
 
     Args:
         before: the conversation up to where the reply began, as the template wrote it then.
-        after: the conversation up to where the next reply begins, as it writes it now.
-        reply: what came between; its thoughts, its content and the names of its calls must be there.
+        after: the conversation up to the reply's end, as it writes it now.
+        reply: what came between; its thoughts, its content and the names of its calls must be there, in this order.
         kept: the reply as it was sampled, without its stop token: where the template writes just that, nothing is lost.
         closing: what ends a thought; an empty thought shows by nothing else.
     """
@@ -29,14 +29,15 @@ def rewriting(before: str, after: str, reply: Message, kept: str = "", closing: 
     written = after[len(before) :]
     if kept and written.startswith(kept):
         return ""
-    thought = reply.reasoning
-    parts = {"thoughts": "" if thought is None else thought.strip() or closing, "content": reply.content.strip()}
-    for what, text in parts.items():
-        if text not in written:
+    thought = None if reply.reasoning is None else reply.reasoning.strip() or closing
+    parts = [("thoughts", thought or ""), ("content", reply.content.strip())]
+    parts += [(f"call of {call.name!r}", call.name) for call in reply.tool_calls if call.error is None]
+    position = 0
+    for what, text in parts:
+        found = written.find(text, position)
+        if found < 0:
             return f"the template leaves the {what} of the reply out of the history"
-    for call in reply.tool_calls:
-        if call.error is None and call.name not in written:
-            return f"the template leaves the call of {call.name!r} out of the history"
+        position = found + len(text)
     return ""
 
 

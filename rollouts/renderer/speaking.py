@@ -50,7 +50,9 @@ def speak(
     written = _behind(prompt, header, whole)
     last = _last_words(reply)
     if last not in written:
-        raise ConfigError.of("reply", reply, f"one that the chat template of {renderer.name!r} writes behind its prompt")
+        raise ConfigError.of(
+            "reply", reply, f"one that the chat template of {renderer.name!r} writes behind its prompt"
+        )
     text = _cut(written, last, renderer.stop_texts)
     if not whole.startswith(prompt):  # the history has no thought where the prompt opens one, or closes it
         text = text.partition(_CLOSED)[2].lstrip("\n") if text.startswith((_OPENED, _CLOSED)) else text
