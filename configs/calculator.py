@@ -8,7 +8,7 @@ from itertools import islice
 
 import attrs
 
-from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes import Endpoint, History, SamplingParams
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe
 from rollouts.training import DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std, generate_rollout_batch
@@ -33,6 +33,7 @@ def recipe(
     two_step_share: float = 0.5,
     epochs: int | None = None,
     batches: int = 1,
+    history: History = "append",
     seed: int = 0,
 ) -> Recipe:
     """Generated problems in one or two steps; groups whose rewards do not differ are dropped."""
@@ -44,6 +45,7 @@ def recipe(
         endpoint=endpoint,
         tokenizer=endpoint.model,
         max_turns=max_turns,
+        history=history,
     )
     problems = islice(calculator_prompts(seed, two_step_share=two_step_share), prompts)
     return Recipe(

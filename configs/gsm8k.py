@@ -11,7 +11,7 @@ from typing import Literal
 import attrs
 
 from environments.gsm8k import CalculatorGSM8K, SingleTurnGSM8K, gsm8k_reward, load_gsm8k
-from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes import Endpoint, History, SamplingParams
 from rollouts.recipe import Recipe
 from rollouts.training import (
     DataBuffer,
@@ -37,6 +37,7 @@ def recipe(
     keep: Literal["spread", "all"] = "spread",
     limit: int | None = None,
     batches: int = 1,
+    history: History = "append",
     seed: int = 0,
 ) -> Recipe:
     """GSM8K rows from ``data``; ``keep=all`` also takes groups whose rewards do not differ."""
@@ -49,6 +50,7 @@ def recipe(
         endpoint=endpoint,
         tokenizer=endpoint.model,
         max_turns=max_turns,
+        history=history,
     )
     return Recipe(
         name=f"gsm8k-{variant}",

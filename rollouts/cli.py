@@ -1,4 +1,4 @@
-"""The command ``rollouts``: run, show, play, verify, eval, compare, serve.
+"""The command ``rollouts``: run, show, play, verify, check, eval, compare, serve.
 
 Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
 broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
@@ -23,6 +23,7 @@ import anyio
 from rich.console import Console
 
 from rollouts import __version__
+from rollouts.checking import Subject, check
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
@@ -135,6 +136,19 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> int:
+    subject = Subject(
+        model=args.model,
+        template=args.template,
+        endpoint=args.endpoint,
+        recipe=args.recipe,
+        options=_options(args),
+        dialect=args.dialect,
+        stops=tuple(args.stop),
+    )
+    return 0 if _loop(check, subject, Console()) else BROKEN
+
+
 def _serve(args: argparse.Namespace) -> int:
     return _loop(_serve_until_told, args)
 
@@ -180,13 +194,18 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
     return code
 
 
-def _aim(args: argparse.Namespace) -> Aim:
+def _options(args: argparse.Namespace) -> dict[str, str]:
     options = {}
     for text in args.set:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError.of("--set", text, "key=value")
         options[name] = value
+    return options
+
+
+def _aim(args: argparse.Namespace) -> Aim:
+    options = _options(args)
     for name in ("data", "seed"):
         if getattr(args, name) is not None:
             options[name] = str(getattr(args, name))
@@ -257,6 +276,15 @@ def _parser() -> argparse.ArgumentParser:
     versus.add_argument("before", type=Path, metavar="BEFORE", help="the folder of an evaluation")
     versus.add_argument("after", type=Path, metavar="AFTER", help="another, of the same tasks")
     versus.add_argument("--k", type=_numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
+
+    check = _verb(verbs, "check", _check, "is every token of this model's chat template exact?", "check --model DIR")
+    check.add_argument("--model", metavar="NAME_OR_DIR", help="the tokenizer; by default what the endpoint names")
+    check.add_argument("--template", type=Path, metavar="FILE", help="this chat template instead of the model's own")
+    check.add_argument("--endpoint", metavar="URL", help="send ids to this server, and compare what it says it got")
+    check.add_argument("--recipe", type=Path, metavar="FILE", help="take the tools from this recipe's environment")
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
+    check.add_argument("--dialect", metavar="NAME", help="how tool calls are written; by default what is taught")
+    check.add_argument("--stop", type=int, action="append", default=[], metavar="ID", help="ids that end a turn")
 
     serve = _verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
     serve.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")

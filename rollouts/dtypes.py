@@ -23,6 +23,7 @@ __all__ = [
     "Completion",
     "Endpoint",
     "FinishReason",
+    "History",
     "Limits",
     "Message",
     "Prompt",
@@ -280,13 +281,15 @@ class StopReason(enum.StrEnum):
     MAX_TURNS = "max_turns"
     """The model had all the turns that the limits allow."""
     MAX_TOOL_CALLS = "max_tool_calls"
-    """The next reply asked for more tool calls than the limits allow; those calls did not run."""
+    """A reply asked for more tool calls than the limits of a reply or an episode allow; those calls did not run."""
     MAX_TOKENS = "max_tokens"
-    """A reply was cut by its token budget, or the whole sequence reached its own."""
+    """A reply was cut by its token budget, or the sequence or the whole episode reached its own."""
     CONTEXT_OVERFLOW = "context_overflow"
     """The sequence no longer fits the model's context."""
     DEADLINE = "deadline"
     """The episode ran out of wall time."""
+    FORKED = "forked"
+    """The template rewrites this history for the next turn, which goes on in the rollout's next branch."""
     ABORTED = "aborted"
     """The server or the caller stopped a reply half way; the partial tokens are kept."""
     FAILED = "failed"
@@ -295,6 +298,11 @@ class StopReason(enum.StrEnum):
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why one completion ended: the model stopped, its budget ran out, or the server was told to stop."""
+
+History: TypeAlias = Literal["append", "fork", "error"]
+"""What to do where a chat template writes the conversation so far otherwise than the model has seen it (thoughts
+stripped, tools moved): ``append`` keeps the ids and goes on; ``fork`` opens a new branch with the rewritten history;
+``error`` fails the rollout. With ``fork`` and ``error`` each step renders the whole conversation to find out."""
 
 
 @attrs.frozen
@@ -423,11 +431,19 @@ class Limits:
     max_tokens: int | None = attrs.field(
         default=None, validator=_check("an integer >= 2", lambda v: _is_int(v) and v >= 2, optional=True)
     )
-    """The whole sequence, prompt included; the model's context length where the server tells it."""
+    """One whole sequence, prompt included; the model's context length where the server tells it."""
+    max_sampled_tokens: int | None = attrs.field(
+        default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
+    )
+    """What the model samples in one episode, all turns and branches together; of a turn: ``max_new_tokens``."""
     max_tool_calls: int | None = attrs.field(
         default=None, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0, optional=True)
     )
     """Tool calls of one episode; a reply that would pass it is kept and its calls do not run."""
+    max_parallel_calls: int | None = attrs.field(
+        default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
+    )
+    """Tool calls of one reply; one that asks for more is kept, and none of its calls runs."""
     on_cut: Literal["stop", "continue"] = attrs.field(
         default="stop", validator=_check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
     )

@@ -38,6 +38,7 @@ __all__ = [
     "FilterFailure",
     "ForeignFailure",
     "GenerateFailure",
+    "HistoryRewritten",
     "JournalError",
     "RewardFailure",
     "RolloutsError",
@@ -99,6 +100,10 @@ class RewardFailure(ForeignFailure):
 
 class FilterFailure(ForeignFailure):
     """A filter raised, did not answer with a bool, or accepts nothing."""
+
+
+class HistoryRewritten(RolloutsError):
+    """The chat template rewrites what the model has seen, and the rollout was told to fail there."""
 
 
 class DataExhausted(RolloutsError):

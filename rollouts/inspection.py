@@ -124,9 +124,12 @@ async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
     generate_fn: Callable[..., Any] = recipe.config.generate_fn
     decode = renderer_for(recipe.tokenizer).decode
     shown = 0
+    watched: Trajectory | None = None
 
     def on_step(trajectory: Trajectory) -> None:
-        nonlocal shown
+        nonlocal shown, watched
+        if trajectory is not watched:  # the first, or a branch: its history is shown as the model now sees it
+            watched, shown = trajectory, 0
         pieces = [piece for piece in pieces_of(trajectory.calls, len(trajectory)) if piece.start >= shown]
         columns = (trajectory.tokens, trajectory.logprobs, trajectory.versions)
         console.print(pieces_table(pieces, *columns, decode))
@@ -137,5 +140,6 @@ async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
     with boundary(GenerateFailure, f"generate_fn {function_name(generate_fn)}", seconds=recipe.config.rollout_seconds):
         samples: list[Sample] = await (generate_fn([prompt], on_step=on_step) if live else generate_fn([prompt]))
     if not live or not shown:
-        console.print(transcript(samples[0], decode))
-    return samples[0]
+        for sample in samples:
+            console.print(transcript(sample, decode))
+    return samples[-1]

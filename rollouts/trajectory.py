@@ -21,7 +21,16 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import Completion, FinishReason, LogprobColumn, Message, StopReason, TokenColumn, VersionSpan
+from rollouts.dtypes import (
+    Completion,
+    FinishReason,
+    History,
+    LogprobColumn,
+    Message,
+    StopReason,
+    TokenColumn,
+    VersionSpan,
+)
 from rollouts.errors import Failure, TokenMismatchError
 
 __all__ = ["Call", "Segment", "Trajectory", "digest"]
@@ -63,7 +72,10 @@ class Call:
 class Trajectory:
     """Grows by contexts and replies until it is sealed.
 
+    A rollout whose history is rewritten has several: what one of them sampled is context in those after it.
+
     Attributes:
+        history: what was to be done where the template rewrites the history.
         messages: the conversation as text; a view, never the record.
         segments: adjacent runs of equal origin, covering all tokens.
         calls: the completions, in order.
@@ -73,7 +85,8 @@ class Trajectory:
         failure: what ended it when ``stop_reason`` is ``FAILED``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: History = "append") -> None:
+        self.history: History = history
         self.messages: list[Message] = []
         self.segments: list[Segment] = []
         self.calls: list[Call] = []

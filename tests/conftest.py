@@ -18,6 +18,16 @@ from typing import Any
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="play 10,000 conversations of each family, for hours")
+
+
+@pytest.fixture(scope="session")
+def conversations(request: pytest.FixtureRequest) -> int:
+    """How many random conversations of each family are played."""
+    return 10_000 if request.config.getoption("--long") else 100
+
+
 @functools.cache
 def _assets() -> Path | None:
     beside = Path(__file__).resolve().parents[1].parent / "shared" / "assets"

@@ -2,6 +2,7 @@
 
 from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult, ToolEnvironment, tool
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.environments.simulated_user import SimulatedUser, UserFn
 from rollouts.environments.single_turn import SingleTurnEnvironment
 
 __all__ = [
@@ -9,8 +10,10 @@ __all__ = [
     "Environment",
     "EnvironmentFactory",
     "Resumable",
+    "SimulatedUser",
     "SingleTurnEnvironment",
     "StepResult",
     "ToolEnvironment",
+    "UserFn",
     "tool",
 ]

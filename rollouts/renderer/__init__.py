@@ -3,6 +3,17 @@
 from rollouts.renderer.bridging import STRATEGIES
 from rollouts.renderer.renderer import Renderer, renderer_for
 from rollouts.renderer.selftest import SelfTest, Step
+from rollouts.renderer.speaking import Spoken, conversation, speak
 from rollouts.renderer.tokenizer import load_tokenizer
 
-__all__ = ["STRATEGIES", "Renderer", "SelfTest", "Step", "load_tokenizer", "renderer_for"]
+__all__ = [
+    "STRATEGIES",
+    "Renderer",
+    "SelfTest",
+    "Spoken",
+    "Step",
+    "conversation",
+    "load_tokenizer",
+    "renderer_for",
+    "speak",
+]

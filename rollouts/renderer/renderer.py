@@ -26,6 +26,7 @@ import numpy as np
 from rollouts.dtypes import Message, TokenColumn, Tool, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
+from rollouts.renderer.rewriting import rewriting
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
@@ -98,6 +99,11 @@ class Renderer:
     def __repr__(self) -> str:
         stops = ", ".join(f"{i} {text!r}" for i, text in zip(self.stop_token_ids, self._stops, strict=True))
         return f"<Renderer {self._template.name}, dialect {self.dialect.name}, stops at {stops}>"
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop tokens as text, in the order of their ids."""
+        return self._stops
 
     @property
     def encoded_tokens(self) -> int:
@@ -174,6 +180,49 @@ class Renderer:
         ids = self._codec.encode(text)
         last = int(tail[-1]) if len(tail) else None
         return packed_tokens(ids[1:] if self._is_spent(ids, last) else ids)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
+        """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
+
+        Raises:
+            ConfigError: the template cannot render these messages.
+        """
+        return self._template.render(messages, tools, generation_prompt=generation_prompt)
+
+    def encode(self, text: str) -> TokenColumn:
+        """Ids of a text that the template wrote; int32, read-only."""
+        return packed_tokens(self._codec.encode(text))
+
+    def rewriting(
+        self,
+        before: str,
+        after: str,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        sampled: Sequence[int] | TokenColumn = (),
+    ) -> tuple[str, int]:
+        """Whether the template writes the history anew, and how many ids it gives to what is new.
+
+        Args:
+            before: what :meth:`render` wrote up to where the last reply began.
+            after: what it writes of ``history`` and ``new``.
+            history: the conversation so far, ending in the reply.
+            new: everything that happened since.
+            tools: the tools.
+            sampled: the reply's ids.
+
+        Returns:
+            The reason, ``""`` where nothing is rewritten; and the ids of ``new`` with its marks and the next header.
+        """
+        text = bridge_text(self._template, STRATEGIES[self._strategy], history, new, tools, self._stops)
+        ids = self._codec.encode(text, counted=False)
+        stopped = len(sampled) > 0 and int(sampled[-1]) in self.stop_token_ids
+        kept = self.decode(sampled[:-1] if stopped else sampled)
+        closing = getattr(self.dialect, "reasoning", ("", ""))[1]
+        why = rewriting(before, after.removesuffix(text), history[-1], kept=kept, closing=closing)
+        return why, len(ids)
 
     def _is_spent(self, ids: Sequence[int], last: int | None) -> bool:
         """Whether the bridge's first id is one that the sampled stop token already stands for."""

@@ -15,6 +15,7 @@ import attrs
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import Strategy, bridge_text
+from rollouts.renderer.rewriting import shared
 from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]
@@ -208,7 +209,7 @@ def _bridge_verdict(whole: str, bridge: str, turn: _Turn, encode: Callable[[str]
         if message.content not in bridge:
             return "refused", f"the template leaves out {message.role} messages"
     if not whole.endswith(bridge):
-        written, end = whole[-len(bridge) :], _shared(whole[::-1], bridge[::-1])
+        written, end = whole[-len(bridge) :], shared(whole[::-1], bridge[::-1])
         at = len(bridge) - end
         return "refused", f"the template writes …{written[:at][-40:]!r} where the bridge has …{bridge[:at][-40:]!r}"
     ids = encode(bridge)
@@ -233,12 +234,6 @@ def _history_verdict(texts: Sequence[str]) -> tuple[Verdict, str]:
     """Each text must begin with the one before it: the prompt, the prompt with the reply, the next prompt."""
     for before, after in itertools.pairwise(texts):
         if not after.startswith(before):
-            at = _shared(before, after)
+            at = shared(before, after)
             return "forks", f"history rewritten: {before[at : at + 30]!r} became {after[at : at + 30]!r}"
     return "exact", ""
-
-
-def _shared(one: str, other: str) -> int:
-    """Length of the common beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

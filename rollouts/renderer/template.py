@@ -111,9 +111,12 @@ class ChatTemplate:
 
         try:
             text = written(None)
-            return "" if "None" in text or text == written("") else None
         except ConfigError:
             return ""
+        try:
+            return "" if "None" in text or text == written("") else None
+        except ConfigError:
+            return None
 
     def _render(self, messages: list[ChatDict], tools: Sequence[Tool], generation_prompt: bool) -> str:
         try:

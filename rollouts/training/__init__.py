@@ -1,7 +1,12 @@
 """Training data: prompts in, whole groups of trusted samples out. Imports neither torch nor transformers."""
 
-from rollouts.training.agent_integration import agent_rollout_to_sample, generate_rollout_batch
+from rollouts.training.agent_integration import (
+    agent_rollout_to_sample,
+    agent_rollout_to_samples,
+    generate_rollout_batch,
+)
 from rollouts.training.config import RolloutConfig
+from rollouts.training.continuation import continue_rollout
 from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
 from rollouts.training.filters import (
     check_any_success,
@@ -33,12 +38,14 @@ __all__ = [
     "Sample",
     "Status",
     "agent_rollout_to_sample",
+    "agent_rollout_to_samples",
     "check_any_success",
     "check_min_reward",
     "check_quality_and_diversity",
     "check_reasonable_length",
     "check_response_diversity",
     "check_reward_nonzero_std",
+    "continue_rollout",
     "generate_rollout_batch",
     "load_prompts",
     "load_run",

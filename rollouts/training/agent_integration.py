@@ -1,33 +1,51 @@
 """The bridge from agents to samples: a prompt and an environment class in, a sample out.
 
-Invariant: one sample for each prompt, in order; a rollout that fails is a sample with status FAILED beside the others,
-never an exception that takes them along. This module knows nothing of groups, rewards and batches.
+Invariant: one rollout for each prompt, in order: one sample, or one for each of its branches. A rollout that fails is a
+sample with status FAILED beside the others, never an exception that takes them along.
+
+This module knows nothing of groups, rewards and batches.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.agent import OnStep, run_agent
-from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
+from rollouts.agent import OnStep, Past, run_branches
+from rollouts.dtypes import Endpoint, History, Limits, Message, Prompt, SamplingParams
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, ServerInfo
 from rollouts.inference.sglang import shared_policy
 from rollouts.renderer import Renderer, renderer_for
-from rollouts.training.samples import trajectory_to_sample
+from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
-__all__ = ["agent_rollout_to_sample", "generate_rollout_batch"]
+__all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "generate_rollout_batch"]
 
 
-async def agent_rollout_to_sample(
+async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict[str, Any]], **options: Any) -> Sample:
+    """Run one agent in a fresh environment, and keep what the model saw and sampled, in one sequence.
+
+    Args:
+        prompt: text, messages, or a :class:`Prompt` with label and metadata.
+        **options: as for :func:`agent_rollout_to_samples`, without ``history="fork"``.
+
+    Returns:
+        A sample whose ``tokens``, ``loss_mask`` and ``rollout_log_probs`` have one length.
+    """
+    if options.get("history") == "fork":
+        raise ConfigError.of("history", "fork", '"append" or "error" here: agent_rollout_to_samples gives several')
+    (sample,) = await agent_rollout_to_samples(prompt, **options)
+    return sample
+
+
+async def agent_rollout_to_samples(
     prompt: Prompt | str | Sequence[Message | dict[str, Any]],
     *,
     environment_cls: EnvironmentFactory,
@@ -38,7 +56,9 @@ async def agent_rollout_to_sample(
     sampling: SamplingParams | None = None,
     policy: Policy | None = None,
     on_step: OnStep | None = None,
-) -> Sample:
+    history: History = "append",
+    past: Past | None = None,
+) -> list[Sample]:
     """Run one agent in a fresh environment, and keep what the model saw and sampled.
 
     Args:
@@ -51,19 +71,25 @@ async def agent_rollout_to_sample(
         sampling: instead of ``endpoint.sampling``.
         policy: instead of a client of ``endpoint`` (which all rollouts of one event loop share).
         on_step: an observer of the growing trajectory.
+        history: what to do where the chat template rewrites what the model has seen: keep the ids (``"append"``), go on
+            in another branch (``"fork"``), or fail the rollout (``"error"``).
+        past: a conversation to go on with; :func:`continue_rollout` makes one of a sample.
 
     Returns:
-        A sample whose ``tokens``, ``loss_mask`` and ``rollout_log_probs`` have one length. Its reward is the sum of the
-        environment's step rewards, ``None`` where it gives none. A failed rollout has status FAILED and ``failure``.
+        The rollout's branches as samples: one unless ``history`` is ``"fork"``. In each, ``tokens``, ``loss_mask`` and
+        ``rollout_log_probs`` have one length. The reward is the sum of the environment's step rewards, ``None`` where
+        it gives none. A failed rollout has status FAILED and ``failure``.
 
     Raises:
         ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the prompt.
         EndpointError: the server cannot be asked what it is.
     """
+    if history not in get_args(History):
+        raise ConfigError.of("history", history, f"one of {get_args(History)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     renderer = await _renderer(tokenizer)
     policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
-    trajectory = await run_agent(
+    branches = await run_branches(
         prompt,
         environment_cls,
         policy,
@@ -72,28 +98,30 @@ async def agent_rollout_to_sample(
         limits=_limits(limits, max_turns),
         max_context=(await _describe(policy)).max_context,
         on_step=on_step,
+        history=history,
+        past=past,
     )
-    return trajectory_to_sample(trajectory, prompt, renderer.decode)
+    return trajectory_to_samples(branches, prompt, renderer.decode)
 
 
 async def generate_rollout_batch(
     prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Any
 ) -> list[Sample]:
-    """Run :func:`agent_rollout_to_sample` for each prompt at once, with its ``options``.
+    """Run :func:`agent_rollout_to_samples` for each prompt at once, with its ``options``.
 
     Bind the options with ``functools.partial`` and it is the ``generate_fn`` of a ``RolloutConfig``.
 
     Returns:
-        One sample for each prompt, in order.
+        One sample for each prompt, in order; several where a rollout forks.
     """
     prompts = list(prompts)
-    samples: dict[int, Sample] = {}
+    samples: dict[int, list[Sample]] = {}
     errors: list[Exception] = []
     async with anyio.create_task_group() as rollouts:
 
         async def run(number: int) -> None:
             try:
-                samples[number] = await agent_rollout_to_sample(prompts[number], **options)
+                samples[number] = await agent_rollout_to_samples(prompts[number], **options)
             except Exception as error:  # noqa: BLE001 - no rollout can survive it; raised below as it is
                 errors.append(error)
                 rollouts.cancel_scope.cancel()
@@ -102,7 +130,7 @@ async def generate_rollout_batch(
             rollouts.start_soon(run, number)
     if errors:
         raise errors[0]
-    return [samples[number] for number in range(len(prompts))]
+    return [sample for number in range(len(prompts)) for sample in samples[number]]
 
 
 def _limits(limits: Limits | None, max_turns: int | None) -> Limits:

@@ -15,6 +15,7 @@ This module knows no model, no network and no agent: it is handed a ``generate_f
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.dtypes import Prompt
+from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import (
     ConfigError,
     DataExhausted,
@@ -452,7 +453,8 @@ class AsyncRolloutManager:
         reason = ""
         try:
             if config.group_rm and config.reward_fn is not None:
-                await score_group(samples, config.reward_fn, seconds=config.reward_seconds)
+                await score_group(_ends(samples), config.reward_fn, seconds=config.reward_seconds)
+                _share_rewards(samples)
             if config.filter_fn is not None and not await self._accepts(samples):
                 outcome, reason = "dropped", function_name(config.filter_fn)
             _pack(samples, GenerateFailure, "after reward and filter")
@@ -512,8 +514,9 @@ class AsyncRolloutManager:
         try:
             samples = await self._generate(request)
             if not self.config.group_rm and not _is_lost(samples):
-                for sample in samples:
+                for sample in _ends(samples):
                     await score(sample, self.config.reward_fn, seconds=self.config.reward_seconds)
+                _share_rewards(samples)
                 _pack(samples, RewardFailure, f"after reward {function_name(self.config.reward_fn)}")
         except (TokenMismatchError, ConfigError):
             raise
@@ -554,6 +557,18 @@ _LOST = (Status.FAILED, Status.ABORTED)
 
 def _is_lost(samples: Sequence[Sample]) -> bool:
     return any(sample.status in _LOST for sample in samples)
+
+
+def _ends(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that a reward can see the end of: not the branches that were left where a history was rewritten."""
+    return [sample for sample in samples if sample.stop_reason is not StopReason.FORKED]
+
+
+def _share_rewards(samples: Sequence[Sample]) -> None:
+    """A branch that was left has the reward of the one that the rollout ended in."""
+    for left, following in reversed(list(itertools.pairwise(samples))):
+        if left.stop_reason is StopReason.FORKED:
+            left.reward = following.reward
 
 
 def _placed(sample: Sample, request: Prompt) -> Sample:

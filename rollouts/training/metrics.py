@@ -160,6 +160,10 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if prompted:
         cached = sum(call.cached_tokens for sample in samples for call in sample.calls)
         numbers["prefix_cache_hit_rate"] = cached / prompted
+    numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
+    duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
+    numbers["duplicated_tokens"] = duplicated
+    numbers["duplicated_tokens/share"] = duplicated / max(sum(len(sample) for sample in samples), 1)
     for name in sorted({name for sample in samples for name in sample.metrics}):
         numbers[f"episode/{name}"] = _mean(sample.metrics.get(name, 0.0) for sample in samples)
     return numbers

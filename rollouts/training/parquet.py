@@ -101,6 +101,8 @@ def _schema(pa: Any) -> Any:
         "calls": pa.list_(pa.struct(call)),
         "metrics": pa.string(),
         "failure": pa.string(),
+        "history": pa.string(),
+        "step_rewards": pa.list_(pa.float64()),
         "outcome": pa.string(),
         "reason": pa.string(),
         "batch": pa.int64(),

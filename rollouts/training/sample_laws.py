@@ -69,6 +69,7 @@ class Stored(msgspec.Struct):
     prompt: Any
     label: Any
     digests: dict[str, int | None]
+    history: str | None = None
 
 
 def check_sample(sample: Sample) -> list[Violation]:

@@ -48,11 +48,21 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         messages=[message.to_chat() for message in trajectory.messages],
         calls=list(trajectory.calls),
         metrics=dict(trajectory.metrics),
+        history=trajectory.history,
+        step_rewards=list(trajectory.step_rewards),
     )
 
 
 def trajectory_to_samples(
     trajectories: Sequence[Trajectory], prompt: Prompt, decode: Callable[[TokenColumn], str]
 ) -> list[Sample]:
-    """All branches of one rollout as samples that share its ``rollout_id``."""
-    return [trajectory_to_sample(trajectory, prompt, decode) for trajectory in trajectories]
+    """All branches of one rollout as samples that share its ``rollout_id``.
+
+    The outcome is the rollout's: each of them has the reward of all its steps, and the status of its last branch.
+    """
+    samples = [trajectory_to_sample(trajectory, prompt, decode) for trajectory in trajectories]
+    rewards = [reward for trajectory in trajectories for reward in trajectory.step_rewards]
+    for sample in samples:
+        sample.reward = sum(rewards) if rewards else None
+        sample.status, sample.failure = samples[-1].status, samples[-1].failure
+    return samples

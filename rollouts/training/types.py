@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import ChatDict, Message, Prompt, StopReason, VersionSpan
+from rollouts.dtypes import ChatDict, History, Message, Prompt, StopReason, VersionSpan
 from rollouts.errors import ConfigError, Failure
 from rollouts.trajectory import Call
 
@@ -124,6 +124,10 @@ class Sample:
     """The completions that sampled its replies."""
     metrics: dict[str, float] = attrs.field(factory=dict)
     """Numbers counted during the episode: turns, tool calls, malformed calls, seconds in the environment."""
+    history: History | None = None
+    """What was done where the chat template rewrites the history; ``None`` where no renderer was at work."""
+    step_rewards: list[float] = attrs.field(factory=list)
+    """Rewards of the environment's steps, in order."""
 
     tokens = _column("tokens", "Prompt and response ids, in the order the model saw them.")
     loss_mask = _column("loss_mask", "1 where the token was sampled by the policy; as wide as ``tokens``.")
@@ -252,6 +256,8 @@ class Sample:
             "calls": [attrs.asdict(call) for call in self.calls],
             "metrics": self.metrics,
             "failure": self.failure and attrs.asdict(self.failure),
+            "history": self.history,
+            "step_rewards": self.step_rewards,
         }
 
     @classmethod

@@ -184,11 +184,30 @@ class _Verification:
         first = number * self.group_size
         whole = list(range(first, first + self.group_size))
         rollouts = [index for index, _ in itertools.groupby(found)]
+        self._check_branches(group)
         if rollouts != (whole if place != "failed" else [index for index in whole if index in found]):
             expected = (
                 f"{first} to {whole[-1]} in order, {'each at most once' if place == 'failed' else 'no one missing'}"
             )
             self._broken(5, head.place, f"indices {rollouts}", expected)
+
+    def _check_branches(self, group: Sequence[_Entry]) -> None:
+        """Law 3 on the branches of one rollout: only a fork has several, and no reply is trained in two of them."""
+        for _, members in itertools.groupby(group, key=lambda entry: entry.stored.index):
+            branches = list(members)
+            if len(branches) > 1 and branches[0].stored.history in ("append", "error"):
+                got = f"{len(branches)} branches of one rollout"
+                self._broken(3, branches[1].place, got, f"one: its history is {branches[0].stored.history!r}")
+            if branches[0].stored.history is None:
+                continue  # not the branches of one line: of one prefix there may be several replies, also equal ones
+            replies: dict[tuple[int, ...], _Entry] = {}
+            for entry in branches:
+                for number, call in enumerate(entry.stored.calls):
+                    reply = (call.prompt_digest, call.start, *entry.stored.tokens[call.start : call.stop])
+                    first = replies.setdefault(reply, entry)
+                    if first is not entry:
+                        place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"
+                        self._broken(3, place, "trained again", f"once, and {first.row} trains what this request gave")
 
     def _check_accounting(self) -> None:
         """Law 4: the sum in run.json, and the files beside it."""

@@ -49,9 +49,12 @@ class Counted:
         if index in self._fails:
             raise OSError("broken world")
         sample = some_sample(prompts[0], seed=index)
-        if index % 6 == 0:  # a fork
-            return [sample, some_sample(prompts[0], seed=index + 1000)]
-        return [sample]
+        branches = [sample]
+        if index % 6 == 0:
+            branches.append(some_sample(prompts[0], seed=index + 1000))
+            for branch in branches:
+                branch.history = "fork"
+        return branches
 
 
 def config(generate: Counted, **options: Any) -> RolloutConfig:

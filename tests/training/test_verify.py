@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import ConfigError
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.training.run_folder import load_run
-from rollouts.training.sinks import Format
+from rollouts.training.sinks import Format, RunWriter
 from rollouts.training.verify import Report, check_sample, verify_run
-from tests.stored_runs import edit_info, edit_line, store_run
+from tests.stored_runs import edit_info, edit_line, some_sample, store_run
 
 Row = dict[str, Any]
 FIRST = "batches/batch-000000.jsonl"
@@ -246,3 +249,68 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """There is nothing to verify where there is no run."""
     with pytest.raises(ConfigError, match="a folder that a run was written to"):
         verify_run(tmp_path)
+
+
+# -- branches ---------------------------------------------------------------------------------------------------------
+
+
+async def _store_forks(path: Path) -> None:
+    """A run of 1 batch of 2 groups of 2 rollouts, each with two branches; the second shows what the first sampled."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        first, second = (some_sample(prompt, seed) for seed in (1, 2))
+        first.stop_reason = StopReason.FORKED
+        for sample in (first, second):
+            sample.history = "fork"
+        return [first, second]
+
+    config = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate, reward_fn=_by_length)
+    writer = RunWriter(path, {"config": config.describe()}, format="jsonl")
+    async with AsyncRolloutManager(config, DataBuffer(["a", "b", "c"]), on_group=writer.on_group) as manager:
+        writer.write_batch(await manager.generate_batch(), manager.metrics, manager.accounting)
+    writer.finish("stopped", manager.accounting)
+
+
+def _by_length(sample: Sample) -> float:
+    assert sample.stop_reason is not StopReason.FORKED, "the end of the rollout is not in it"
+    return float(len(sample))
+
+
+async def test_branches_of_one_rollout_are_sound(tmp_path: Path) -> None:
+    """They share index and rollout id; the reward is asked for once, and both have it."""
+    await _store_forks(tmp_path / "run")
+    report = verify_run(tmp_path / "run")
+    assert report.ok, report.violations
+    samples = load_run(tmp_path / "run")
+    assert [sample.index for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [sample.reward for sample in samples[::2]] == [sample.reward for sample in samples[1::2]]
+    assert samples[1].reward == len(samples[1])
+
+
+async def test_a_reply_trained_in_two_branches_is_found(tmp_path: Path) -> None:
+    """Also under another request id: the second branch is made to hold, and train, what the first one does."""
+    await _store_forks(tmp_path / "run")
+    first = json.loads((tmp_path / "run" / FIRST).read_text().splitlines()[0])
+
+    def copy(row: dict[str, Any]) -> None:
+        row.update({**first, "stop_reason": "task_completed"})
+        row["calls"] = [{**call, "request_id": f"other {call['request_id']}"} for call in row["calls"]]
+
+    edit_line(tmp_path / "run" / FIRST, 1, copy)
+    report = verify_run(tmp_path / "run")
+    assert {violation.law for violation in report.violations} == {3}
+    assert "trained again" in str(report.violations[0])
+
+
+async def test_branches_where_nothing_forks_are_found(tmp_path: Path) -> None:
+    """A rollout that keeps its history is one sequence."""
+    await _store_forks(tmp_path / "run")
+
+    def appended(row: dict[str, Any]) -> None:
+        row["history"] = "append"
+
+    for number in (0, 1):
+        edit_line(tmp_path / "run" / FIRST, number, appended)
+    (violation,) = verify_run(tmp_path / "run").violations
+    assert (violation.law, violation.got) == (3, "2 branches of one rollout")

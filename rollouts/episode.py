@@ -1,0 +1,413 @@
+"""The state of one run of the loop: whose turn it is, what is left of the limits, which branch grows.
+
+Invariant: the policy is only ever sent the tokens of the branch that grows (law 1). A branch that was left holds every
+token that was sampled in it; those that go on show them as context (law 3). Limits stop before useless work: a tool
+call of the last turn does not run, nor one whose result no reply could answer.
+
+This module closes nothing and seals nothing; :mod:`rollouts.agent` does.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from rollouts.dtypes import (
+    Completion,
+    History,
+    Limits,
+    Message,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    TokenColumn,
+    Tool,
+    ToolCall,
+    as_messages,
+)
+from rollouts.environments.base import Environment, Resumable, StepResult
+from rollouts.errors import EnvironmentFailure, HistoryRewritten, call_foreign
+from rollouts.inference.base import Policy
+from rollouts.renderer import Renderer
+from rollouts.trajectory import Trajectory
+from rollouts.turns import Turn, TurnLog, prompt_digest, replayed
+
+__all__ = ["Episode", "OnStep", "Past"]
+
+OnStep = Callable[[Trajectory], None]
+"""Called on the loop after each reply and each answer of the environment; to watch, not to change."""
+
+_PROMPT_END = 16
+"""Last tokens of a prompt that tell whether it opened a thinking block."""
+
+_LONG_TEXT = 2000
+"""Characters from which on rendering goes to a worker thread (about 500 tokens)."""
+
+Rendered = TypeVar("Rendered")
+
+
+@attrs.frozen
+class Past:
+    """A conversation to go on with."""
+
+    trajectory: Trajectory
+    """What was seen and sampled so far, not sealed; unless it is ``asked``, its last message is the last reply."""
+    reply_start: int
+    """Where the last reply begins."""
+    new: tuple[Message, ...] = ()
+    """What comes after that reply; without any, ``state`` says what is to be done."""
+    state: Literal["replied", "cut", "asked"] = "replied"
+    """``replied``: the environment answers the last reply; ``cut``: it goes on where it ends; ``asked``: what came
+    after it is among the tokens already, and the model is to speak."""
+
+
+@attrs.define(eq=False)
+class Episode:
+    """One run of the loop; ``branches`` grows at its end only."""
+
+    prompt: Prompt
+    policy: Policy
+    renderer: Renderer
+    sampling: SamplingParams
+    limits: Limits
+    max_context: int | None
+    on_step: OnStep | None
+    history: History = "append"
+    log: TurnLog | None = None
+    """Where the turns of an episode in one sequence are kept."""
+    branches: list[Trajectory] = attrs.field(init=False)
+    session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
+    replies: int = attrs.field(init=False, default=0)
+    """Replies so far, those of the past among them."""
+    calls_asked: int = attrs.field(init=False, default=0)
+    sampled: int = attrs.field(init=False, default=0)
+    reply_start: int = attrs.field(init=False, default=0)
+    goes_on: bool = attrs.field(init=False, default=False)
+    """The next tokens belong to the reply before."""
+    shown: str = attrs.field(init=False, default="")
+    """The last prompt as the template writes it, where rewritten history matters."""
+    began: float = attrs.field(init=False, factory=time.monotonic)
+    kept: tuple[int, int, int] = attrs.field(init=False, default=(0, 0, 0))
+    """Tokens, calls and messages that the log of turns has."""
+
+    def __attrs_post_init__(self) -> None:
+        self.branches = [Trajectory(self.history)]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The branch that grows."""
+        return self.branches[-1]
+
+    async def play(self, environment: Environment, name: str, past: Past | None = None) -> StopReason:
+        """Turns, until something ends them."""
+        tools = tuple(environment.tools)
+        self.renderer.self_test(tools).raise_if_refused()
+        reply = None
+        turn = 0
+        turns = self._turns_before()
+        if past is not None:
+            reply = await self._resume(environment, name, tools, past)
+        elif turns and isinstance(environment, Resumable):
+            await self._foreign(f"{name}.restore", environment.restore, self.prompt, turns[-1].fields["snapshot"])
+            self._go_on_from(turns)
+            turn = self.replies
+        else:
+            await self._open(environment, name, tools)
+        while True:
+            if reply is not None:
+                new, reason = await self._answer(environment, name, reply)
+                if reason is not None:
+                    return reason
+                if turn >= self.limits.max_turns:
+                    return StopReason.MAX_TURNS
+                await self._show(new, tools)
+                await self._keep_turn(environment, name)
+            turn += 1
+            budget, at_limit = self._budget()
+            if budget < 1:
+                return at_limit
+            completion = await self._complete(budget)
+            reply = self._add_reply(completion, tools)
+            self._observe()
+            reason = self._ended(completion, reply, turn, at_limit if budget < self.sampling.max_new_tokens else None)
+            if reason is not None:
+                return reason
+
+    # -- what the model is shown --
+
+    async def _open(self, environment: Environment, name: str, tools: tuple[Tool, ...]) -> None:
+        messages = as_messages(await self._foreign(f"{name}.start", environment.start, self.prompt))
+        opening = await _rendered(messages, self.renderer.opening, list(messages), tools)
+        self.trajectory.add_context(opening, messages)
+        if self.history != "append":
+            self.shown = await _rendered(messages, self.renderer.render, list(messages), tools)
+
+    async def _resume(self, environment: Environment, name: str, tools: tuple[Tool, ...], past: Past) -> Message | None:
+        """Take a conversation up; gives its last reply if the environment is to answer it."""
+        self.branches = [past.trajectory]
+        self.reply_start = past.reply_start
+        past.trajectory.history = self.history
+        messages = list(past.trajectory.messages)
+        self.replies = sum(message.role == "assistant" for message in messages)
+        self.calls_asked = sum(len(message.tool_calls) for message in messages)
+        before = messages if past.state == "asked" else messages[:-1]
+        known = [*messages, *past.new] if past.new else before
+        await self._foreign(f"{name}.start", environment.start, attrs.evolve(self.prompt, prompt=known))
+        if self.history != "append":
+            self.shown = await _rendered(before, self.renderer.render, before, tools)
+        if past.new:
+            await self._show(past.new, tools)
+        if past.new or past.state == "asked":
+            return None
+        stored = past.trajectory.messages.pop()  # read again from its ids, which are the record
+        self.calls_asked -= len(stored.tool_calls)
+        self.goes_on = past.state == "cut"
+        if self.goes_on:
+            return None
+        reply, _ = self._read(tools)
+        past.trajectory.messages.append(reply)
+        return reply
+
+    async def _show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
+        """Put what came since the reply before the model: behind the ids kept, or in a new branch."""
+        if self.history == "append" or not await self._forked(new, tools):
+            tail = self.trajectory.tokens[self.reply_start :]
+            bridge = await _rendered(new, self._bridge, self.trajectory.messages, new, tools, tail)
+            self.trajectory.add_context(bridge, new)
+        self._observe()
+
+    def _bridge(
+        self, history: Sequence[Message], new: Sequence[Message], tools: tuple[Tool, ...], tail: TokenColumn
+    ) -> TokenColumn:
+        return self.renderer.bridge(history, new, tools=tools, tail=tail)
+
+    async def _forked(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
+        """Render the whole conversation; where its past is rewritten, go on in a branch that shows it as it is now.
+
+        Raises:
+            HistoryRewritten: it is, and that is an error.
+        """
+        history = self.trajectory.messages
+        whole = [*history, *new]
+        before, self.shown = self.shown, await _rendered(whole, self.renderer.render, whole, tools)
+        why, added = self.renderer.rewriting(
+            before, self.shown, history, new, tools, sampled=self.trajectory.tokens[self.reply_start :]
+        )
+        if why and self.history == "error":
+            raise HistoryRewritten(f'{why} (history="error"; "append" keeps the ids, "fork" opens a new branch)')
+        if why:
+            tokens = await _rendered(whole, self.renderer.encode, self.shown)
+            branch = Trajectory(self.history)
+            branch.add_context(tokens, whole)
+            branch.count("forks")
+            branch.count("duplicated_tokens", len(tokens) - added)
+            self.branches.append(branch)
+            self.session = uuid.uuid4().hex  # calls of one session only ever extend its tokens
+        return bool(why)
+
+    # -- turns that outlive the process --
+
+    @property
+    def seconds_before(self) -> float:
+        """Wall time that the episode had before it was interrupted."""
+        turns = self._turns_before()
+        return float(turns[-1].fields["seconds"]) if turns else 0.0
+
+    def _turns_before(self) -> Sequence[Turn]:
+        """The turns of this episode that were finished before it was interrupted, if it can go on from there."""
+        turns = self.log.turns if self.log is not None else ()
+        same = turns and turns[0].fields["prompt"] == prompt_digest(self.prompt)
+        return turns if same and turns[-1].resumable else ()
+
+    def _go_on_from(self, turns: Sequence[Turn]) -> None:
+        self.branches = [replayed(turns)]
+        last = turns[-1].fields
+        self.calls_asked, self.session = last["calls_asked"], last["session"]
+        self.began -= last["seconds"]
+        self.replies = len(self.trajectory.calls)
+        self.reply_start = self.trajectory.calls[-1].start
+        self.sampled = int(self.trajectory.mask.sum())
+        self.trajectory.count("turns_before_resume", self.replies)
+        self._all_is_kept()
+
+    async def _keep_turn(self, environment: Environment, name: str) -> None:
+        """Let the log have the turn; without a snapshot where the environment gives none, or fails to."""
+        if self.log is None:
+            return
+        fields: dict[str, Any] = {}
+        if isinstance(environment, Resumable):
+            try:
+                fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
+            except EnvironmentFailure:
+                self.trajectory.count("snapshot_failures")
+        turn = Turn.since(
+            self.trajectory,
+            *self.kept,
+            prompt=prompt_digest(self.prompt),
+            calls_asked=self.calls_asked,
+            session=self.session,
+            seconds=time.monotonic() - self.began,
+            **fields,
+        )
+        self._all_is_kept()
+        await self.log.save(turn)
+
+    def _all_is_kept(self) -> None:
+        self.kept = (len(self.trajectory), len(self.trajectory.calls), len(self.trajectory.messages))
+
+    # -- what the model says --
+
+    def _budget(self) -> tuple[int, StopReason]:
+        """Tokens that the next reply may have, and what it means when that is less than it wants."""
+        budget, at_limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
+        for ceiling, used, reason in (
+            (self.limits.max_tokens, len(self.trajectory), StopReason.MAX_TOKENS),
+            (self.limits.max_sampled_tokens, self.sampled, StopReason.MAX_TOKENS),
+            (self.max_context, len(self.trajectory), StopReason.CONTEXT_OVERFLOW),
+        ):
+            if ceiling is not None and ceiling - used < budget:
+                budget, at_limit = ceiling - used, reason
+        return budget, at_limit
+
+    async def _complete(self, budget: int) -> Completion:
+        place = f"{self.replies}+{len(self.trajectory)}" if self.goes_on else str(self.replies + 1)
+        if not self.goes_on:
+            self.replies += 1
+            self.reply_start = len(self.trajectory)
+        self.goes_on = False
+        seed = self.sampling.seed
+        if seed is not None:
+            seed = zlib.crc32(f"{seed}/{self.prompt.index}/{place}".encode()) & 0x7FFFFFFF
+        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
+        completion = await self.policy.complete(
+            self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
+        )
+        self.trajectory.count("generation_seconds", completion.seconds)
+        self.sampled += len(completion.tokens)
+        return completion
+
+    def _add_reply(self, completion: Completion, tools: Sequence[Tool]) -> Message:
+        """Store the sampled tokens, and read the reply that they end."""
+        self.trajectory.add_reply(completion, Message("assistant"))
+        reply, counts = self._read(tools)
+        self.trajectory.messages[-1] = reply
+        for name in counts:
+            self.trajectory.count(name)
+        self.trajectory.count("tool_calls", len(reply.tool_calls))
+        return reply
+
+    def _read(self, tools: Sequence[Tool]) -> tuple[Message, list[str]]:
+        """The last reply, read from its ids: calls get names, those that cannot run an error; and what to count."""
+        prompt = self.trajectory.tokens[max(self.reply_start - _PROMPT_END, 0) : self.reply_start]
+        reply = self.renderer.parse(self.trajectory.tokens[self.reply_start :], tools=tools, prompt=prompt)
+        known = [tool.name for tool in tools]
+        counts: list[str] = []
+        calls: list[ToolCall] = []
+        for call in reply.tool_calls:
+            number, self.calls_asked = self.calls_asked, self.calls_asked + 1
+            if call.id in {other.id for other in calls}:
+                counts += ["duplicate_call_ids"] if call.id else []
+                call = attrs.evolve(call, id="")
+            call = attrs.evolve(call, id=call.id or f"call{number:05d}")
+            if call.error is not None:
+                counts.append("malformed_tool_calls")
+            elif call.name not in known:
+                counts.append("unknown_tool_calls")
+                there = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
+                call = attrs.evolve(call, error=f"there is no tool {call.name!r}; {there}")
+            calls.append(call)
+        return attrs.evolve(reply, tool_calls=tuple(calls)), counts
+
+    def _ended(self, completion: Completion, reply: Message, turn: int, cut_by: StopReason | None) -> StopReason | None:
+        """Why the episode ends at this reply, before anything is done with it; ``None`` if it goes on."""
+        limits = self.limits
+        if completion.finish_reason == "abort":
+            return StopReason.ABORTED
+        if completion.finish_reason == "length":
+            if cut_by is not None:
+                return cut_by
+            if limits.on_cut == "stop":
+                return StopReason.MAX_TOKENS
+        if not reply.tool_calls:
+            return None
+        if turn == limits.max_turns:
+            return StopReason.MAX_TURNS
+        too_many = limits.max_tool_calls is not None and self.calls_asked > limits.max_tool_calls
+        if too_many or (limits.max_parallel_calls is not None and len(reply.tool_calls) > limits.max_parallel_calls):
+            return StopReason.MAX_TOOL_CALLS
+        left, at_limit = self._budget()
+        return at_limit if left < 1 else None
+
+    # -- what the environment says --
+
+    async def _answer(
+        self, environment: Environment, name: str, reply: Message
+    ) -> tuple[Sequence[Message], StopReason | None]:
+        """The environment's answer to a reply, or the reason why there is no next turn."""
+        step = await self._step(environment, name, reply)
+        if step.reward is not None:
+            self.trajectory.step_rewards.append(float(step.reward))
+        for metric, amount in step.metrics.items():
+            self.trajectory.count(metric, amount)
+        if step.done:
+            self.trajectory.messages.extend(step.messages)
+            return (), StopReason.TASK_COMPLETED
+        return step.messages, None
+
+    async def _step(self, environment: Environment, name: str, reply: Message) -> StepResult:
+        """One step of the environment; calls that cannot run are answered here, in their place among the results."""
+        sound = tuple(call for call in reply.tool_calls if call.error is None)
+        step = StepResult()
+        if sound or not reply.tool_calls:
+            step = await self._foreign(f"{name}.step", environment.step, attrs.evolve(reply, tool_calls=sound))
+            if not isinstance(step, StepResult):
+                raise EnvironmentFailure(f"{name}.step: got {step!r}; expected a StepResult")
+            if not step.done and not step.messages:
+                raise EnvironmentFailure(f"{name}.step: no messages and not done; expected one or the other")
+        if len(sound) == len(reply.tool_calls):
+            return step
+        answered = {message.tool_call_id for message in step.messages}
+        if not step.done and not answered.issuperset(call.id for call in sound):
+            raise EnvironmentFailure(f"{name}.step: {step.messages!r}; expected a tool message for each call {sound!r}")
+        return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
+
+    async def _foreign(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call the environment, and count its time."""
+        began = time.monotonic()
+        try:
+            return await call_foreign(EnvironmentFailure, what, function, *arguments, seconds=self.limits.step_seconds)
+        finally:
+            self.trajectory.count("environment_seconds", time.monotonic() - began)
+
+    def _observe(self) -> None:
+        if self.on_step is not None:
+            self.on_step(self.trajectory)
+
+
+async def _rendered(new: Sequence[Message], function: Callable[..., Rendered], *arguments: object) -> Rendered:
+    """Render new messages, in a worker thread where they are long."""
+    if sum(len(message.content) for message in new) < _LONG_TEXT:
+        return function(*arguments)
+    return await anyio.to_thread.run_sync(function, *arguments)
+
+
+def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:
+    """Results in the order of the calls, with an error message in the place of each call that could not run."""
+    by_id = {message.tool_call_id: message for message in results}
+    errors = {
+        call.id: Message("tool", f"Error: {call.error}", tool_call_id=call.id, name=call.name or None)
+        if has_tools
+        else Message("user", f"Error: {call.error}")
+        for call in calls
+        if call.error is not None
+    }
+    in_order = [errors.get(call.id) or by_id.get(call.id) for call in calls]
+    rest = [message for message in results if message.tool_call_id not in {call.id for call in calls}]
+    return tuple(message for message in [*in_order, *rest] if message is not None)

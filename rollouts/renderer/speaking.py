@@ -1,0 +1,127 @@
+"""A reply as a model of the template's family would sample it, and a whole conversation of such: to show and to test.
+
+Invariant: the words are the template's own; what only a model decides (which stop token, where a thought ends that the
+prompt has opened) is chosen as the template's next turn expects it. Never used on a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall, packed_tokens
+from rollouts.errors import ConfigError
+from rollouts.renderer.renderer import Renderer
+from rollouts.renderer.rewriting import shared
+
+__all__ = ["Spoken", "conversation", "speak"]
+
+_OPENED, _CLOSED = "<think>", "</think>"
+
+
+@attrs.frozen
+class Spoken:
+    """One run of tokens of a conversation."""
+
+    role: str
+    tokens: TokenColumn
+    sampled: bool
+
+
+def speak(
+    renderer: Renderer, history: Sequence[Message], reply: Message, new: Sequence[Message], tools: Sequence[Tool] = ()
+) -> TokenColumn:
+    """Ids of a reply, its stop token included where the family has one.
+
+    Args:
+        renderer: the family.
+        history: what came before; up to where the reply begins.
+        reply: what is said.
+        new: what will come after it.
+        tools: the tools.
+
+    Raises:
+        ConfigError: the template cannot render this conversation.
+    """
+    prompt = renderer.render(history, tools)
+    whole = renderer.render([*history, reply], tools, generation_prompt=False)
+    header = prompt[len(renderer.render(history, tools, generation_prompt=False)) :]
+    written = _behind(prompt, header, whole)
+    last = _last_words(reply)
+    if last not in written:
+        raise ConfigError.of(
+            "reply", reply, f"one that the chat template of {renderer.name!r} writes behind its prompt"
+        )
+    text = _cut(written, last, renderer.stop_texts)
+    if not whole.startswith(prompt):  # the history has no thought where the prompt opens one, or closes it
+        text = text.partition(_CLOSED)[2].lstrip("\n") if text.startswith((_OPENED, _CLOSED)) else text
+        if _OPENED in header and _CLOSED not in header:
+            text = f"{reply.reasoning or ''}\n{_CLOSED}\n\n{text}"
+    ids = renderer.encode(text)
+    if len(ids) and int(ids[-1]) in renderer.stop_token_ids:
+        return ids
+    following = renderer.bridge([*history, reply], new, tools=tools, tail=[])
+    stops = [int(following[0])] if int(following[0]) in renderer.stop_token_ids else []
+    return packed_tokens([*ids.tolist(), *stops])
+
+
+def _behind(prompt: str, header: str, whole: str) -> str:
+    """What stands in ``whole`` behind a prompt that it may have written otherwise."""
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    header = header.partition(_OPENED)[0]
+    if header and header in whole:
+        return whole.rpartition(header)[2]
+    at = shared(prompt, whole)
+    mark = whole.rfind("<", 0, at)
+    return whole[mark if mark >= 0 and ">" not in whole[mark:at] else at :]
+
+
+def _last_words(reply: Message) -> str:
+    if not reply.tool_calls:
+        return reply.content.strip()
+    call = reply.tool_calls[-1]
+    texts = [value for value in call.arguments.values() if isinstance(value, str) and value.isalnum()]
+    return texts[-1] if texts else call.name
+
+
+def _cut(text: str, last: str, stops: Sequence[str]) -> str:
+    """Up to the first stop token behind the last words, and with it."""
+    start = text.rfind(last) + len(last)
+    ends = [at + len(stop) for stop in stops if (at := text.find(stop, start)) >= 0]
+    return text[: min(ends)] if ends else text.rstrip("\n")
+
+
+def conversation(renderer: Renderer, tools: Sequence[Tool] = ()) -> list[Spoken]:
+    """A short conversation with a tool round and a second question, as it would be stored: context and replies.
+
+    Raises:
+        ConfigError: the template cannot render it.
+    """
+    history = [Message("system", "You are a careful assistant."), Message("user", "What is the weather in Rome?")]
+    try:
+        renderer.opening(history, tools)
+    except ConfigError:  # a template without system prompts
+        del history[0]
+    turns: list[tuple[Message, Message]] = []
+    if tools:
+        tool = tools[0]
+        names = list(tool.parameters.get("properties", {})) or ["x"]
+        call = ToolCall(tool.name, {names[0]: "Rome"}, id="call00000")
+        asking = Message("assistant", tool_calls=(call,), reasoning="I have to look.")
+        turns.append((asking, Message("tool", "sunny", tool_call_id=call.id, name=call.name)))
+    turns.append((Message("assistant", "It is sunny.", reasoning="I know it."), Message("user", "And in Oslo?")))
+    pieces = [Spoken("opening", renderer.opening(history, tools), False)]
+    for reply, new in turns:
+        try:
+            ids = speak(renderer, history, reply, [new], tools)
+        except ConfigError:
+            if not reply.tool_calls:
+                raise
+            continue  # a template that leaves calls out
+        history.append(reply)
+        bridge = renderer.bridge(history, [new], tools=tools, tail=ids)
+        history.append(new)
+        pieces += [Spoken("assistant", ids, True), Spoken(new.role, bridge, False)]
+    return pieces

@@ -1,0 +1,286 @@
+"""The law book of families: whatever a chat template does, what is shown is what is stored, or the run does not start.
+
+For each family: its verdicts and its dialect, and conversations in which everything is random (tools, parallel results,
+thoughts, scripts, cut replies, several user turns, an odd spelling of every reply).
+
+1. ``history="append"``: each request is a prefix of what is stored; the mask is what was sampled; and where the
+   template is stable, the text is its own rendering.
+2. ``history="fork"``: each request reads as the template renders the conversation at that moment, whatever it rewrites;
+   each sampled token is trained once.
+3. A family whose bridge would be wrong is refused, for its true reason, before anything is sampled.
+
+``--long`` plays at least 10,000 conversations of each family.
+"""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from rollouts.agent import run_branches
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn, Tool, ToolCall
+from rollouts.environments.base import StepResult
+from rollouts.errors import ConfigError
+from rollouts.renderer import Renderer, speak
+from rollouts.testing.policy import Reply, ScriptedPolicy
+from rollouts.training import trajectory_to_samples
+from rollouts.training.verify import check_sample
+from rollouts.trajectory import Trajectory
+from tests.families import FAMILIES, TOOLS, Family
+from tests.worlds import some_text
+
+PLAYED_WITHOUT_TOOLS = [name for name, family in FAMILIES.items() if not family.calls or "refused" in family.verdicts]
+
+
+class World:
+    """Both sides of one random conversation: an environment, and what the model says in it."""
+
+    def __init__(self, family: Family, renderer: Renderer, tools: Sequence[Tool], seed: int, *, cuts: bool) -> None:
+        self.family, self.renderer, self._tools = family, renderer, tuple(tools)
+        self.rng = random.Random(seed)
+        self.cut_share = 0.15 if cuts else 0.0
+        self.left = self.rng.randint(1, 4)
+        self.shown: list[Message] = []
+        self.replies: list[list[int]] = []
+        self.calls = 0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self._tools
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        system = [Message("system", f"Be brief. {self.text()}")] if self.rng.random() < 0.7 else []
+        self.shown = [*system, Message("user", self.text())]
+        return self.shown
+
+    async def step(self, reply: Message) -> StepResult:
+        self.left -= 1
+        if self.left < 0:
+            return StepResult(done=True)
+        results = [Message("tool", self.text(), tool_call_id=c.id, name=c.name) for c in reply.tool_calls]
+        return StepResult(results or [Message("user", self.text())])
+
+    async def close(self) -> None:
+        return None
+
+    def observe(self, trajectory: Trajectory) -> None:
+        self.shown = trajectory.messages
+
+    def answer(self, _: TokenColumn) -> Reply:
+        """A reply as this family writes it, in ids of the model's own choice."""
+        reply, new = self.said()
+        ids = speak(self.renderer, self.shown, reply, new, self._tools).tolist()
+        ids = self.spelled(ids[:-1]) + ids[-1:]
+        cut = self.rng.random() < self.cut_share
+        self.replies.append(ids[: self.rng.randint(1, len(ids) - 1)] if cut and len(ids) > 1 else ids)
+        return Reply(self.replies[-1], "length" if self.replies[-1] is not ids else "stop")
+
+    def said(self) -> tuple[Message, list[Message]]:
+        calls = self.rng.choice([0, 0, 1, 1, 2, 3]) if self._tools else 0
+        made = tuple(self.call() for _ in range(min(calls, self.family.parallel)))
+        content = self.text() if not made or (self.family.text_and_calls and self.rng.random() < 0.4) else ""
+        thought = self.text() if self.family.thinks and self.rng.random() < 0.7 else None
+        results = [Message("tool", "x", tool_call_id=call.id, name=call.name) for call in made]
+        return Message("assistant", content, made, reasoning=thought), results or [Message("user", "x")]
+
+    def call(self) -> ToolCall:
+        name = self.rng.choice(self._tools).name
+        self.calls += 1
+        return ToolCall(name, {"at": self.text(3)}, id=self.family.ids.format(self.calls, name=name))
+
+    def text(self, most: int = 8) -> str:
+        return unicodedata.normalize("NFC", some_text(self.rng, most)).strip() or "ok"
+
+    def spelled(self, ids: Sequence[int]) -> list[int]:
+        """The same text in ids that no tokenizer would choose."""
+        odd: list[int] = []
+        for token in ids:
+            piece = self.renderer.decode([token])
+            if len(piece) > 1 and self.rng.random() < 0.2 and len(piece) < 12:
+                parts = [part for character in piece for part in self.renderer.encode(character).tolist()]
+                if "\ufffd" not in piece and self.renderer.decode(parts) == piece:
+                    odd += parts
+                    continue
+            odd.append(token)
+        return odd
+
+
+def play(family: Family, renderer: Renderer, seed: int, history: Any) -> tuple[World, list[Trajectory], ScriptedPolicy]:
+    tools = TOOLS if family.calls and "refused" not in family.verdicts else ()
+    world = World(family, renderer, tools, seed, cuts=history == "append" and seed % 4 == 0)
+    policy = ScriptedPolicy(world.answer)
+
+    async def run() -> list[Trajectory]:
+        return await run_branches(
+            Prompt("unused", index=seed),
+            lambda: world,
+            policy,
+            renderer,
+            sampling=SamplingParams(max_new_tokens=4096),
+            limits=Limits(max_turns=8, on_cut="continue"),
+            history=history,
+            on_step=world.observe,
+        )
+
+    return world, anyio.run(run), policy
+
+
+def assert_stored(world: World, branches: Sequence[Trajectory], requests: Sequence[TokenColumn]) -> None:
+    """Laws 1 to 3, from what the other side saw."""
+    assert branches[-1].stop_reason is not StopReason.FAILED, branches[-1].failure
+    calls = [(branch, call) for branch in branches for call in branch.calls]
+    assert len(calls) == len(requests) == len(world.replies)
+    masks = [np.zeros(len(branch), bool) for branch in branches]
+    for (branch, call), request, reply in zip(calls, requests, world.replies, strict=True):
+        assert np.array_equal(request, branch.tokens[: call.start])
+        assert branch.tokens[call.start : call.stop].tolist() == reply
+        masks[branches.index(branch)][call.start : call.stop] = True
+        if call.finish_reason == "stop":
+            assert branch.mask[call.stop - 1]
+    for branch, mask in zip(branches, masks, strict=True):
+        assert np.array_equal(branch.mask, mask)
+    assert sum(int(branch.mask.sum()) for branch in branches) == sum(map(len, world.replies))
+
+
+def assert_reads_as_rendered(renderer: Renderer, branch: Trajectory, tools: Sequence[Tool]) -> None:
+    """Each request of a branch is, as text, the template's own rendering of the conversation up to there."""
+    spoken = [number for number, message in enumerate(branch.messages) if message.role == "assistant"]
+    for call, number in zip(branch.calls, spoken[-len(branch.calls) :], strict=True):
+        # gpt-oss samples <|return|> where its history has <|end|>: what was sampled stands.
+        shown = renderer.decode(branch.tokens[: call.start]).replace("<|return|>", "<|end|>")
+        rendered = renderer.render(branch.messages[:number], tools)
+        assert unicodedata.normalize("NFC", shown) == unicodedata.normalize("NFC", rendered)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_conversations(name: str, request: pytest.FixtureRequest, conversations: int) -> None:
+    """Every other one is appended, every other one forks."""
+    family = FAMILIES[name]
+    renderer = family.make(request)
+    stable = set(family.verdicts) == {"exact"}
+    forks = 0
+    for seed in range(conversations):
+        history = ("append", "fork")[seed % 2]
+        world, branches, policy = play(family, renderer, seed, history)
+        assert_stored(world, branches, policy.requests)
+        cut = any(call.finish_reason != "stop" for branch in branches for call in branch.calls)
+        if history == "fork" or (stable and not cut):
+            for branch in branches:
+                assert_reads_as_rendered(renderer, branch, world.tools)
+        for sample in trajectory_to_samples(branches, Prompt("q", index=seed, group_index=0), renderer.decode):
+            assert check_sample(sample) == []
+        forks += len(branches) - 1
+    if stable:
+        assert forks == 0, f"{forks} forks of a family that is exact"
+    elif "forks" in family.verdicts[3:]:
+        assert forks > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_verdicts_on_each_family(name: str, request: pytest.FixtureRequest) -> None:
+    """Opening, first and next round of tools, user after tools, user again; and how calls are written."""
+    family = FAMILIES[name]
+    renderer = family.make(request)
+    found = renderer.self_test(TOOLS)
+    assert tuple(step.verdict for step in found.steps) == family.verdicts, str(found)
+    assert renderer.dialect.name == family.dialect
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in PLAYED_WITHOUT_TOOLS])
+def test_what_a_family_writes_its_dialect_reads(name: str, request: pytest.FixtureRequest) -> None:
+    """Calls in their order, with names and arguments; thoughts and content; nothing malformed."""
+    family = FAMILIES[name]
+    renderer = family.make(request)
+    for seed in range(20):
+        world = World(family, renderer, TOOLS, seed, cuts=False)
+        history = [Message("system", "Be brief."), Message("user", "Well?")]
+        reply, new = world.said()
+        ids = speak(renderer, history, reply, new, TOOLS)
+        read = renderer.parse(ids, tools=TOOLS, prompt=renderer.opening(history, TOOLS))
+        assert [(c.name, c.arguments, c.error) for c in read.tool_calls] == [
+            (c.name, c.arguments, None) for c in reply.tool_calls
+        ]
+        assert (read.content, read.reasoning or None) == (reply.content, reply.reasoning)
+
+
+REFUSED = {
+    "Phi-3.5": "leaves out tool messages",
+    "Gemma 3": "roles must alternate",
+    "Command-R": "the template writes",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_run_on_a_refused_template_does_not_start(name: str, request: pytest.FixtureRequest) -> None:
+    """It says why, and nothing is sampled; without tools the same template may be fine."""
+    renderer = FAMILIES[name].make(request)
+    world = World(FAMILIES[name], renderer, TOOLS, 0, cuts=False)
+    policy = ScriptedPolicy(world.answer)
+    sampling = SamplingParams(max_new_tokens=10)
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling)
+    assert policy.requests == []
+    renderer.self_test(()).raise_if_refused()
+
+
+# -- ends of turns ----------------------------------------------------------------------------------------------------
+
+USER, CALLING = Message("user", "Well?"), ToolCall("look", {"at": "x"}, id="c00000001")
+RESULT = Message("tool", "seen", tool_call_id=CALLING.id, name="look")
+
+
+def said(name: str, request: pytest.FixtureRequest, *, calls: bool) -> tuple[Renderer, Message, Message, list[int]]:
+    renderer = FAMILIES[name].make(request)
+    reply = Message("assistant", tool_calls=(CALLING,)) if calls else Message("assistant", "Yes.")
+    new = RESULT if calls else Message("user", "More?")
+    return renderer, reply, new, speak(renderer, [USER], reply, [new], TOOLS).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "stop"),
+    [
+        ("Qwen3", False, "<|im_end|>"),
+        ("GLM-4.6", False, "<|user|>"),
+        ("GLM-4.6", True, "<|observation|>"),
+        ("gpt-oss", False, "<|return|>"),
+        ("gpt-oss", True, "<|call|>"),
+        ("Mistral Nemo", True, "</s>"),
+        ("Llama 3.x", True, "<|eot_id|>"),
+        ("Gemma 4", True, "<|calls_end|>"),
+    ],
+)
+def test_the_stop_token_that_was_sampled_stands_once(
+    name: str, calls: bool, stop: str, request: pytest.FixtureRequest
+) -> None:
+    """It is the last id of the reply, and the bridge does not write it, or the template's own, again."""
+    renderer, reply, new, ids = said(name, request, calls=calls)
+    assert renderer.decode(ids[-1:]) == stop
+    bridge = renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids)
+    cut = renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids[:-1])
+    assert cut[1:].tolist() == bridge.tolist()
+    assert int(cut[0]) not in bridge[:1]
+
+
+def test_a_stop_of_another_name_is_not_doubled(request: pytest.FixtureRequest) -> None:
+    """Llama samples ``<|eom_id|>`` where the template writes ``<|eot_id|>``."""
+    renderer, reply, new, ids = said("Llama 3.x", request, calls=True)
+    eom = next(stop for stop in renderer.stop_token_ids if renderer.decode([stop]) == "<|eom_id|>")
+    usual = renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids)
+    assert renderer.bridge([USER, reply], [new], tools=TOOLS, tail=[*ids[:-1], eom]).tolist() == usual.tolist()
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3.1", "Mistral Nemo", "Gemma 4", "content must be None"])
+def test_families_without_a_header_after_results_get_none(name: str, request: pytest.FixtureRequest) -> None:
+    """The bridge ends with the result's own mark."""
+    renderer, reply, new, ids = said(name, request, calls=True)
+    text = renderer.decode(renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids))
+    assert text.rstrip().endswith((">", "]"))
+    assert "seen" in text[-45:]
+    assert not any(mark in text for mark in ("ssistant", "model"))

@@ -1,0 +1,203 @@
+"""Going on with a stored rollout: from its ids, in any process, with whoever speaks next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment, SimulatedUser
+from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.testing.policy import Reply, ScriptedPolicy
+from rollouts.training import Prompt, Sample, Status, agent_rollout_to_sample, continue_rollout
+from rollouts.training.verify import check_sample
+
+ENDPOINT = Endpoint(sampling=SamplingParams(max_new_tokens=200))
+ADD = '<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return renderer_for(load_tokenizer(DEMO_MODEL))
+
+
+def through_disk(sample: Sample) -> Sample:
+    """As another process would read it."""
+    return Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
+
+
+def spoken(renderer: Renderer, *texts: str | Reply) -> ScriptedPolicy:
+    return ScriptedPolicy([text if isinstance(text, Reply) else renderer.encode(text).tolist() for text in texts])
+
+
+async def played(renderer: Renderer, policy: ScriptedPolicy, **options: Any) -> Sample:
+    prompt = Prompt("1 + 2?", label="3", metadata={"n": 1}, group_index=1, index=5)
+    options = {"environment_cls": CalculatorEnvironment, **options}
+    return through_disk(
+        await agent_rollout_to_sample(prompt, endpoint=ENDPOINT, tokenizer=renderer, policy=policy, **options)
+    )
+
+
+async def gone_on(renderer: Renderer, sample: Sample, policy: ScriptedPolicy, *new: Any, **options: Any) -> Sample:
+    (found,) = await continue_rollout(sample, *new, endpoint=ENDPOINT, tokenizer=renderer, policy=policy, **options)
+    return found
+
+
+def assert_extends(found: Sample, sample: Sample, policy: ScriptedPolicy) -> None:
+    """The stored ids, mask and logprobs are the beginning of what came back, and of each request."""
+    width = len(sample)
+    assert found.tokens[:width] == sample.tokens
+    assert found.loss_mask[:width] == sample.loss_mask
+    assert found.rollout_log_probs[:width] == sample.rollout_log_probs
+    assert all(list(sent) == found.tokens[: len(sent)] and len(sent) >= width for sent in policy.requests)
+    assert check_sample(found) == []
+
+
+async def test_a_finished_rollout_goes_on_with_a_user_message(renderer: Renderer) -> None:
+    """The request extends the stored ids; what was trained stays trained; index, label and metadata stay."""
+    sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
+    policy = spoken(renderer, "Sure.<|im_end|>")
+    found = await gone_on(renderer, sample, policy, "Are you sure?")
+    assert_extends(found, sample, policy)
+    between = renderer.decode(found.tokens[len(sample) : found.calls[-1].start])
+    assert between == "\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
+    assert [message["role"] for message in found.messages[-3:]] == ["assistant", "user", "assistant"]
+    assert (found.index, found.group_index, found.label, found.metadata) == (5, 1, "3", {"n": 1})
+    assert found.status is Status.COMPLETED
+
+
+async def test_tool_results_may_come_from_elsewhere(renderer: Renderer) -> None:
+    """A rollout that ended at its call goes on with a result that another process found."""
+    sample = await played(renderer, spoken(renderer, ADD), limits=Limits(max_turns=1))
+    assert sample.status is Status.TRUNCATED
+    result = Message("tool", "3", tool_call_id=sample.messages[-1]["tool_calls"][0]["id"], name="add")
+    policy = spoken(renderer, "The answer is 3.<|im_end|>")
+    found = await gone_on(renderer, sample, policy, [result], environment_cls=CalculatorEnvironment)
+    assert_extends(found, sample, policy)
+    assert "<tool_response>\n3\n</tool_response>" in renderer.decode(found.tokens[len(sample) :])
+
+
+async def test_without_messages_the_environment_answers_the_last_reply(renderer: Renderer) -> None:
+    """The call that the limit kept from running runs now, with its id; a broken one gets its error."""
+    broken = "<tool_call>\n{oops\n</tool_call>" + ADD
+    sample = await played(renderer, spoken(renderer, broken), limits=Limits(max_turns=1))
+    policy = spoken(renderer, "The answer is 3.<|im_end|>")
+    found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
+    assert_extends(found, sample, policy)
+    results = [message for message in found.messages if message["role"] == "tool"]
+    assert [message["tool_call_id"] for message in results] == ["call00000", "call00001"]
+    assert results[0]["content"].startswith("Error: ")
+    assert results[1]["content"] == "3"
+    assert found.messages[2] == sample.messages[2]
+
+
+async def test_an_aborted_reply_goes_on_where_it_ends(renderer: Renderer) -> None:
+    """The same ids are sent, the reply is one message, and each half keeps its call."""
+    whole = renderer.encode(ADD).tolist()
+    sample = await played(renderer, spoken(renderer, Reply(whole[:7], "abort")))
+    assert sample.status is Status.ABORTED
+    policy = spoken(renderer, Reply(whole[7:]), "The answer is 3.<|im_end|>")
+    found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
+    assert_extends(found, sample, policy)
+    assert len(policy.requests[0]) == len(sample)
+    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found.messages[3]["content"] == "3"
+    assert len(found.calls) == 3
+    again = await gone_on(renderer, through_disk(found), spoken(renderer, "Yes.<|im_end|>"), "Sure?")
+    assert check_sample(again) == []
+
+
+async def test_a_cut_reply_that_somebody_answers_is_closed_and_its_mark_not_trained(renderer: Renderer) -> None:
+    """The stop that nobody sampled is context."""
+    sample = await played(
+        renderer, spoken(renderer, "a very long answer<|im_end|>"), sampling=SamplingParams(max_new_tokens=3)
+    )
+    found = await gone_on(renderer, sample, spoken(renderer, "ok<|im_end|>"), "Shorter!")
+    assert found.tokens[len(sample)] in renderer.stop_token_ids
+    assert found.loss_mask[len(sample)] == 0
+
+
+async def test_a_model_that_was_asked_and_did_not_answer_is_asked_again(renderer: Renderer) -> None:
+    """The endpoint went away after the tool had run: its result is among the tokens, and stays there."""
+    replies = iter([renderer.encode(ADD).tolist()])
+
+    def script(tokens: Any) -> list[int]:
+        for reply in replies:
+            return reply
+        raise EndpointUnavailable("gone")
+
+    sample = await played(renderer, ScriptedPolicy(script))
+    assert sample.status is Status.FAILED
+    policy = spoken(renderer, "The answer is 3.<|im_end|>")
+    found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
+    assert_extends(found, sample, policy)
+    assert len(policy.requests[0]) == len(sample)
+    assert found.status is Status.COMPLETED
+    with pytest.raises(ConfigError, match="has been asked already"):
+        await gone_on(renderer, sample, policy, "Well?")
+
+
+async def test_a_simulated_user_is_an_async_function(renderer: Renderer) -> None:
+    """It hears the whole conversation and speaks until it has had enough."""
+    sample = await played(renderer, spoken(renderer, "Hello.<|im_end|>"))
+    heard: list[list[str]] = []
+
+    async def user(conversation: Sequence[Message]) -> str | None:
+        heard.append([message.content for message in conversation if message.role != "system"])
+        return f"And {len(heard)}?" if len(heard) < 3 else None
+
+    policy = spoken(renderer, "One.<|im_end|>", "Two.<|im_end|>")
+    environment = partial(SimulatedUser, user, tools=CalculatorEnvironment().tools)
+    found = await gone_on(renderer, sample, policy, environment_cls=environment)
+    assert_extends(found, sample, policy)
+    assert heard[0] == ["1 + 2?", "Hello."]
+    assert heard[-1] == ["1 + 2?", "Hello.", "And 1?", "One.", "And 2?", "Two."]
+
+
+async def test_a_past_that_was_trained_already_is_context(renderer: Renderer) -> None:
+    """Law 3 over two samples: only what is sampled now is trained."""
+    sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
+    found = await gone_on(renderer, sample, spoken(renderer, "Sure.<|im_end|>"), "Sure?", train_past=False)
+    assert found.tokens[: len(sample)] == sample.tokens
+    assert sum(found.loss_mask) == len(renderer.encode("Sure.<|im_end|>"))
+    assert sum(found.loss_mask[: len(sample)]) == 0
+    assert len(found.calls) == 1
+    assert check_sample(found) == []
+
+
+async def test_step_rewards_and_counts_go_on(renderer: Renderer) -> None:
+    """What the past earned and counted is added to."""
+    sample = await played(renderer, spoken(renderer, ADD), limits=Limits(max_turns=1))
+    sample.step_rewards = [0.5]
+    found = await gone_on(renderer, sample, spoken(renderer, ADD, "3<|im_end|>"), environment_cls=CalculatorEnvironment)
+    assert found.metrics["tool_calls"] == 2
+    assert (found.reward, found.step_rewards) == (0.5, [0.5])
+
+
+async def test_a_sample_that_breaks_a_law_is_not_gone_on_with(renderer: Renderer) -> None:
+    """A token was changed on disk, or there is nothing at all."""
+    sample = await played(renderer, spoken(renderer, "Hello.<|im_end|>"))
+    sample.tokens[3] += 1
+    with pytest.raises(ConfigError, match="law 1"):
+        await gone_on(renderer, sample, spoken(renderer), "Well?")
+    with pytest.raises(ConfigError, match="sample"):
+        await gone_on(renderer, Sample(), spoken(renderer), "Well?")
+
+
+async def test_a_forked_rollout_goes_on_as_it_was_played(tokenizer: Any, chat_template: Any) -> None:
+    """The history's choice is in the sample: new words rewrite the past, and open a branch."""
+    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    said = "<think>\nhm\n</think>\n\nThree.<|im_end|>"
+    sample = await played(renderer, spoken(renderer, said), history="error")
+    sample.history = "fork"
+    options = {"endpoint": ENDPOINT, "tokenizer": renderer, "policy": spoken(renderer, said)}
+    first, second = await continue_rollout(sample, "Sure?", environment_cls=CalculatorEnvironment, **options)
+    assert (first.tokens, first.stop_reason) == (sample.tokens, "forked")
+    assert sum(second.loss_mask) == sum(first.loss_mask)
+    assert "hm" not in renderer.decode(second.tokens[: second.calls[0].start])
