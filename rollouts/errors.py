@@ -27,6 +27,7 @@ import anyio.to_thread
 import attrs
 
 __all__ = [
+    "CAUSES",
     "ConfigError",
     "ContextOverflow",
     "DataExhausted",
@@ -52,8 +53,18 @@ __all__ = [
 ]
 
 
+CAUSES = ("endpoint", "environment_start", "environment_step", "reward", "filter", "generate", "deadline")
+"""Why rollouts fail, by the boundary that the failure came through. What a model does is none of them: a call that does
+not parse goes back to it, and a limit that cuts an episode is a stop reason."""
+
+
 class RolloutsError(Exception):
     """Root of everything that this package raises on purpose."""
+
+    what = ""
+    """What ran, where the error came out of a :func:`boundary`."""
+    late = False
+    """Whether it overran its deadline there."""
 
 
 class ConfigError(RolloutsError, ValueError):
@@ -123,12 +134,23 @@ class Failure:
     place: str
     """Which rollout it was, e.g. ``"group 12 · sample 3"``."""
     traceback: str
+    cause: str = ""
+    """One of ``CAUSES``."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Record an error with its whole chain of causes."""
         text = "".join(traceback.format_exception(error))
-        return cls(kind=type(error).__name__, message=str(error), place=_PLACE.get(), traceback=text)
+        return cls(type(error).__name__, str(error), _PLACE.get(), text, _cause(error))
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, RolloutsError) and error.late:
+        return "deadline"
+    if isinstance(error, EnvironmentFailure):
+        return "environment_step" if error.what.endswith((".step", ".snapshot", ".close")) else "environment_start"
+    kinds = ((EndpointError, "endpoint"), (RewardFailure, "reward"), (FilterFailure, "filter"))
+    return next((cause for kind, cause in kinds if isinstance(error, kind)), "generate")
 
 
 @attrs.frozen
@@ -194,15 +216,22 @@ def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None =
     except (Exception, SystemExit, BaseExceptionGroup) as error:
         if isinstance(error, BaseExceptionGroup):
             _raise_what_is_not_foreign(error)
-        raise failure(f"{what} raised {type(error).__name__}: {_text(error)}") from error
+        raise _failure(failure, what, f"{what} raised {type(error).__name__}: {_text(error)}") from error
     except asyncio.CancelledError as error:
         if _cancellations() > before or _is_cancelled():
             raise
-        raise failure(f"{what} raised CancelledError: something inside was cancelled, and not by us") from error
+        text = f"{what} raised CancelledError: something inside was cancelled, and not by us"
+        raise _failure(failure, what, text) from error
     finally:
         del _WAITS[number]
     if scope.cancel_called:
-        raise failure(f"{what} did not answer within {seconds:g} s")
+        raise _failure(failure, what, f"{what} did not answer within {seconds:g} s", late=True)
+
+
+def _failure(kind: type[RolloutsError], what: str, text: str, *, late: bool = False) -> RolloutsError:
+    error = kind(text)
+    error.what, error.late = what, late
+    return error
 
 
 def _cancellations() -> int:
