@@ -1,4 +1,4 @@
-"""The command ``rollouts``: run, show, play, verify, serve.
+"""The command ``rollouts``: run, show, play, verify, eval, compare, serve.
 
 Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
 broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
@@ -8,6 +8,7 @@ they do is done below.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import os
@@ -19,12 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
-import anyio.to_thread
 from rich.console import Console
 
 from rollouts import __version__
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.launching import Aim, launch, resumed_aim
 from rollouts.serving import READY
@@ -115,6 +115,26 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else BROKEN
 
 
+def _eval(args: argparse.Namespace) -> int:
+    exam = Exam(
+        out=args.out,
+        ks=args.k,
+        rollouts=max(args.k) if args.rollouts is None else args.rollouts,
+        tasks=args.tasks,
+        threshold=args.threshold,
+        shown=args.limit,
+    )
+    _loop(evaluate, _aim(args), exam, Console())
+    if args.against is not None:
+        compare_evaluations(args.against, args.out, args.k, Console())
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    compare_evaluations(args.before, args.after, args.k, Console())
+    return 0
+
+
 def _serve(args: argparse.Namespace) -> int:
     return _loop(_serve_until_told, args)
 
@@ -132,7 +152,12 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
                 scope.cancel()
 
     async def standard_input(scope: anyio.CancelScope) -> None:
-        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        descriptor = sys.stdin.fileno()  # waited for, not read in a thread: a blocked thread would outlive the server
+        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be waited for: it is at its end
+            while True:
+                await anyio.wait_readable(descriptor)
+                if not os.read(descriptor, 4096):
+                    break
         scope.cancel()
 
     def ready(url: str) -> None:
@@ -218,6 +243,21 @@ def _parser() -> argparse.ArgumentParser:
     verify = _verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
     verify.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
 
+    exam = _verb(verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam")
+    _add_aim(exam)
+    exam.add_argument("--out", type=Path, required=True, metavar="DIR", help="its folder; goes on with what is there")
+    exam.add_argument("--k", type=_numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
+    exam.add_argument("--rollouts", type=_positive, metavar="N", help="of each task; the largest k by default")
+    exam.add_argument("--tasks", type=_positive, metavar="N", help="the first N prompts of the recipe; all by default")
+    exam.add_argument("--threshold", type=float, default=1.0, help="a rollout passes if its reward reaches it (1)")
+    exam.add_argument("--limit", type=_positive, default=40, metavar="N", help="tasks in the table (40)")
+    exam.add_argument("--against", type=Path, metavar="DIR", help="an earlier evaluation to compare with")
+
+    versus = _verb(verbs, "compare", _compare, "compare two evaluations", "compare runs/before runs/after --k 1,8")
+    versus.add_argument("before", type=Path, metavar="BEFORE", help="the folder of an evaluation")
+    versus.add_argument("after", type=Path, metavar="AFTER", help="another, of the same tasks")
+    versus.add_argument("--k", type=_numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
+
     serve = _verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
     serve.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")
     serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
@@ -258,6 +298,10 @@ def _add_aim(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
     verb.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
     verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
     verb.add_argument("--slots", type=_positive, metavar="N", help="requests at once in the embedded engine")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
 
 
 def _positive(text: str) -> int:

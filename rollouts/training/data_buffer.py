@@ -94,8 +94,33 @@ class DataBuffer:
         return len(self._prompts)
 
     @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The data, in their own order; none of them is taken."""
+        return tuple(self._prompts)
+
+    @property
     def epoch(self) -> int:
         return self._epoch
+
+    def hold_out(self, count: int) -> list[Prompt]:
+        """Take prompts out of the data for good, to evaluate on: the last ones, and all that are equal to one of them.
+
+        Returns:
+            ``count`` different prompts.
+
+        Raises:
+            ConfigError: prompts were taken already, or none would be left.
+        """
+        if self._cursor or self._epoch or self._leftovers:
+            raise ConfigError.of("hold_out", repr(self), "a buffer from which nothing was taken")
+        named = {_name(prompt): prompt for prompt in self._prompts}
+        held = dict(list(named.items())[len(named) - count :]) if count else {}
+        left = [prompt for prompt in self._prompts if _name(prompt) not in held]
+        if not 0 <= count < len(named):
+            raise ConfigError.of("hold_out(count)", count, f"0 to {len(named) - 1} of {len(named)} different prompts")
+        self._prompts = left
+        self._order = self._shuffled(self._epoch)
+        return list(held.values())
 
     def get_prompts(self, count: int) -> list[Prompt]:
         """Take ``count`` prompts, each with its group index: what was handed back first, then the data in order.
@@ -225,6 +250,11 @@ class DataBuffer:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _name(prompt: Prompt) -> str:
+    messages = [message.to_chat() for message in prompt.messages]
+    return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
 
 def _read_prompt(row: Any, place: str) -> Prompt:

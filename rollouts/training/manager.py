@@ -19,7 +19,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,6 +52,7 @@ from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics, batch_metrics
 from rollouts.training.rewards import score, score_group
+from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Outcome, Sample, Status
 from rollouts.turns import keeping_turns
 
@@ -71,6 +72,8 @@ class AsyncRolloutManager:
         async with AsyncRolloutManager(config, data_buffer) as manager:
             samples = await manager.generate_batch()
 
+    :meth:`stream` keeps groups in work while the caller trains on a batch.
+
     Without the context each :meth:`generate_batch` ends what is in flight, hands its prompts back to the buffer (they
     come out first the next time) and keeps the rollouts of theirs that are finished. A group is handed back once: the
     next call waits for it, so that long rollouts are not left out for being long.
@@ -86,6 +89,7 @@ class AsyncRolloutManager:
         run_metrics: totals over the settled groups.
         failures: lost attempts by cause, and how they differ from the sound ones.
         metrics: the numbers of the last batch.
+        staleness: the policy versions that were announced, and how old a group may be.
     """
 
     def __init__(
@@ -109,6 +113,11 @@ class AsyncRolloutManager:
         self.failures = FailureBook(config.failure_budget, config.failure_window)
         self.metrics: dict[str, float] = {}
         self.batches = 0
+        self.staleness = Staleness()
+        self._streaming = False
+        self._started: dict[int, int] = {}
+        self._idle_seconds = 0.0
+        self._idle_since: float | None = None
         self._on_group = on_group
         self._ledger = ledger
         self._attempts: dict[int, int] = {}  # that failed, of rollouts in flight
@@ -199,9 +208,57 @@ class AsyncRolloutManager:
         # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
         return self._seal_batch(time.monotonic() - began)
 
+    def announce_version(self, version: str) -> None:
+        """Say which weights the policy has from now on, so that the age of tokens can be told.
+
+        Raises:
+            ConfigError: the name was announced before.
+        """
+        self.staleness.announce(version)
+        if self._streaming and self._tasks is not None:
+            self._top_up()
+
+    async def stream(
+        self, *, max_staleness: int | None = None, policy: StalenessPolicy = "drop"
+    ) -> AsyncGenerator[list[Sample], None]:
+        """Batches for ever, or until the data end; generation goes on while the caller trains on one of them.
+
+        Call :meth:`announce_version` when the policy has new weights, at most once for each batch. How far generation
+        runs ahead is set by ``over_sampling_factor``, and with ``policy="pace"`` by the bound as well.
+
+        Args:
+            max_staleness: how many versions may lie between the weights that sampled a token and those of now.
+            policy: what keeps to that; see :mod:`rollouts.training.staleness`.
+
+        Yields:
+            What :meth:`generate_batch` returns; :attr:`metrics` then also tells the ages of tokens (``staleness/…``)
+            and the seconds that either side was idle (``idle/…``).
+
+        Raises:
+            FilterFailure, GenerateFailure: as :meth:`generate_batch`.
+            ConfigError: the bound or the policy is none, or tokens are of a version that was never announced.
+        """
+        if self._tasks is None or self._streaming:
+            raise RuntimeError("a stream needs the manager open (async with), and to itself")
+        self.staleness.max_staleness, self.staleness.policy = max_staleness, policy
+        self._streaming = True
+        try:
+            while True:
+                self.staleness.training = False  # whoever asks has done with the last batch, announced or not
+                try:
+                    samples = await self.generate_batch()
+                except DataExhausted:
+                    return
+                self.staleness.training = True
+                self._top_up()
+                yield samples
+        finally:
+            self._streaming = self.staleness.training = False
+
     async def _gather_groups(self, *, finish_again: bool = False) -> None:
         """Wait until enough groups for a batch are ready; also for those that were handed back before, if asked."""
-        while len(self._ready) < self.config.batch_size or (finish_again and self._again):
+        await self._drop_stale()
+        while self._chosen() is None or (finish_again and self._again):
             self._raise_if_broken()
             self._raise_if_hopeless()
             self._top_up()
@@ -211,10 +268,26 @@ class AsyncRolloutManager:
                     f"{self.data_buffer!r}; {self.accounting}"
                 )
             await self._settled.wait()
+            await self._drop_stale()
         self._raise_if_broken()
 
+    def _chosen(self) -> list[Group] | None:
+        return self.staleness.choose(self._ready, self._started, self.config.batch_size)
+
+    async def _drop_stale(self) -> None:
+        """Drop accepted groups that have become too old; they were recorded as kept, and are recorded again."""
+        for group in [group for group in self._ready if self.staleness.too_old(group)]:
+            with anyio.CancelScope(shield=True):
+                await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
+                self._ready = [other for other in self._ready if other is not group]
+                self.data_buffer.settle(group.prompt)
+                self.run_metrics.reasons["too old"] += 1
+                self.accounting.ready -= 1
+                self.accounting.dropped += 1
+
     def _seal_batch(self, seconds: float) -> list[Sample]:
-        groups = self.ready_groups[: self.config.batch_size]
+        groups = self._chosen()
+        assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
         numbers = batch_metrics(samples)
         for group in groups:
@@ -228,6 +301,8 @@ class AsyncRolloutManager:
             "batch": self.batches,
             "seconds": seconds,
             **numbers,
+            **self.staleness.metrics(samples),
+            **({"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle()} if self._streaming else {}),
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
@@ -242,17 +317,31 @@ class AsyncRolloutManager:
     def _top_up(self) -> None:
         if self._tasks is None:
             raise RuntimeError("the manager was closed while this batch was being filled")
-        wanted = self.config.groups_in_work - len(self._ready) - self.accounting.in_flight
-        for _ in range(wanted):
+        pending = len(self._ready) + self.accounting.in_flight
+        wanted = self.config.groups_in_work - pending
+        room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
+        for _ in range(wanted if room is None else min(wanted, room)):
             try:
                 (prompt,) = self.data_buffer.get_prompts(1)
             except DataExhausted:
                 return
+            self._idle_seconds, self._idle_since = self._idle_seconds + self._idle_now(), None
             self.accounting.taken += 1
             self.accounting.in_flight += 1
+            self._started[_group_index(prompt)] = self.staleness.current
             if _group_index(prompt) in self._finished_rollouts:
                 self._again.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
+
+    def _idle_now(self) -> float:
+        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
+
+    def _idle(self) -> float:
+        """Seconds without a group in flight since the last call."""
+        seconds = self._idle_seconds + self._idle_now()
+        self._idle_seconds = 0.0
+        self._idle_since = None if self._idle_since is None else time.monotonic()
+        return seconds
 
     async def _run_group(self, prompt: Prompt) -> None:
         """Play one group to its end, and account for it whatever happens."""
@@ -276,8 +365,18 @@ class AsyncRolloutManager:
                 self.data_buffer.put_back([prompt])
                 self.accounting.in_flight -= 1
                 self.accounting.returned += 1
+            del self._started[_group_index(prompt)]
+            if not self.accounting.in_flight:
+                self._idle_since = time.monotonic()
             self._settled.set()
             self._settled = anyio.Event()
+        if settled and self._may_go_on():
+            self._top_up()
+
+    def _may_go_on(self) -> bool:
+        """Whether groups are to be started while nobody waits for a batch."""
+        hopeful = self._broken is None and self._rejected_in_a_row < self.config.rejections_allowed
+        return self._streaming and self._tasks is not None and hopeful
 
     async def _record(self, group: Group) -> None:
         if self._ledger is not None:

@@ -130,6 +130,7 @@ class RunWriter:
             if group.outcome == "kept":
                 self._held[group.group_index] = group
                 return
+            self._held.pop(group.group_index, None)  # it was accepted, and became too old for a batch
             rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
             _append(self.path / f"{group.outcome}.jsonl", rows)
 
