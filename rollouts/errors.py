@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import math
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ __all__ = [
     "RolloutsError",
     "TokenMismatchError",
     "Wait",
+    "WorkerThread",
+    "abandoned",
     "at",
     "boundary",
     "call_foreign",
@@ -153,6 +156,14 @@ def _cause(error: BaseException) -> str:
     return next((cause for kind, cause in kinds if isinstance(error, kind)), "generate")
 
 
+@attrs.define(eq=False)
+class WorkerThread:
+    """A thread that runs foreign code."""
+
+    ident: int | None = None
+    ended: bool = False
+
+
 @attrs.frozen
 class Wait:
     """Something that is being waited for at this moment."""
@@ -163,6 +174,10 @@ class Wait:
     """``time.monotonic()`` when it began."""
     deadline: float | None
     """``time.monotonic()`` when it is given up, or ``None``."""
+    task: asyncio.Task[Any] | None = attrs.field(default=None, repr=False, eq=False)
+    """Who waits."""
+    thread: WorkerThread | None = attrs.field(default=None, repr=False, eq=False)
+    """Where it is done, if in a thread."""
 
     def __str__(self) -> str:
         now = time.monotonic()
@@ -172,7 +187,16 @@ class Wait:
 
 _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", default="here")
 _WAITS: dict[int, Wait] = {}
+_ABANDONED: dict[int, Wait] = {}
 _NUMBERS = itertools.count()
+
+
+def abandoned() -> list[Wait]:
+    """Threads that overran their deadline and still run, oldest first."""
+    for number, wait in list(_ABANDONED.items()):
+        if wait.thread is None or wait.thread.ended:
+            _ABANDONED.pop(number, None)
+    return list(_ABANDONED.values())
 
 
 def waits() -> list[Wait]:
@@ -191,20 +215,24 @@ def at(place: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None = None) -> Iterator[None]:
+def boundary(
+    failure: type[RolloutsError], what: str, *, seconds: float | None = None, thread: WorkerThread | None = None
+) -> Iterator[None]:
     """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
 
     Args:
         failure: the class to raise.
         what: what runs, for the message and for :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
         seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
+        thread: where it runs, if in a thread; listed by :func:`abandoned` when it goes on after us.
 
     Raises:
         RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
     """
     now = time.monotonic()
     number = next(_NUMBERS)
-    _WAITS[number] = Wait(_PLACE.get(), what, now, None if seconds is None else now + seconds)
+    deadline = None if seconds is None else now + seconds
+    _WAITS[number] = wait = Wait(_PLACE.get(), what, now, deadline, asyncio.current_task(), thread)
     before = _cancellations()
     try:
         with anyio.move_on_after(seconds) as scope:
@@ -224,6 +252,8 @@ def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None =
         raise _failure(failure, what, text) from error
     finally:
         del _WAITS[number]
+        if thread is not None and thread.ident is not None and not thread.ended:
+            _ABANDONED[number] = wait
     if scope.cancel_called:
         raise _failure(failure, what, f"{what} did not answer within {seconds:g} s", late=True)
 
@@ -276,11 +306,18 @@ async def call_foreign(
     threads = anyio.to_thread.current_default_thread_limiter()
     with boundary(failure, f"a free thread for {what}"):
         await threads.acquire()
+    thread = WorkerThread()
+
+    def work() -> Any:
+        thread.ident = threading.get_ident()
+        try:
+            return function(*arguments)
+        finally:
+            thread.ended = True
+
     try:
-        with boundary(failure, what, seconds=seconds):
-            value = await anyio.to_thread.run_sync(
-                functools.partial(function, *arguments), abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
-            )
+        with boundary(failure, what, seconds=seconds, thread=thread):
+            value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
     finally:
         threads.release()
     if inspect.isawaitable(value):

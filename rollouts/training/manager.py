@@ -38,6 +38,7 @@ from rollouts.errors import (
     RewardFailure,
     RolloutsError,
     TokenMismatchError,
+    abandoned,
     at,
     boundary,
     call_foreign,
@@ -276,7 +277,7 @@ class AsyncRolloutManager:
 
     async def _drop_stale(self) -> None:
         """Drop accepted groups that have become too old; they were recorded as kept, and are recorded again."""
-        for group in [group for group in self._ready if self.staleness.too_old(group)]:
+        for group in [group for group in self.ready_groups if self.staleness.too_old(group)]:
             with anyio.CancelScope(shield=True):
                 await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
                 self._ready = [other for other in self._ready if other is not group]
@@ -305,6 +306,7 @@ class AsyncRolloutManager:
             **({"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle()} if self._streaming else {}),
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
+            "abandoned_threads": len(abandoned()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
         if self._ledger is not None:
