@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rollouts.training.evaluation import TaskScore, estimate_mean
 
-__all__ = ["Board", "draw_curve", "read_steps"]
+__all__ = ["Board", "draw_curve", "draw_lessons", "read_steps"]
 
 SHOWN = {
     "reward": ("reward", "{:.3f}"),
@@ -118,9 +118,7 @@ def draw_curve(
         return None
     at = [row["step"] for row in rows]
     rewards = [row["reward"] for row in rows]
-    smooth = [
-        sum(window) / len(window) for end in range(len(rewards)) if (window := rewards[max(0, end - 4) : end + 1])
-    ]
+    smooth = _smoothed(rewards)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -139,3 +137,28 @@ def draw_curve(
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(picture, dpi=120)
     return picture
+
+
+def draw_lessons(lessons: Mapping[str, Sequence[Path]], picture: Path) -> None:
+    """Draw lessons side by side: of each name the CSVs of some seeds, as means of five batches, in one colour."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for colour, (name, paths) in zip(("#1f5f99", "#c2571a", "#7a7a7a", "#3c8d40"), lessons.items(), strict=False):
+        for number, path in enumerate(paths):
+            rows = read_steps(path)
+            curve = _smoothed([row["reward"] for row in rows])
+            axes.plot([row["step"] for row in rows], curve, color=colour, label=None if number else name)
+    axes.set(xlabel="step of 16 prompts x 8 rollouts", ylabel="mean reward, 5 batches", ylim=(0, 1.02))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=110)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Means over the last five, or what there is of them."""
+    windows = [values[max(0, end - _WINDOW) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]

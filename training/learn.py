@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import random
 import shutil
+import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.weights import update_weights
-from rollouts.recipe import Recipe, build, load_recipe, preflight
+from rollouts.recipe import Recipe, build, load_recipe, preflight, read_options
 from rollouts.serving import engine_process
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
 from rollouts.training.evaluation import TaskScore, estimate_mean, estimate_pass_at_k, run_evaluation, task_scores
@@ -97,8 +98,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         board = stack.enter_context(Board(lesson.out / "steps.csv", console, steps=lesson.steps, resume=lesson.resume))
         if lesson.resume:
             _load_buffer(lesson, recipe)
-        started = time.monotonic()
         before = await _evaluate(lesson, recipe, held_out, board, "before")
+        started = time.monotonic()
         async with contextlib.aclosing(_batches(lesson, manager)) as batches:
             step = trainer.batches
             asked = time.monotonic()
@@ -135,7 +136,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
             "before": _told(before, lesson.held_out_rollouts),
             "after": _told(after, lesson.held_out_rollouts),
             "steps": step,
-            "seconds": {"total": ended - began, "learning": learned - started, "start": started - began},
+            "seconds": {"total": ended - began, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
             "lesson": {
                 "recipe": recipe.describe(),
@@ -269,7 +270,7 @@ def main() -> int:
     add("recipe", type=Path, help="a recipe file")
     add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; what it holds is replaced")
     add("--model", type=Path, default=DEMO_MODEL, help="folder of the model to start from (the demo model)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
+    add("--set", action="append", default=[], type=_setting, metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=50)
     add("--held-out", type=int, default=64, help="prompts to score before and after, never trained on")
@@ -296,12 +297,12 @@ def main() -> int:
         seed=args.seed,
     )
     ahead = {"over_sampling_factor": "2"} if args.asynchronous else {}  # a batch in work while another is trained on
-    options = {**ahead, **dict(text.split("=", 1) for text in args.set)}
+    options = {"seed": str(args.seed), **ahead, **dict(args.set)}
     lesson = Lesson(
         recipe=args.recipe,
         out=args.out,
         model=args.model,
-        options={"seed": str(args.seed), **options},
+        options=options,
         grpo=grpo,
         steps=args.steps,
         held_out=args.held_out,
@@ -313,17 +314,34 @@ def main() -> int:
         keep_weights=args.keep_weights,
         resume=args.resume,
     )
+    try:
+        read_options(load_recipe(lesson.recipe), lesson.options)
+        _make_room(lesson)
+        anyio.run(learn, lesson, Console())
+    except RolloutsError as error:
+        print(f"learn: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected KEY=VALUE")
+    return name, value
+
+
+def _make_room(lesson: Lesson) -> None:
+    """Remove what another lesson left in the folder; nothing else that lies there."""
+    if lesson.resume and not (lesson.checkpoint / "trainer.pt").is_file():
+        raise ConfigError.of("--resume", str(lesson.checkpoint), "a checkpoint that a lesson left there")
     if not lesson.resume:
         for name in ("steps.csv", "result.json", "curve.png", "checkpoint", "weights"):
             path = lesson.out / name
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     lesson.out.mkdir(parents=True, exist_ok=True)
-    try:
-        anyio.run(learn, lesson, Console())
-    except RolloutsError as error:
-        print(f"learn: error: {error}")
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

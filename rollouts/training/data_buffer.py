@@ -119,7 +119,7 @@ class DataBuffer:
         if not 0 <= count < len(named):
             raise ConfigError.of("hold_out(count)", count, f"0 to {len(named) - 1} of {len(named)} different prompts")
         self._prompts = left
-        self.__dict__.pop("fingerprint", None)
+        self.__dict__.pop("fingerprint", None)  # it was of the data with them
         self._order = self._shuffled(self._epoch)
         return list(held.values())
 

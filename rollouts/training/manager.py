@@ -51,7 +51,7 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.failures import FailureBook, cause_of
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
-from rollouts.training.metrics import Accounting, RunMetrics, batch_metrics
+from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rewards import score, score_group
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Outcome, Sample, Status
@@ -117,8 +117,7 @@ class AsyncRolloutManager:
         self.staleness = Staleness()
         self._streaming = False
         self._started: dict[int, int] = {}
-        self._idle_seconds = 0.0
-        self._idle_since: float | None = None
+        self._idle = IdleClock()
         self._on_group = on_group
         self._ledger = ledger
         self._attempts: dict[int, int] = {}  # that failed, of rollouts in flight
@@ -290,7 +289,9 @@ class AsyncRolloutManager:
         groups = self._chosen()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
-        numbers = batch_metrics(samples)
+        numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+        if self._streaming:
+            numbers |= {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
         for group in groups:
             self.data_buffer.settle(group.prompt)
         taken = {group.group_index for group in groups}
@@ -303,7 +304,11 @@ class AsyncRolloutManager:
             "seconds": seconds,
             **numbers,
             **self.staleness.metrics(samples),
-            **({"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle()} if self._streaming else {}),
+            **(
+                {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
+                if self._streaming
+                else {}
+            ),
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
             "abandoned_threads": len(abandoned()),
@@ -327,23 +332,13 @@ class AsyncRolloutManager:
                 (prompt,) = self.data_buffer.get_prompts(1)
             except DataExhausted:
                 return
-            self._idle_seconds, self._idle_since = self._idle_seconds + self._idle_now(), None
+            self._idle.stop()
             self.accounting.taken += 1
             self.accounting.in_flight += 1
             self._started[_group_index(prompt)] = self.staleness.current
             if _group_index(prompt) in self._finished_rollouts:
                 self._again.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
-
-    def _idle_now(self) -> float:
-        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
-
-    def _idle(self) -> float:
-        """Seconds without a group in flight since the last call."""
-        seconds = self._idle_seconds + self._idle_now()
-        self._idle_seconds = 0.0
-        self._idle_since = None if self._idle_since is None else time.monotonic()
-        return seconds
 
     async def _run_group(self, prompt: Prompt) -> None:
         """Play one group to its end, and account for it whatever happens."""
@@ -369,7 +364,7 @@ class AsyncRolloutManager:
                 self.accounting.returned += 1
             del self._started[_group_index(prompt)]
             if not self.accounting.in_flight:
-                self._idle_since = time.monotonic()
+                self._idle.start()
             self._settled.set()
             self._settled = anyio.Event()
         if settled and self._may_go_on():

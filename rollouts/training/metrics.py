@@ -20,7 +20,7 @@ import attrs
 from rollouts.errors import TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample
 
-__all__ = ["Accounting", "RunMetrics", "batch_metrics"]
+__all__ = ["Accounting", "IdleClock", "RunMetrics", "batch_metrics"]
 
 
 @attrs.define
@@ -112,6 +112,32 @@ class RunMetrics:
         means = {f"sampled_tokens/{outcome}": statistics.fmean(values) for outcome, values in sorted(lengths.items())}
         every = [length for values in lengths.values() for length in values]
         return {**means, "sampled_tokens/all": statistics.fmean(every)} if every else means
+
+
+class IdleClock:
+    """Adds up the seconds in which nothing was in flight."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Nothing is in flight from now on."""
+        self._since = time.monotonic()
+
+    def stop(self) -> None:
+        """Something is."""
+        self._seconds += 0.0 if self._since is None else time.monotonic() - self._since
+        self._since = None
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        idle = self._since is not None
+        self.stop()
+        seconds, self._seconds = self._seconds, 0.0
+        if idle:
+            self.start()
+        return seconds
 
 
 def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
