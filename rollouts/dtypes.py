@@ -263,6 +263,8 @@ class Prompt:
     metadata: Mapping[str, Any] = attrs.field(factory=dict)
     group_index: int | None = None
     index: int | None = None
+    replacement: int = 0
+    """How many rollouts of this index were lost for good before; each is sampled anew."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -284,7 +284,8 @@ class Episode:
         self.goes_on = False
         seed = self.sampling.seed
         if seed is not None:
-            seed = zlib.crc32(f"{seed}/{self.prompt.index}/{place}".encode()) & 0x7FFFFFFF
+            stand_in = f"/{self.prompt.replacement}" if self.prompt.replacement else ""
+            seed = zlib.crc32(f"{seed}/{self.prompt.index}/{place}{stand_in}".encode()) & 0x7FFFFFFF
         sampling = attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
         completion = await self.policy.complete(
             self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
@@ -368,14 +369,14 @@ class Episode:
         if sound or not reply.tool_calls:
             step = await self._foreign(f"{name}.step", environment.step, attrs.evolve(reply, tool_calls=sound))
             if not isinstance(step, StepResult):
-                raise EnvironmentFailure(f"{name}.step: got {step!r}; expected a StepResult")
+                raise _bad_step(name, f"got {step!r}; expected a StepResult")
             if not step.done and not step.messages:
-                raise EnvironmentFailure(f"{name}.step: no messages and not done; expected one or the other")
+                raise _bad_step(name, "no messages and not done; expected one or the other")
         if len(sound) == len(reply.tool_calls):
             return step
         answered = {message.tool_call_id for message in step.messages}
         if not step.done and not answered.issuperset(call.id for call in sound):
-            raise EnvironmentFailure(f"{name}.step: {step.messages!r}; expected a tool message for each call {sound!r}")
+            raise _bad_step(name, f"{step.messages!r}; expected a tool message for each call {sound!r}")
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
 
     async def _foreign(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -396,6 +397,12 @@ async def _rendered(new: Sequence[Message], function: Callable[..., Rendered], *
     if sum(len(message.content) for message in new) < _LONG_TEXT:
         return function(*arguments)
     return await anyio.to_thread.run_sync(function, *arguments)
+
+
+def _bad_step(name: str, text: str) -> EnvironmentFailure:
+    error = EnvironmentFailure(f"{name}.step: {text}")
+    error.what = f"{name}.step"
+    return error
 
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:

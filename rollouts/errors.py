@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import math
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ import anyio.to_thread
 import attrs
 
 __all__ = [
+    "CAUSES",
     "ConfigError",
     "ContextOverflow",
     "DataExhausted",
@@ -44,6 +46,8 @@ __all__ = [
     "RolloutsError",
     "TokenMismatchError",
     "Wait",
+    "WorkerThread",
+    "abandoned",
     "at",
     "boundary",
     "call_foreign",
@@ -53,8 +57,18 @@ __all__ = [
 ]
 
 
+CAUSES = ("endpoint", "environment_start", "environment_step", "reward", "filter", "generate", "deadline")
+"""Why rollouts fail, by the boundary that the failure came through. What a model does is none of them: a call that does
+not parse goes back to it, and a limit that cuts an episode is a stop reason."""
+
+
 class RolloutsError(Exception):
     """Root of everything that this package raises on purpose."""
+
+    what = ""
+    """What ran, where the error came out of a :func:`boundary`."""
+    late = False
+    """Whether it overran its deadline there."""
 
 
 class ConfigError(RolloutsError, ValueError):
@@ -128,12 +142,31 @@ class Failure:
     place: str
     """Which rollout it was, e.g. ``"group 12 · sample 3"``."""
     traceback: str
+    cause: str = ""
+    """One of ``CAUSES``."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Record an error with its whole chain of causes."""
         text = "".join(traceback.format_exception(error))
-        return cls(kind=type(error).__name__, message=str(error), place=_PLACE.get(), traceback=text)
+        return cls(type(error).__name__, str(error), _PLACE.get(), text, _cause(error))
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, RolloutsError) and error.late:
+        return "deadline"
+    if isinstance(error, EnvironmentFailure):
+        return "environment_step" if error.what.endswith((".step", ".snapshot", ".close")) else "environment_start"
+    kinds = ((EndpointError, "endpoint"), (RewardFailure, "reward"), (FilterFailure, "filter"))
+    return next((cause for kind, cause in kinds if isinstance(error, kind)), "generate")
+
+
+@attrs.define(eq=False)
+class WorkerThread:
+    """A thread that runs foreign code."""
+
+    ident: int | None = None
+    ended: bool = False
 
 
 @attrs.frozen
@@ -146,6 +179,10 @@ class Wait:
     """``time.monotonic()`` when it began."""
     deadline: float | None
     """``time.monotonic()`` when it is given up, or ``None``."""
+    task: asyncio.Task[Any] | None = attrs.field(default=None, repr=False, eq=False)
+    """Who waits."""
+    thread: WorkerThread | None = attrs.field(default=None, repr=False, eq=False)
+    """Where it is done, if in a thread."""
 
     def __str__(self) -> str:
         now = time.monotonic()
@@ -155,7 +192,16 @@ class Wait:
 
 _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", default="here")
 _WAITS: dict[int, Wait] = {}
+_ABANDONED: dict[int, Wait] = {}
 _NUMBERS = itertools.count()
+
+
+def abandoned() -> list[Wait]:
+    """Threads that overran their deadline and still run, oldest first."""
+    for number, wait in list(_ABANDONED.items()):
+        if wait.thread is None or wait.thread.ended:
+            _ABANDONED.pop(number, None)
+    return list(_ABANDONED.values())
 
 
 def waits() -> list[Wait]:
@@ -174,20 +220,24 @@ def at(place: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None = None) -> Iterator[None]:
+def boundary(
+    failure: type[RolloutsError], what: str, *, seconds: float | None = None, thread: WorkerThread | None = None
+) -> Iterator[None]:
     """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
 
     Args:
         failure: the class to raise.
         what: what runs, for the message and for :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
         seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
+        thread: where it runs, if in a thread; listed by :func:`abandoned` when it goes on after us.
 
     Raises:
         RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
     """
     now = time.monotonic()
     number = next(_NUMBERS)
-    _WAITS[number] = Wait(_PLACE.get(), what, now, None if seconds is None else now + seconds)
+    deadline = None if seconds is None else now + seconds
+    _WAITS[number] = wait = Wait(_PLACE.get(), what, now, deadline, asyncio.current_task(), thread)
     before = _cancellations()
     try:
         with anyio.move_on_after(seconds) as scope:
@@ -199,15 +249,24 @@ def boundary(failure: type[RolloutsError], what: str, *, seconds: float | None =
     except (Exception, SystemExit, BaseExceptionGroup) as error:
         if isinstance(error, BaseExceptionGroup):
             _raise_what_is_not_foreign(error)
-        raise failure(f"{what} raised {type(error).__name__}: {_text(error)}") from error
+        raise _failure(failure, what, f"{what} raised {type(error).__name__}: {_text(error)}") from error
     except asyncio.CancelledError as error:
         if _cancellations() > before or _is_cancelled():
             raise
-        raise failure(f"{what} raised CancelledError: something inside was cancelled, and not by us") from error
+        text = f"{what} raised CancelledError: something inside was cancelled, and not by us"
+        raise _failure(failure, what, text) from error
     finally:
         del _WAITS[number]
+        if thread is not None and thread.ident is not None and not thread.ended:
+            _ABANDONED[number] = wait
     if scope.cancel_called:
-        raise failure(f"{what} did not answer within {seconds:g} s")
+        raise _failure(failure, what, f"{what} did not answer within {seconds:g} s", late=True)
+
+
+def _failure(kind: type[RolloutsError], what: str, text: str, *, late: bool = False) -> RolloutsError:
+    error = kind(text)
+    error.what, error.late = what, late
+    return error
 
 
 def _cancellations() -> int:
@@ -252,11 +311,18 @@ async def call_foreign(
     threads = anyio.to_thread.current_default_thread_limiter()
     with boundary(failure, f"a free thread for {what}"):
         await threads.acquire()
+    thread = WorkerThread()
+
+    def work() -> Any:
+        thread.ident = threading.get_ident()
+        try:
+            return function(*arguments)
+        finally:
+            thread.ended = True
+
     try:
-        with boundary(failure, what, seconds=seconds):
-            value = await anyio.to_thread.run_sync(
-                functools.partial(function, *arguments), abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
-            )
+        with boundary(failure, what, seconds=seconds, thread=thread):
+            value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
     finally:
         threads.release()
     if inspect.isawaitable(value):

@@ -32,6 +32,7 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
+from rollouts.whereabouts import reporting_on_signal
 
 __all__ = ["Aim", "aimed", "launch", "resumed_aim"]
 
@@ -156,7 +157,7 @@ async def launch(
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show = functools.partial(watch, batches=recipe.batches, console=console)
-                    with ledger.journal:
+                    with ledger.journal, reporting_on_signal():
                         result = await run(recipe, writer, stop=stop, watch=show, ledger=ledger, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: dict[str, tuple[int, int]] = {
     "rollouts": (0, 0),
     "rollouts.errors": (1, 1),
+    "rollouts.whereabouts": (1, 2),
     "rollouts.dtypes": (1, 2),
     "rollouts.trajectory": (2, 0),
     "rollouts.tool_calls": (2, 0),
@@ -42,6 +43,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.batch": (5, 2),
     "rollouts.training.journal": (5, 2),
     "rollouts.training.plain": (5, 2),
+    "rollouts.training.failures": (5, 2),
     "rollouts.training.ledger": (5, 2),
     "rollouts.training.manager_state": (5, 2),
     "rollouts.training.resuming": (5, 2),

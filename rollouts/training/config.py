@@ -7,12 +7,13 @@ by field, value and expectation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
 
 from rollouts.errors import ConfigError, function_name
+from rollouts.training.failures import Handling, check_handlings
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GenerateFn, RewardFn
 
@@ -72,6 +73,12 @@ class RolloutConfig:
     """How often a rollout is tried, each time from the start with a fresh environment, before it counts as failed."""
     on_failure: Literal["drop_group", "stop"] = "drop_group"
     """A rollout that failed for good: record its group as failed and go on, or stop the run."""
+    failures: Mapping[str, Handling] = attrs.field(factory=dict)
+    """What to do about each cause of failure (``rollouts.errors.CAUSES``); the others: ``max_attempts``, then
+    ``on_failure``."""
+    failure_budget: float | None = attrs.field(default=None, validator=attrs.validators.optional(_number(0)))
+    """The share of the last ``failure_window`` attempts that may be lost before the run stops, e.g. 0.5."""
+    failure_window: int = attrs.field(default=100, validator=_count(1))
     patience: int | None = attrs.field(default=None, validator=_count(1, optional=True))
     """Groups in a row that may be dropped or failed before the run stops; default 8 batches, at least 64."""
     rollout_seconds: float = attrs.field(default=3600.0, validator=_number(0, exclusive=True))
@@ -83,6 +90,11 @@ class RolloutConfig:
     def __attrs_post_init__(self) -> None:
         if self.on_failure not in ("drop_group", "stop"):
             raise ConfigError.of("RolloutConfig.on_failure", self.on_failure, '"drop_group" or "stop"')
+        check_handlings(self.failures)
+        for cause, handling in self.failures.items():
+            if handling.min_sound > self.n_samples_per_prompt:
+                expected = f"at most n_samples_per_prompt={self.n_samples_per_prompt}"
+                raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", handling.min_sound, expected)
         name = function_name(self.filter_fn)  # also of a partial's function
         if self.n_samples_per_prompt == 1 and name in _NEED_SPREAD:
             raise ConfigError.of(
@@ -92,6 +104,12 @@ class RolloutConfig:
             raise ConfigError.of(
                 "RolloutConfig.reward_fn", None, "a function that takes the group, since group_rm is set"
             )
+
+    def handling(self, cause: str) -> Handling:
+        """What to do about a cause, with the defaults filled in."""
+        handling = self.failures.get(cause, Handling())
+        attempts = self.max_attempts if handling.attempts is None else handling.attempts
+        return attrs.evolve(handling, attempts=attempts, then=handling.then or self.on_failure)
 
     @property
     def groups_in_work(self) -> int:
@@ -109,6 +127,8 @@ class RolloutConfig:
         """The config as plain values: functions by name."""
 
         def plain(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {cause: attrs.asdict(handling) for cause, handling in value.items()}
             return function_name(value) if isinstance(value, Callable) else value  # type: ignore[arg-type]
 
         return {field.name: plain(getattr(self, field.name)) for field in attrs.fields(type(self))}

@@ -140,8 +140,11 @@ class History:
                 self.rollouts[index].branches.append(entry.place)
                 self.attempts.pop(index, None)
             case "group":
+                if fields["group"] in self.settled:  # accepted before, and then too old
+                    self.totals.reasons[fields["reason"]] += 1
+                else:
+                    self.totals.count(fields["outcome"], fields["reason"], fields["lengths"], fields["rewards"])
                 self.settled[fields["group"]] = (fields["outcome"], fields["reason"], tuple(fields["rollouts"]))
-                self.totals.count(fields["outcome"], fields["reason"], fields["lengths"], fields["rewards"])
             case "sealed":
                 number, groups = fields["batch"], tuple(fields["groups"])
                 self.sealed.append(Sealed(number, groups, fields["metrics"], fields["accounting"]))

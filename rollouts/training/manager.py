@@ -16,6 +16,7 @@ This module knows no model, no network and no agent: it is handed a ``generate_f
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from rollouts.errors import (
     RewardFailure,
     RolloutsError,
     TokenMismatchError,
+    abandoned,
     at,
     boundary,
     call_foreign,
@@ -46,6 +48,7 @@ from rollouts.errors import (
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.failures import FailureBook, cause_of
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
@@ -85,6 +88,7 @@ class AsyncRolloutManager:
     Attributes:
         accounting: where every prompt went; adds up at every moment.
         run_metrics: totals over the settled groups.
+        failures: lost attempts by cause, and how they differ from the sound ones.
         metrics: the numbers of the last batch.
         staleness: the policy versions that were announced, and how old a group may be.
     """
@@ -107,6 +111,7 @@ class AsyncRolloutManager:
         self.data_buffer = data_buffer
         self.accounting = Accounting()
         self.run_metrics = RunMetrics()
+        self.failures = FailureBook(config.failure_budget, config.failure_window)
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
@@ -124,6 +129,7 @@ class AsyncRolloutManager:
         self._broken: BaseException | None = None
         self._settled = anyio.Event()
         self._tasks: TaskGroup | None = None
+        self._rng = random.Random()
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -304,6 +310,8 @@ class AsyncRolloutManager:
                 else {}
             ),
             **self.run_metrics.take_lengths(),
+            **self.failures.metrics(),
+            "abandoned_threads": len(abandoned()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
         if self._ledger is not None:
@@ -390,7 +398,7 @@ class AsyncRolloutManager:
         else:
             self.accounting.failed += 1
             self._failure_causes[group.reason] += 1
-            if self.config.on_failure == "stop":
+            if self.config.handling(cause_of(group.samples)).then == "stop":
                 self._broken = self._broken or GenerateFailure(f"group {group.group_index} failed: {group.reason}")
 
     def _raise_if_broken(self) -> None:
@@ -399,6 +407,9 @@ class AsyncRolloutManager:
             raise broken
 
     def _raise_if_hopeless(self) -> None:
+        overdrawn = self.failures.overdrawn()
+        if overdrawn is not None:
+            raise GenerateFailure(f"{overdrawn}. {len(self._ready)} accepted groups are kept; {self.accounting}")
         if self._rejected_in_a_row < self.config.rejections_allowed:
             return
         count, failed = self._rejected_in_a_row, self._failure_causes.total()
@@ -419,6 +430,28 @@ class AsyncRolloutManager:
     async def _play(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
         """Generate, score and filter one group; ``finished`` holds rollouts by number and is filled."""
         lost: dict[int, list[Sample]] = {}
+        for replacement in itertools.count():
+            lost = await self._roll(attrs.evolve(prompt, replacement=replacement), finished)
+            if not lost or not self._may_replace(lost, len(finished), replacement):
+                break
+            self.failures.replaced += len(lost)
+        if not lost and len(finished) != self.config.n_samples_per_prompt:
+            raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
+        every = finished | lost
+        samples = tuple(sample for number in sorted(every) for sample in every[number])
+        if lost:
+            reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
+            return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
+        return await self._judge(prompt, samples)
+
+    def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
+        """Whether lost rollouts of a group of which so many are sound, or may yet be, are worth another one each."""
+        handlings = [self.config.handling(cause_of(samples)) for samples in lost.values()]
+        return all(replacement < handling.replacements and sound >= handling.min_sound for handling in handlings)
+
+    async def _roll(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
+        """Play the rollouts that are not finished; gives those that were lost."""
+        lost: dict[int, list[Sample]] = {}
         broken: list[Exception] = []
         async with anyio.create_task_group() as rollouts:
 
@@ -429,7 +462,8 @@ class AsyncRolloutManager:
                     broken.append(error)
                 else:
                     (finished if sound else lost)[number] = samples
-                if broken or lost:
+                possible = self.config.n_samples_per_prompt - len(lost)
+                if broken or (lost and not self._may_replace(lost, possible, prompt.replacement)):
                     rollouts.cancel_scope.cancel()  # the group is lost: its siblings need not go on
 
             for number in range(self.config.n_samples_per_prompt):
@@ -437,14 +471,7 @@ class AsyncRolloutManager:
                     rollouts.start_soon(run, number)
         if broken:
             raise broken[0]
-        if not lost and len(finished) != self.config.n_samples_per_prompt:
-            raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
-        every = finished | lost
-        samples = tuple(sample for number in sorted(every) for sample in every[number])
-        if lost:
-            reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
-            return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
-        return await self._judge(prompt, samples)
+        return lost
 
     async def _judge(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
         """Score the group where it is scored whole, and ask the filter."""
@@ -495,10 +522,10 @@ class AsyncRolloutManager:
         return samples, sound
 
     async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
-        before = min(self._attempts.get(index, 0), self.config.max_attempts - 1)
-        for attempt in range(before + 1, self.config.max_attempts + 1):
+        for attempt in itertools.count(self._attempts.get(index, 0) + 1):
             samples = await self._attempt(request)
             sound = not _is_lost(samples)
+            self.failures.add(samples, sound=sound)
             for sample in samples:
                 sample.metrics["attempts"] = attempt
             if sound:
@@ -506,6 +533,12 @@ class AsyncRolloutManager:
             self._attempts[index] = attempt
             if self._ledger is not None:
                 self._ledger.attempt_lost(index, attempt, samples)
+            handling = self.config.handling(cause_of(samples))
+            if attempt >= (handling.attempts or 1):
+                break
+            if handling.backoff_seconds:
+                with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
+                    await anyio.sleep(handling.pause(attempt, self._rng))
         return samples, sound
 
     async def _attempt(self, request: Prompt) -> list[Sample]:

@@ -1,0 +1,93 @@
+"""Who waits for what, since when, in which file and line.
+
+Invariant: it only looks, and it can look while the event loop is stuck: it needs nothing but the interpreter. This
+module knows what :func:`rollouts.errors.waits` lists, and nothing of what is done there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rollouts.errors import Wait, abandoned, waits
+
+__all__ = ["report", "reporting_on_signal", "where"]
+
+_MACHINERY = ("/anyio/", "/asyncio/", "/uvloop/", "/threading.py", "/concurrent/", "/rollouts/errors.py")
+_SHOWN = 200
+
+
+def where(wait: Wait) -> str:
+    """The innermost line of foreign or own code that a wait stands in, as ``file:line in function``."""
+    frames: list[types.FrameType] = []
+    if wait.thread is not None and wait.thread.ident is not None:
+        frame = sys._current_frames().get(wait.thread.ident)
+        frames = list(_outwards(frame))[::-1]
+    elif wait.task is not None:
+        frames = list(_inwards(wait.task.get_coro()))
+        if not any(frame.f_back is None for frame in frames[-1:]):  # it runs at this moment: the loop is inside it
+            frames = list(_outwards(frames[-1]))[::-1]
+    return _told(frames)
+
+
+def report(frame: types.FrameType | None = None) -> str:
+    """Everything that is waited for, oldest first; ``frame`` is what the main thread was doing."""
+    now = waits()
+    lines = [f"rollouts: {len(now)} waits"]
+    lines += [f"  {wait}, in {where(wait)}" for wait in now[:_SHOWN]]
+    lines += [f"  ... and {len(now) - _SHOWN} more"] if len(now) > _SHOWN else []
+    left = abandoned()
+    lines += [f"rollouts: {len(left)} abandoned threads still run"] if left else []
+    lines += [f"  {wait}, in {where(wait)}" for wait in left[:_SHOWN]]
+    if frame is not None:
+        lines.append(f"rollouts: the main thread is in {_told(list(_outwards(frame))[::-1])}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextIO | None = None) -> Iterator[None]:
+    """Write a :func:`report` to standard error whenever the process gets the signal; also while the loop is stuck."""
+    if not number:  # a platform without it
+        yield
+        return
+
+    def tell(_: int, frame: types.FrameType | None) -> None:
+        print(report(frame), file=file or sys.stderr, flush=True)
+
+    before = signal.signal(number, tell)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _inwards(awaitable: Any) -> Iterator[types.FrameType]:
+    """The frames of a suspended coroutine, outermost first."""
+    while awaitable is not None:
+        frame = _first(awaitable, "cr_frame", "gi_frame", "ag_frame")
+        if frame is not None:
+            yield frame
+        awaitable = _first(awaitable, "cr_await", "gi_yieldfrom", "ag_await")
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The frames of a thread, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _first(value: Any, *names: str) -> Any:
+    return next((found for name in names if (found := getattr(value, name, None)) is not None), None)
+
+
+def _told(frames: list[types.FrameType]) -> str:
+    """The innermost frame that is not machinery, or the innermost."""
+    own = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in _MACHINERY)]
+    for frame in (own or frames)[-1:]:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return "a place that is not known"

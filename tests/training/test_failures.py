@@ -1,0 +1,212 @@
+"""What is done about failures, cause by cause, and what a run says of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from rollouts.agent import run_agent
+from rollouts.dtypes import Message, SamplingParams
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment
+from rollouts.environments.base import StepResult
+from rollouts.errors import (
+    CAUSES,
+    ConfigError,
+    EndpointUnavailable,
+    EnvironmentFailure,
+    Failure,
+    FilterFailure,
+    GenerateFailure,
+    RewardFailure,
+    boundary,
+)
+from rollouts.renderer import renderer_for
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.training.failures import Handling
+from tests.stored_runs import some_sample
+
+
+class Recorded:
+    """Fails as it is told; notes each call as ``(index, replacement)``."""
+
+    def __init__(self, fails: Callable[[Prompt, int], BaseException | None]) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._tries: Counter[int] = Counter()
+        self._fails = fails
+
+    async def __call__(self, prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        assert prompt.index is not None
+        self.calls.append((prompt.index, prompt.replacement))
+        self._tries[prompt.index] += 1
+        await anyio.lowlevel.checkpoint()
+        error = self._fails(prompt, self._tries[prompt.index])
+        if error is not None:
+            raise error
+        return [some_sample(prompt, seed=prompt.replacement)]
+
+
+def manager_for(generate: Recorded, failures: dict[str, Handling], **options: Any) -> AsyncRolloutManager:
+    sizes: dict[str, Any] = {"batch_size": 2, "n_samples_per_prompt": 4, "over_sampling_factor": 1.0, **options}
+    settings = RolloutConfig(generate_fn=generate, failures=failures, **sizes)
+    return AsyncRolloutManager(settings, DataBuffer([f"question {number}" for number in range(20)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "cause"),
+    [
+        (EnvironmentFailure, "World()", "environment_start"),
+        (EnvironmentFailure, "World.start", "environment_start"),
+        (EnvironmentFailure, "World.restore", "environment_start"),
+        (EnvironmentFailure, "World.step", "environment_step"),
+        (RewardFailure, "reward r", "reward"),
+        (FilterFailure, "filter f", "filter"),
+        (GenerateFailure, "generate_fn g", "generate"),
+        (EndpointUnavailable, "POST", "endpoint"),
+    ],
+)
+async def test_a_failure_is_typed_by_the_boundary_that_it_came_through(kind: Any, what: str, cause: str) -> None:
+    """Not by what was raised."""
+    with pytest.raises(kind) as caught, boundary(kind, what):
+        raise KeyError("x")
+    assert Failure.of(caught.value).cause == cause
+    assert cause in CAUSES
+
+
+async def test_what_overran_its_deadline_is_a_cause_of_its_own() -> None:
+    """Wherever it was."""
+    with pytest.raises(EnvironmentFailure) as caught, boundary(EnvironmentFailure, "World.step", seconds=0.01):
+        await anyio.sleep_forever()
+    assert Failure.of(caught.value).cause == "deadline"
+
+
+async def test_a_step_that_answers_nonsense_is_a_failed_step() -> None:
+    """Also where nothing was raised."""
+
+    class Mute(CalculatorEnvironment):
+        async def step(self, reply: Message) -> StepResult:
+            return StepResult()
+
+    trajectory = await run_agent(
+        Prompt("x"), Mute, ScriptedPolicy([[5, 6]]), renderer_for(str(DEMO_MODEL)), sampling=SamplingParams()
+    )
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause == "environment_step"
+
+
+async def test_each_cause_has_its_own_number_of_attempts() -> None:
+    """The endpoint is tried four times, the rest as max_attempts says."""
+    generate = Recorded(lambda prompt, tries: EndpointUnavailable("down") if prompt.index == 1 and tries < 4 else None)
+    manager = manager_for(generate, {"endpoint": Handling(attempts=4)}, max_attempts=1)
+    await manager.generate_batch()
+    assert generate.calls.count((1, 0)) == 4
+    assert manager.accounting.failed == 0
+    assert manager.metrics["lost/endpoint"] == 3
+
+
+async def test_a_lost_rollout_is_replaced_by_one_that_is_sampled_anew() -> None:
+    """The group stays whole: its sound rollouts are kept, the lost one is played again with another number."""
+    generate = Recorded(lambda prompt, tries: OSError("no") if prompt.index == 2 and prompt.replacement < 2 else None)
+    manager = manager_for(generate, {"generate": Handling(attempts=1, replacements=2)})
+    samples = await manager.generate_batch()
+    assert [sample.index for sample in samples] == list(range(8))
+    assert [call for call in generate.calls if call[0] == 2] == [(2, 0), (2, 1), (2, 2)]
+    assert [call for call in generate.calls if call[0] == 0] == [(0, 0)], "the sound ones are not played again"
+    assert manager.metrics["lost/replaced"] == 2
+
+
+@pytest.mark.parametrize(("sound", "kept"), [(3, True), (2, False)])
+async def test_a_group_is_filled_only_if_enough_of_it_is_sound(sound: int, kept: bool) -> None:
+    """At least 3 of 4; otherwise it is dropped at once, and its siblings are stopped."""
+    lost = range(sound, 4)
+    generate = Recorded(
+        lambda prompt, tries: OSError("no") if prompt.index in lost and not prompt.replacement else None
+    )
+    manager = manager_for(generate, {"generate": Handling(attempts=1, replacements=1, min_sound=3)})
+    samples = await manager.generate_batch()
+    assert (0 in {sample.group_index for sample in samples}) is kept
+    assert manager.accounting.failed == (0 if kept else 1)
+
+
+async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:
+    """The reason is in the message."""
+    generate = Recorded(lambda prompt, tries: EndpointUnavailable("gone") if prompt.group_index == 1 else None)
+    manager = manager_for(generate, {"endpoint": Handling(attempts=1, then="stop")})
+    with pytest.raises(GenerateFailure, match="group 1 failed: EndpointUnavailable: gone"):
+        await manager.generate_batch()
+    generate = Recorded(lambda prompt, tries: OSError("gone") if prompt.group_index == 1 else None)
+    manager = manager_for(generate, {"endpoint": Handling(attempts=1, then="stop")})
+    await manager.generate_batch()
+    assert manager.accounting.failed == 1
+
+
+async def test_a_run_that_fails_too_often_stops_and_says_the_top_causes() -> None:
+    """Long before patience ends."""
+    rng = random.Random(0)
+    generate = Recorded(lambda prompt, tries: OSError("no") if rng.random() < 0.8 else None)
+    manager = manager_for(generate, {}, failure_budget=0.5, failure_window=20)
+
+    async def go_on() -> None:
+        for _ in range(10):
+            await manager.generate_batch()
+
+    with pytest.raises(GenerateFailure, match=r"of the last 20 attempts were lost, more than 50%: \d+ × generate"):
+        await go_on()
+    manager.accounting.check()
+
+
+async def test_the_lost_are_compared_with_the_sound() -> None:
+    """By length and turns, and by how many prompts they are of."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        sample = some_sample(prompts[0], seed=1, turns=6 if prompts[0].index == 1 else 1)
+        if prompts[0].index == 1:
+            sample.status = "failed"  # type: ignore[assignment]  # converted
+        return [sample]
+
+    settings = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate, max_attempts=1)
+    manager = AsyncRolloutManager(settings, DataBuffer([f"question {number}" for number in range(20)]))
+    await manager.generate_batch()
+    assert manager.metrics["turns/lost"] == 6
+    assert manager.metrics["turns/sound"] == 1
+    assert manager.metrics["sampled_tokens/lost"] > manager.metrics["sampled_tokens/sound"]
+    assert manager.metrics["lost/prompts"] == 1
+
+
+def test_pauses_double_up_to_the_longest_with_jitter() -> None:
+    """Between half and whole."""
+    handling = Handling(backoff_seconds=1.0, most_seconds=5.0)
+    rng = random.Random(0)
+    for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (5000, 5.0)):
+        drawn = [handling.pause(attempt, rng) for _ in range(200)]
+        assert most / 2 <= min(drawn) < max(drawn) <= most
+
+
+@pytest.mark.parametrize(
+    ("failures", "words"),
+    [
+        ({"weather": Handling()}, "RolloutConfig.failures: got 'weather'; expected one of endpoint"),
+        ({"reward": "retry"}, r"RolloutConfig.failures\['reward'\]: got 'retry'; expected a Handling"),
+        ({"reward": Handling(min_sound=9)}, r"min_sound: got 9; expected at most n_samples_per_prompt=4"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(failures: Any, words: str) -> None:
+    """Before work starts."""
+    with pytest.raises(ConfigError, match=words):
+        manager_for(Recorded(lambda prompt, tries: None), failures)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attempts": 0}, {"replacements": -1}, {"backoff_seconds": -1}, {"then": "pray"}, {"attempts": "2"}]
+)
+def test_a_handling_that_cannot_be_is_refused(fields: Any) -> None:
+    """By its field."""
+    with pytest.raises(ConfigError, match=f"Handling.{next(iter(fields))}: got"):
+        Handling(**fields)
