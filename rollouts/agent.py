@@ -40,6 +40,7 @@ from rollouts.errors import (
     GenerateFailure,
     boundary,
     call_foreign,
+    deadline,
     function_name,
 )
 from rollouts.inference.base import Policy
@@ -95,7 +96,7 @@ async def run_agent(
     stop_reason = StopReason.DEADLINE
     name = function_name(environment_cls)
     try:
-        with anyio.move_on_after(limits.episode_seconds):
+        with deadline(limits.episode_seconds):
             with boundary(EnvironmentFailure, f"{name}()"):
                 environment = environment_cls()
             stop_reason = await episode.play(environment, name)

@@ -33,6 +33,7 @@ from rollouts.inference.wire import error_of, read_completion, request_tail
 __all__ = ["SGLangPolicy", "shared_policy"]
 
 _ABORT_SECONDS = 5.0
+_ABORTS_AT_ONCE = 64
 _DESCRIBE_SECONDS = 30.0
 _FIRST_BACKOFF = 0.25
 _LONGEST_BACKOFF = 10.0
@@ -79,6 +80,9 @@ class SGLangPolicy:
         self.in_flight = [0] * len(endpoint.base_url)
         """Requests at each worker now."""
         headers = {} if endpoint.api_key is None else {"Authorization": f"Bearer {endpoint.api_key}"}
+        self._running: dict[str, str] = {}
+        """Request ids that a server may be sampling for, and where they were sent."""
+        self._routers: dict[str, bool] = {}
         self._transport = Transport(connect_seconds=endpoint.connect_seconds, headers=headers)
         self._sessions: collections.OrderedDict[str, _Session] = collections.OrderedDict()
 
@@ -127,6 +131,7 @@ class SGLangPolicy:
         headers = {"X-SMG-Routing-Key": session} if session else None
         worker = kept.worker
         self.in_flight[worker] += 1
+        self._running[request_id] = url
         self.totals.requests += 1
         answered = False
         try:
@@ -139,6 +144,7 @@ class SGLangPolicy:
             raise EndpointUnavailable(f"{place}: {error}") from error
         finally:
             self.in_flight[worker] -= 1
+            del self._running[request_id]
             if not answered:  # lost, or cancelled: the server may be sampling for nobody
                 await self._abort(url, request_id)
         completion = read_completion(
@@ -154,14 +160,45 @@ class SGLangPolicy:
         self.totals.sampled_tokens += len(completion.tokens)
         return completion
 
+    async def interrupt(self) -> None:
+        """Abort the requests in flight, by id: each is answered at once with what it has, and nobody else's is touched.
+
+        A request that has not reached its worker yet is not found there; call again while any is in flight.
+        """
+        limiter = anyio.CapacityLimiter(_ABORTS_AT_ONCE)
+
+        async def abort(url: str, request_id: str) -> None:
+            async with limiter:
+                await self._abort(url, request_id)
+
+        async with anyio.create_task_group() as aborts:
+            for request_id, url in list(self._running.items()):
+                aborts.start_soon(abort, url, request_id)
+
     async def _abort(self, url: str, request_id: str) -> None:
-        """Tell a worker to stop; shielded, and given up after a few seconds."""
+        """Tell a server, or every worker behind a router, to stop; shielded, and given up after a few seconds."""
         self.totals.aborts += 1
         with anyio.move_on_after(_ABORT_SECONDS, shield=True):
-            try:
-                await self._transport.send("POST", f"{url}/abort_request", msgspec.json.encode({"rid": request_id}))
-            except (NotSentError, LostError):
-                return  # a server that is gone samples nothing
+            body = msgspec.json.encode({"rid": request_id})
+            for worker in await self._workers_at(url):
+                try:
+                    await self._transport.send("POST", f"{worker}/abort_request", body)
+                except (NotSentError, LostError):
+                    continue  # a server that is gone samples nothing
+
+    async def _workers_at(self, url: str) -> list[str]:
+        """The servers that an abort must reach: a router passes none on, and does not say who has the request."""
+        if self._routers.get(url) is False:
+            return [url]
+        try:
+            listed = await self._ask(url, "/workers")
+        except (EndpointRefused, EndpointUnavailable):
+            return [url]
+        workers = listed.get("workers") if listed is not None else None
+        self._routers[url] = isinstance(workers, list)
+        if not isinstance(workers, list):
+            return [url]
+        return [entry["url"] for entry in workers if isinstance(entry, dict) and isinstance(entry.get("url"), str)]
 
     # -- sessions --
 
