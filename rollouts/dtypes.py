@@ -61,9 +61,15 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
-    column = np.array(values if isinstance(values, Sequence | np.ndarray) else list(values), dtype=dtype)
+    given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
+    if given.size and given.dtype.kind not in kinds:
+        raise ValueError(f"a column of {np.dtype(dtype)} takes numbers of that kind only, got {given.dtype}")
+    column = given.astype(dtype)
     if column.ndim != 1:
         raise ValueError(f"a column has one dimension, got shape {column.shape}")
+    if kinds == "iu" and given.size and given.dtype != dtype and not np.array_equal(column, given):
+        raise ValueError(f"a token id fits {np.dtype(dtype)}, got {given.min()} to {given.max()}")
     column.flags.writeable = False
     return column
 
@@ -95,6 +101,17 @@ def _is_number(value: Any) -> bool:
 
 def _seconds(value: Any) -> bool:
     return _is_number(value) and value > 0
+
+
+def _texts(value: Any) -> Any:
+    """One text or several as a tuple; anything else as it is, for the validator to refuse."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
 
 
 # -- conversation -----------------------------------------------------------------------------------------------------
@@ -142,13 +159,17 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
+    return tuple(calls)
+
+
 @attrs.frozen
 class Message:
     """One turn of a conversation, as text. Tokens are kept elsewhere: a message is a view, never the record."""
 
     role: Role = attrs.field(validator=_check(f"one of {get_args(Role)}", lambda v: v in get_args(Role)))
     content: str = attrs.field(default="", validator=_check("a string", lambda v: isinstance(v, str)))
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=_calls)
     tool_call_id: str | None = None
     """On a tool message: the id of the call that it answers."""
     name: str | None = None
@@ -306,14 +327,16 @@ class SamplingParams:
         default=1024, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1)
     )
     """Budget of one reply, in tokens."""
-    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    stop: tuple[str, ...] = attrs.field(
+        default=(), converter=_texts, validator=_check("a string or several", _are_texts)
+    )
     """Stop strings; their tokens stay in the reply."""
     seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
 
 
-def _urls(value: str | Iterable[str]) -> tuple[str, ...]:
-    urls = (value,) if isinstance(value, str) else tuple(value)
-    return tuple(url.rstrip("/") for url in urls)
+def _urls(value: Any) -> Any:
+    urls = _texts(value)
+    return tuple(url.rstrip("/") for url in urls) if _are_texts(urls) else urls
 
 
 @attrs.frozen
@@ -336,7 +359,7 @@ class Endpoint:
         converter=_urls,
         validator=_check(
             "one or more URLs that start with http:// or https://",
-            lambda v: bool(v) and all(url.startswith(("http://", "https://")) for url in v),
+            lambda v: _are_texts(v) and bool(v) and all(url.startswith(("http://", "https://")) for url in v),
         ),
     )
     api_key: str | None = attrs.field(default=None, repr=False)
@@ -355,14 +378,16 @@ class Completion:
     """What one call of the policy gave back: exactly the tokens it sampled.
 
     Raises:
-        ValueError: the columns differ in length, or the versions do not cover the tokens in order.
+        ValueError: the columns differ in length, a logprob is not finite, or the versions do not cover the tokens.
     """
 
     tokens: TokenColumn = attrs.field(converter=packed_tokens, eq=attrs.cmp_using(eq=np.array_equal))
     """Sampled ids, shape ``(n,)``, the stop id included when one was sampled."""
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
-    finish_reason: FinishReason
+    finish_reason: FinishReason = attrs.field(
+        validator=_check(f"one of {get_args(FinishReason)}", lambda v: v in get_args(FinishReason))
+    )
     versions: Sequence[VersionSpan]
     """Which weights sampled which tokens; covers ``0..n`` without gap or overlap."""
     prompt_tokens: int
@@ -378,6 +403,8 @@ class Completion:
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
+        if not np.isfinite(self.logprobs).all():
+            raise ValueError("a sampled token came without a finite logprob")
         position = 0
         for span in self.versions:
             if span.start != position or span.stop <= span.start:

@@ -266,13 +266,26 @@ async def call_foreign(
 ) -> Any:
     """Call a user's function inside a :func:`boundary`, sync or async.
 
-    A sync one runs in a worker thread, so it cannot stall the loop; at its deadline the thread is abandoned.
+    A sync one runs in a worker thread, so it cannot stall the loop; at its deadline the thread is abandoned. The time
+    that it stands in line for a thread is not counted against it.
     """
-    with boundary(failure, what, seconds=seconds):
-        if _is_async(function):
+    if _is_async(function):
+        with boundary(failure, what, seconds=seconds):
             return await function(*arguments)
-        value = await anyio.to_thread.run_sync(functools.partial(function, *arguments), abandon_on_cancel=True)
-        return await value if inspect.isawaitable(value) else value
+    threads = anyio.to_thread.current_default_thread_limiter()
+    with boundary(failure, f"a free thread for {what}"):
+        await threads.acquire()
+    try:
+        with boundary(failure, what, seconds=seconds):
+            value = await anyio.to_thread.run_sync(
+                functools.partial(function, *arguments), abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+            )
+    finally:
+        threads.release()
+    if inspect.isawaitable(value):
+        with boundary(failure, what, seconds=seconds):
+            return await value
+    return value
 
 
 def function_name(function: Any) -> str:

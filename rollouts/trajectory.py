@@ -163,6 +163,8 @@ class Trajectory:
         self.stop_reason = stop_reason
         self.failure = failure
         self._resize(self._length)
+        for column in (self._tokens, self._logprobs, self._mask):
+            column.flags.writeable = False
         return self
 
     def _growing(self) -> None:

@@ -570,16 +570,15 @@ async def test_a_batch_holds_whole_groups_only() -> None:
     """1.2 Selection takes groups, not samples (the original left 10 of 11 prompts with a part of their rollouts)."""
     _, till, batches = await play(attrs.evolve(PLAIN, batch_size=5, n=4, longest=60))
     for batch in batches:
-        assert Counter(sample.group_index for sample in batch) == dict.fromkeys(
-            {sample.group_index for sample in batch}, 4
-        )
+        sizes = Counter(group for group, _ in {(sample.group_index, sample.index) for sample in batch})
+        assert set(sizes.values()) == {4}
     assert len(batches) == 3
     assert till.out.total() >= 15
 
 
 @pytest.mark.parametrize("context", [True, False])
 async def test_a_group_index_is_never_given_to_two_prompts(context: bool) -> None:
-    """1.3 Across refills, batches and epochs (in the original the second batch had 6 of 11 ids with several prompts)."""
+    """1.3 Across refills, batches and epochs (the original's second batch had 6 of 11 ids with several prompts)."""
     scene = attrs.evolve(PLAIN, prompts=5, batches=6, context=context, longest=10, rejects=0.3)
     _, till, batches = await play(scene)
     of_batches = [group for batch in batches for group in {sample.group_index for sample in batch}]
@@ -646,9 +645,10 @@ async def test_the_filter_runs_after_every_reward(whole: bool) -> None:
         seen.append([sample.reward for sample in samples])
         return check_reward_nonzero_std(samples)
 
-    manager = manager_of(answer_at_once, reward_fn=rewards if whole else reward, group_rm=whole, filter_fn=note)
+    scored = {"reward_fn": rewards if whole else reward, "group_rm": whole}
+    manager = manager_of(answer_at_once, filter_fn=note, over_sampling_factor=1, **scored)
     batch = await manager.generate_batch()
-    assert sorted(seen)[:3] == [[0.0, 0.01], [0.02, 0.03], [0.04, 0.05]]
+    assert sorted(seen) == [[0.0, 0.01], [0.02, 0.03], [0.04, 0.05]]
     assert [sample.reward for sample in batch] == [0.0, 0.01, 0.02, 0.03, 0.04, 0.05]
     assert manager.accounting.dropped == 0
 
@@ -775,6 +775,9 @@ async def run_with_bad_group_zero(**options: Any) -> tuple[AsyncRolloutManager, 
     manager = manager_of(**{"generate_fn": answer_at_once, "on_group": told.append, **options})
     async with manager:
         batches = [await manager.generate_batch(), await manager.generate_batch()]
+        with anyio.fail_after(20):
+            while not manager.accounting.failed:  # noqa: ASYNC110 - groups settle without telling the waiter
+                await anyio.sleep(0.002)
     for batch in batches:
         check_batch(batch, manager.config, {number: f"question {number}" for number in range(50)})
         assert 0 not in {sample.group_index for sample in batch}
@@ -894,15 +897,13 @@ async def test_the_siblings_of_a_lost_rollout_stop() -> None:
             raise ValueError("lost")
         return await (never if request.index == 1 else answer_at_once)(prompts)
 
-    manager = manager_of(generate)
-    assert len(await manager.generate_batch()) == 6
-    assert manager.accounting.failed == 1
+    await run_with_bad_group_zero(generate_fn=generate)
 
 
 async def test_a_failure_can_stop_the_run() -> None:
     """4.10 With ``on_failure="stop"`` the first group lost ends the batch, and is still accounted for."""
     manager = manager_of(only_bad_in_group_zero(lambda request: _raise(ValueError("no"))), on_failure="stop")
-    with pytest.raises(GenerateFailure, match="group 0 failed: GenerateFailure: .*ValueError: no"):
+    with pytest.raises(GenerateFailure, match=r"group 0 failed: GenerateFailure: .*ValueError: no"):
         await manager.generate_batch()
     assert manager.accounting.failed == 1
     assert manager.accounting.in_flight == 0
@@ -1102,7 +1103,7 @@ async def test_an_answer_after_the_deadline_is_late() -> None:
         try:
             if sample.group_index == 0:
                 await anyio.sleep_forever()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the subject
             return 0.0
         return 1.0
 
@@ -1127,10 +1128,10 @@ async def test_a_queue_for_threads_is_not_the_judges_time() -> None:
     turn = threading.Event()
 
     def reward(sample: Sample) -> float:
-        turn.wait(0.05)
+        turn.wait(0.02)
         return 1.0
 
-    manager = manager_of(answer_at_once, reward_fn=reward, reward_seconds=0.4, batch_size=5, n_samples_per_prompt=4)
+    manager = manager_of(answer_at_once, reward_fn=reward, reward_seconds=0.2, batch_size=5, n_samples_per_prompt=4)
     assert len(await manager.generate_batch()) == 20
     assert manager.accounting.failed == 0
 
@@ -1224,7 +1225,7 @@ async def test_a_swallowed_cancellation_is_no_reward() -> None:
     async def reward(sample: Sample) -> float:
         try:
             await (anyio.sleep_forever() if closing else checkpoint())
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the subject
             return 0.0
         return 1.0
 
@@ -1245,10 +1246,14 @@ async def test_a_closed_manager_goes_on_where_it_was() -> None:
 async def test_an_error_of_the_body_comes_out_as_it_is() -> None:
     """7.7 In no exception group, whatever was in flight."""
     manager = manager_of(hang_in_group_zero)
-    with pytest.raises(ZeroDivisionError):
+
+    async def body() -> None:
         async with manager:
             await manager.generate_batch()
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await body()
     assert manager.accounting.in_flight == 0
     assert manager.accounting.returned >= 1
 
@@ -1268,10 +1273,9 @@ async def test_two_batches_at_once_share_nothing() -> None:
     async def fill() -> None:
         batches.append(await manager.generate_batch())
 
-    async with manager_of(slow_first) as manager:
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(fill)
+    async with manager_of(slow_first) as manager, anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(fill)
     groups = [group for batch in batches for group in check_batch(batch, manager.config, _texts(50))]
     assert len(set(groups)) == len(groups) == 9
     manager.accounting.check()
@@ -1292,26 +1296,31 @@ async def test_closing_under_a_waiting_batch_is_said() -> None:
         except RuntimeError as error:
             told.append(str(error))
 
-    async with anyio.create_task_group() as tasks:
-        async with manager:
-            tasks.start_soon(fill)
-            await points(5)
+    async with anyio.create_task_group() as tasks, manager:
+        tasks.start_soon(fill)
+        await points(5)
     assert told == ["the manager was closed while this batch was being filled"]
     assert manager.accounting.in_flight == 0
 
 
 def test_a_manager_outlives_its_event_loop() -> None:
     """7.11 One manager, several loops, one after the other, also after a cancelled batch."""
-    manager = manager_of(two_of_three, n_samples_per_prompt=1, over_sampling_factor=2)
+    stuck = True
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        return await (two_of_three if stuck else answer_at_once)(prompts)
 
     async def cut() -> None:
         with anyio.move_on_after(0.02):
             async with manager:
-                for _ in range(50):
+                while True:
                     await manager.generate_batch()
 
+    manager = manager_of(generate, n_samples_per_prompt=1)
     for _ in range(3):
+        stuck = True
         asyncio.run(cut())
+        stuck = False
         assert len(asyncio.run(manager.generate_batch())) == 3
     manager.accounting.check()
 

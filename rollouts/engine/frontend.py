@@ -19,7 +19,8 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from rollouts.engine.model import Loaded, SlotModel, load_weights
+from rollouts.engine.loading import Loaded, load_weights
+from rollouts.engine.model import SlotModel
 from rollouts.engine.protocol import Refusal
 from rollouts.engine.requests import Request, Rules
 from rollouts.engine.scheduler import Scheduler
@@ -147,8 +148,7 @@ class Frontend:
             except TimeoutError:
                 return False, f"requests still run after {DRAIN_SECONDS:g} s; pause generation first", 0
             finally:
-                self.scheduler.holding = False
-                self.scheduler.post(lambda: None)  # wakes the thread
+                self.scheduler.post(lambda: self.scheduler.hold(False))
         self.path = path
         if not flushed:
             return False, "Weights were updated, but the cache was not flushed: requests still hold their K/V.", waiting
@@ -162,7 +162,7 @@ class Frontend:
         """Unless the engine is paused: let what runs come to its end, and admit nothing new."""
         if self.scheduler.paused:
             return
-        self.scheduler.holding = True
+        await self.ask(lambda: self.scheduler.hold(True))
         with anyio.fail_after(DRAIN_SECONDS):
             while self.scheduler.running and not self.scheduler.paused:  # noqa: ASYNC110 - the state is the thread's
                 await anyio.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""A causal language model from a folder, run over a fixed number of slots that each keep the K/V of one sequence.
+"""A causal language model, run over a fixed number of slots that each keep the K/V of one sequence.
 
 Invariant: after :meth:`SlotModel.forward` with start s and n tokens, positions 0 to s + n - 1 of a slot hold the K/V of
 that sequence and of nothing else; what stands behind them is stale and is masked until it is overwritten. Everything is
@@ -10,103 +10,23 @@ to the whole sequence; the cache plugs into the Cache interface of transformers,
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.utils.logging import disable_progress_bar
 
+from rollouts.engine.loading import Loaded
 from rollouts.errors import ConfigError
 
-__all__ = ["Loaded", "SlotModel", "load_folder", "load_weights"]
+__all__ = ["SlotModel"]
 
 Ids = npt.NDArray[np.int64]
 
-_EXPECTED = "a folder that transformers can load as a causal language model (config.json and weights)"
 _SMALL = 50_000_000
 """Below this many parameters a second torch thread costs more than it gives."""
-
-
-@attrs.frozen
-class Loaded:
-    """A model folder in memory."""
-
-    path: Path
-    model: Any
-    tokenizer: Any
-    """``None`` when the folder has none; the server then takes and gives ids only."""
-    eos_ids: frozenset[int]
-    vocab_size: int
-    max_context: int
-    """Prompt and reply together, in tokens."""
-    architecture: str
-    model_type: str
-
-
-def load_folder(path: Path, max_context: int | None = None) -> Loaded:
-    """Load a model and its tokenizer from a local folder; nothing is looked for on a network.
-
-    Raises:
-        ConfigError: the folder does not load, or the model is of a kind that the slots cannot serve.
-    """
-    if not (path / "config.json").is_file():
-        raise ConfigError.of("model", str(path), _EXPECTED)
-    model = load_weights(path)
-    config = model.config
-    limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
-    if max_context is not None and not 2 <= max_context <= limit:
-        raise ConfigError.of("max_context", max_context, f"2 to {limit}, the positions of the model in {path}")
-    limit = max_context or limit
-    _check_attention(path, config, limit)
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    eos = config.eos_token_id if eos is None else eos
-    return Loaded(
-        path=path,
-        model=model,
-        tokenizer=_tokenizer(path),
-        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
-        vocab_size=int(config.vocab_size),
-        max_context=limit,
-        architecture=type(model).__name__,
-        model_type=str(config.model_type),
-    )
-
-
-def load_weights(path: Path) -> Any:
-    """The model of a folder, in float32, on the GPU where there is one.
-
-    Raises:
-        ConfigError: it does not load; the cause says why.
-    """
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    except Exception as error:  # whatever a foreign folder makes transformers raise
-        raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return cast(torch.nn.Module, model).to(device).eval()
-
-
-def _check_attention(path: Path, config: Any, limit: int) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds != {"full_attention"} or (window is not None and window < limit):
-        found = f"{path} ({config.model_type}, layers {sorted(kinds)}, window {window})"
-        raise ConfigError.of("model", found, "a model whose layers all attend to the whole sequence")
-
-
-def _tokenizer(path: Path) -> Any:
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        return None
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever a foreign folder makes transformers raise
-        raise ConfigError(f"model: got {str(path)!r}; expected a tokenizer that loads; {error}") from error
 
 
 @attrs.define
@@ -168,6 +88,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in early releases of transformers 5
 
 
 class SlotModel:

@@ -1,4 +1,4 @@
-"""The words of the wire: request bodies, their validation, the answers, and the four shapes of an error.
+"""The words of the wire: request bodies, their validation, and the four shapes of an error.
 
 Invariant: what leaves :func:`read_generate` can be served as it is: every id lies in the vocabulary, every sampling
 value in its range, and prompt and reply fit the context. What cannot be served raises :class:`Refusal`, whose status
@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import math
 import random
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any, TypeVar
 
-import attrs
 import msgspec
 
-from rollouts.engine.model import Loaded
+from rollouts.engine.answers import Answers, TextForm
+from rollouts.engine.loading import Loaded
 from rollouts.engine.requests import Request, Rules
 from rollouts.errors import RolloutsError
 
-__all__ = ["Answers", "GenerateBody", "Refusal", "check_ids", "decoded", "read_generate"]
+__all__ = ["GenerateBody", "Refusal", "check_ids", "decoded", "read_generate"]
 
 T = TypeVar("T")
 
@@ -163,79 +161,6 @@ def _sampling(given: dict[str, Any]) -> SamplingBody:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
-class Answers:
-    """One call: its requests, and how each is to be answered."""
-
-    requests: list[Request]
-    bodies: list[SamplingBody]
-    single: bool
-    """The answer is one object, not a list."""
-    stream: bool
-    logprobs: list[bool]
-    texts_in_logprobs: bool
-    prompt_ids: bool
-    tokenizer: Any
-
-    def of(self, index: int) -> dict[str, Any]:
-        """The answer as far as request number ``index`` got."""
-        request, body = self.requests[index], self.bodies[index]
-        finish = request.finish  # set after the last token, and a logprob after its token: so nothing is missed here
-        logprobs = request.logprobs[:]
-        count = len(logprobs)
-        ids = request.tokens[request.prompt_tokens : request.prompt_tokens + count]
-        meta: dict[str, Any] = {"id": request.rid, "finish_reason": finish}
-        if finish is None or request.started or finish["type"] != "abort":
-            meta["prompt_tokens"] = request.prompt_tokens
-            meta["cached_tokens"] = request.cached_tokens
-            meta["cached_tokens_details"] = None
-        meta["completion_tokens"] = count
-        meta["reasoning_tokens"] = 0
-        meta["num_retractions"] = request.retractions
-        meta["dp_rank"] = None
-        spans = request.spans
-        meta["weight_version"] = spans[-1][0] if spans else None
-        ends = [start for _, start in spans[1:]] + [count]
-        meta["weight_versions"] = [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(spans, ends, strict=True)
-            if end > start
-        ]
-        if self.logprobs[index]:
-            meta["output_token_logprobs"] = self._triples(logprobs, ids)
-            meta["output_token_logprobs_length"] = count
-            start = request.score_from
-            scored = request.tokens[start : request.prompt_tokens] if start >= 0 else []
-            values = [None, *request.prompt_logprobs]
-            meta["input_token_logprobs"] = self._triples(values[: len(scored)], scored[: len(values)])
-        meta["e2e_latency"] = time.perf_counter() - request.arrived
-        meta["response_sent_to_client_ts"] = time.time()
-        answer: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
-        if self.tokenizer is not None:
-            answer["text"] = self._text(ids, finish, body)
-        if self.prompt_ids:
-            answer["prompt_token_ids"] = request.tokens[: request.prompt_tokens]
-        return answer
-
-    def _triples(self, logprobs: Sequence[float | None], ids: Sequence[int]) -> list[Any]:
-        if self.texts_in_logprobs and self.tokenizer is not None:
-            return [
-                [logprob, token, self.tokenizer.decode([token])] for logprob, token in zip(logprobs, ids, strict=True)
-            ]
-        return list(zip(logprobs, ids, repeat(None)))
-
-    def _text(self, ids: list[int], finish: dict[str, Any] | None, body: SamplingBody) -> str:
-        matched = (
-            finish["matched"] if finish is not None and finish["type"] == "stop" and not body.no_stop_trim else None
-        )
-        if isinstance(matched, int):
-            ids = ids[:-1]
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
-        if isinstance(matched, str) and matched in text:
-            return text[: text.index(matched)]
-        return text
-
-
 def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request], None]) -> Answers:
     """Turn a body into requests.
 
@@ -274,7 +199,11 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
             requests.append(request)
     return Answers(
         requests=requests,
-        bodies=[sampling for sampling in samplings for _ in range(copies)],
+        forms=[
+            TextForm(sampling.skip_special_tokens, sampling.no_stop_trim)
+            for sampling in samplings
+            for _ in range(copies)
+        ],
         single=single and copies == 1,
         stream=body.stream,
         logprobs=[want for want in wants for _ in range(copies)],

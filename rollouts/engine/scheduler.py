@@ -1,8 +1,8 @@
 """Continuous batching: one thread that admits requests to slots, prefills, decodes, and delivers what ended.
 
 Invariant: all state of the engine belongs to this thread; every other thread only posts commands, which run between two
-steps, in order. A slot's first ``length`` tokens are computed; a request whose prompt begins with tokens that are
-computed in some slot does not compute them again. A step decodes all rows with one pending token in one forward pass.
+steps, in order. Tokens that are computed in some slot are not computed again for a request that begins with them. A
+step decodes all rows with one pending token in one forward pass. Every request that is submitted ends with a reason.
 
 This module knows no HTTP and no tokenizer beyond the ``decode`` that stop strings need.
 """
@@ -16,24 +16,21 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rollouts.engine.model import SlotModel
 from rollouts.engine.requests import Request
-from rollouts.engine.sampler import Draws, sample
+from rollouts.engine.sampler import sample
+from rollouts.engine.slots import Ids, Slots
 
 __all__ = ["PauseMode", "Scheduler"]
 
 PauseMode = Literal["abort", "retract", "in_place"]
-Ids = npt.NDArray[np.int64]
 
 CHUNK = 64
 """Prompt tokens of one row that one step computes, so that a long prompt does not hold up those that decode."""
 SHORT = 16
 """Rows with at most so many pending tokens are prefilled apart, not padded to the long ones."""
-WORTH_WAITING = 8
-"""A request waits a step for a prefix that is being computed, if that saves more than so many tokens."""
 
 _LOG = logging.getLogger(__name__)
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -51,8 +48,8 @@ class Scheduler:
         version: str,
         decode: Callable[[list[int]], str],
     ) -> None:
-        slots = model.slots
         self.model = model
+        self.slots = Slots(model.slots)
         self.version = version
         self.paused = False
         self.holding = False
@@ -67,22 +64,6 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="rollouts-engine", daemon=True)
         self._waiting: deque[Request] = deque()
         self._news: list[Request] = []
-        self._active: list[Request | None] = [None] * slots
-        self._busy = np.zeros(slots, dtype=bool)
-        self._content = np.zeros((slots, 256), dtype=np.int64)
-        self._length = np.zeros(slots, dtype=np.int64)
-        self._total = np.zeros(slots, dtype=np.int64)
-        self._namespace = np.full(slots, "", dtype=object)
-        self._used = np.zeros(slots, dtype=np.int64)
-        self._clock = 0
-        self._rules = Draws(
-            temperature=np.ones(slots, dtype=np.float32),
-            top_p=np.ones(slots, dtype=np.float32),
-            top_k=np.full(slots, -1, dtype=np.int64),
-            min_p=np.zeros(slots, dtype=np.float32),
-            seed=np.zeros(slots, dtype=np.uint64),
-            position=np.zeros(slots, dtype=np.int64),
-        )
 
     def __repr__(self) -> str:
         state = "paused" if self.paused else "running"
@@ -93,7 +74,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that have a slot."""
-        return int(self._busy.sum())
+        return int(self.slots.busy.sum())
 
     @property
     def queued(self) -> int:
@@ -128,31 +109,34 @@ class Scheduler:
         """Stop stepping; what runs is ended, put back into the queue without its K/V, or kept as it is."""
         self.paused = True
         if mode == "abort":
-            self._abort([*self._waiting, *(request for request in self._active if request is not None)])
+            self._abort([*self._waiting, *self.slots.running])
         elif mode == "retract":
-            for slot in np.flatnonzero(self._busy)[::-1]:
-                request = self._leave(int(slot))
+            for slot in np.flatnonzero(self.slots.busy)[::-1]:
+                request = self.slots.leave(int(slot))
                 request.retractions += 1
                 if not request.logprobs:
                     request.prompt_logprobs.clear()
-                self._length[slot] = self._total[slot] = 0
                 self._waiting.appendleft(request)
+            self.slots.forget()
 
     def resume(self) -> None:
         self.paused = False
 
+    def hold(self, held: bool) -> None:
+        """Admit nothing more, or admit again."""
+        self.holding = held
+
     def flush(self) -> bool:
         """Forget all cached prefixes; refused while requests need theirs."""
-        if self._busy.any() or (self._waiting and not (self.paused or self.holding)):
+        if self.slots.busy.any() or (self._waiting and not (self.paused or self.holding)):
             return False
-        self._length[:] = self._total[:] = 0
+        self.slots.forget()
         return True
 
     def set_version(self, version: str) -> None:
         self.version = version
-        for request in [*self._waiting, *self._active]:
-            if request is not None:
-                request.mark_version(version)
+        for request in [*self._waiting, *self.slots.running]:
+            request.mark_version(version)
 
     def replace(self, weights: Any, version: str | None) -> None:
         """Go on with other weights. Prefixes that nobody is using are forgotten: they are of the old ones.
@@ -161,8 +145,7 @@ class Scheduler:
             ConfigError: the weights have other shapes; nothing has changed.
         """
         self.model.replace(weights)
-        idle = ~self._busy
-        self._length[idle] = self._total[idle] = 0
+        self.slots.forget()
         if version is not None:
             self.set_version(version)
 
@@ -181,13 +164,13 @@ class Scheduler:
                 continue
             if request in self._waiting:
                 self._waiting.remove(request)
-            if request in self._active:
-                self._leave(self._active.index(request))
+            if request in self.slots.requests:
+                self.slots.leave(self.slots.requests.index(request))
             self._finish(request, dict(_ABORTED if request.started else _NEVER_STARTED))
 
     def _stop(self) -> None:
         self._stopping = True
-        self._abort([*self._waiting, *(request for request in self._active if request is not None)])
+        self._abort([*self._waiting, *self.slots.running])
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -209,129 +192,101 @@ class Scheduler:
                 self._deliver(news)
 
     def _can_step(self) -> bool:
-        return not self.paused and bool(self._busy.any() or (self._waiting and not self.holding))
+        return not self.paused and bool(self.slots.busy.any() or (self._waiting and not self.holding))
 
     def _fail(self, message: str) -> None:
         reason = {"type": "abort", "message": message, "status_code": 500, "err_type": "InternalServerError"}
-        running = [self._leave(int(slot)) for slot in np.flatnonzero(self._busy)]
+        running = [self.slots.leave(int(slot)) for slot in np.flatnonzero(self.slots.busy)]
         for request in [*running, *self._waiting]:
             self._finish(request, dict(reason))
         self._waiting.clear()
-        self._length[:] = self._total[:] = 0
+        self.slots.forget()
+
+    def _finish(self, request: Request, reason: dict[str, Any]) -> None:
+        request.finish = reason
+        self._news.append(request)
 
     def _step(self) -> None:
         if self._waiting and not self.holding:
             self._admit()
-        pending = np.where(self._busy, self._total - self._length, 0)
+        slots = self.slots
+        pending = slots.pending
         if pending.max() > 1:
-            scored = np.array([request is not None and self._scores(request) for request in self._active])
+            scored = np.array([request is not None and _scores(request) for request in slots.requests])
             for slot in np.flatnonzero((pending > 0) & scored):
                 self._score(int(slot), int(min(pending[slot], CHUNK)))
             prompts = (pending > 1) & ~scored
             for rows in (np.flatnonzero(prompts & (pending <= SHORT)), np.flatnonzero(prompts & (pending > SHORT))):
                 if len(rows):
                     self._forward(rows, np.minimum(pending[rows], CHUNK))
-        rows = np.flatnonzero(self._busy & (self._total - self._length == 1) & (pending <= 1))
+        rows = np.flatnonzero((slots.pending == 1) & (pending <= 1))
         if len(rows):
-            self._forward(rows, np.ones(len(rows), dtype=np.int64))
-
-    # -- admission ----------------------------------------------------------------------------------------------------
+            self._forward(rows, np.ones_like(rows))
 
     def _admit(self) -> None:
         for request in list(self._waiting):
-            if self._busy.all():
+            if self.slots.busy.all():
                 return
-            if self._place(request):
-                self._waiting.remove(request)
-
-    def _place(self, request: Request) -> bool:
-        """Give the request a slot and what is cached of its prefix, or let it wait for a prefix that is on its way."""
-        tokens = np.array(request.tokens, dtype=np.int64)
-        self._widen(len(tokens))
-        usable = len(tokens) - 1
-        if self._scores(request):
-            usable = min(usable, request.score_from)
-        differs = self._content[:, :usable] != tokens[:usable]
-        shared = (
-            np.where(differs.any(1), differs.argmax(1), usable) if usable else np.zeros(len(differs), dtype=np.int64)
-        )
-        shared[self._namespace != request.namespace] = 0
-        computed = np.minimum(shared, self._length)
-        donor = int(computed.argmax())
-        cached = int(computed[donor])
-        if int(np.minimum(shared, self._total).max()) > cached + WORTH_WAITING:
-            return False
-        free = np.flatnonzero(~self._busy)
-        whole = free[(computed[free] == cached) & (self._length[free] == cached)]
-        slot = int(whole[0]) if len(whole) else int(free[self._used[free].argmin()])
-        if not len(whole) and cached and slot != donor:
-            self.model.copy(donor, slot, cached)
-        self._content[slot, : len(tokens)] = tokens
-        self._length[slot], self._total[slot] = cached, len(tokens)
-        self._namespace[slot] = request.namespace
-        self._active[slot], self._busy[slot] = request, True
-        if not request.started:
-            request.started, request.cached_tokens = True, cached
-        rules, given = request.rules, self._rules
-        given.temperature[slot], given.top_p[slot] = rules.temperature, rules.top_p
-        given.top_k[slot], given.min_p[slot] = rules.top_k, rules.min_p
-        given.seed[slot], given.position[slot] = rules.seed, len(request.logprobs)
-        return True
-
-    def _widen(self, tokens: int) -> None:
-        width = self._content.shape[1]
-        if tokens >= width:
-            self._content = np.pad(self._content, ((0, 0), (0, max(width, tokens + 1 - width))))
-
-    def _leave(self, slot: int) -> Request:
-        """Free a slot; its computed tokens stay for whoever shares them."""
-        request = self._active[slot]
-        assert request is not None
-        self._active[slot], self._busy[slot] = None, False
-        self._total[slot] = self._length[slot]
-        self._clock += 1
-        self._used[slot] = self._clock
-        return request
+            usable = len(request.tokens) - 1
+            place = self.slots.find(request, min(usable, request.score_from) if _scores(request) else usable)
+            if place is None:
+                continue
+            if place.cached and place.slot != place.donor:
+                self.model.copy(place.donor, place.slot, place.cached)
+            self.slots.take(place, request)
+            self._waiting.remove(request)
+            if not request.started:
+                request.started, request.cached_tokens = True, place.cached
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def _forward(self, rows: Ids, lengths: Ids) -> None:
         """Compute some pending tokens of some rows, and sample for those that have none left."""
-        starts = self._length[rows]
-        columns = starts[:, None] + np.arange(lengths.max())
-        inputs = self._content[rows[:, None], np.minimum(columns, self._content.shape[1] - 1)]
-        logits = self.model.forward(rows, starts, inputs, lengths)
-        self._length[rows] += lengths
-        ready = self._length[rows] == self._total[rows]
+        slots = self.slots
+        logits = self.model.forward(rows, slots.length[rows], slots.inputs(rows, lengths), lengths)
+        slots.length[rows] += lengths
+        ready = slots.length[rows] == slots.total[rows]
         if not ready.all():
             rows, logits = rows[ready], logits[torch.from_numpy(ready).to(logits.device)]
         if len(rows):
             self._extend(rows, logits)
 
+    def _score(self, slot: int, count: int) -> None:
+        """Compute some prompt tokens of one row and keep the logprobs of those that follow."""
+        slots = self.slots
+        request = slots.requests[slot]
+        assert request is not None
+        start = int(slots.length[slot])
+        row, length = np.array([slot]), np.array([count])
+        logits = self.model.forward(row, slots.length[row], slots.inputs(row, length), length, every_position=True)
+        first = max(start, request.score_from) + 1
+        following = request.tokens[first : min(start + count + 1, request.prompt_tokens)]
+        scores = logits[0, first - start - 1 :][: len(following)].log_softmax(-1)
+        index = torch.tensor(following, dtype=torch.long, device=scores.device)[:, None]
+        request.prompt_logprobs.extend(scores.gather(1, index)[:, 0].tolist())
+        slots.length[slot] += count
+        if slots.length[slot] < slots.total[slot]:
+            return
+        if request.rules.limit == 0:
+            slots.leave(slot)
+            self._finish(request, {"type": "length", "length": 0})
+        else:
+            self._extend(row, logits[:, count - 1])
+
     def _extend(self, rows: Ids, logits: torch.Tensor) -> None:
-        slots: list[int] = rows.tolist()
-        requests = [request for slot in slots if (request := self._active[slot]) is not None]
-        logits = _shaped(logits, requests)
-        given = self._rules
-        drawn, logprobs = sample(
-            logits,
-            Draws(
-                given.temperature[rows], given.top_p[rows], given.top_k[rows], given.min_p[rows],
-                given.seed[rows], given.position[rows],
-            ),
-        )  # fmt: skip
+        """Sample a token for each row and hand it out."""
+        numbers: list[int] = rows.tolist()
+        requests = [request for slot in numbers if (request := self.slots.requests[slot]) is not None]
+        drawn, logprobs = sample(_shaped(logits, requests), self.slots.draws(rows))
         ids = drawn.cpu().numpy()
-        self._widen(int(self._total[rows].max()) + 1)
-        self._content[rows, self._total[rows]] = ids
-        self._total[rows] += 1
-        given.position[rows] += 1
-        self.generated += len(slots)
-        for slot, request, token, logprob in zip(slots, requests, ids.tolist(), logprobs.tolist(), strict=True):
+        self.slots.append(rows, ids)
+        self.generated += len(numbers)
+        for slot, request, token, logprob in zip(numbers, requests, ids.tolist(), logprobs.tolist(), strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)
             reason = self._reason(request, token, logprob)
             if reason is not None:
-                self._leave(slot)
+                self.slots.leave(slot)
                 self._finish(request, reason)
             elif request.stream:
                 self._news.append(request)
@@ -354,37 +309,10 @@ class Scheduler:
                     return {"type": "stop", "matched": stop}
         return None
 
-    def _finish(self, request: Request, reason: dict[str, Any]) -> None:
-        request.finish = reason
-        self._news.append(request)
 
-    # -- scoring ------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _scores(request: Request) -> bool:
-        return request.score_from >= 0 and not request.logprobs
-
-    def _score(self, slot: int, count: int) -> None:
-        """Compute some prompt tokens of one row and keep the logprobs of those that follow."""
-        request = self._active[slot]
-        assert request is not None
-        start = int(self._length[slot])
-        row = np.array([slot])
-        inputs = self._content[slot, start : start + count][None]
-        logits = self.model.forward(row, np.array([start]), inputs, np.array([count]), every_position=True)
-        first = max(start, request.score_from) + 1
-        following = request.tokens[first : min(start + count + 1, request.prompt_tokens)]
-        scores = logits[0, first - start - 1 :][: len(following)].log_softmax(-1)
-        index = torch.tensor(following, dtype=torch.long, device=scores.device)[:, None]
-        request.prompt_logprobs.extend(scores.gather(1, index)[:, 0].tolist())
-        self._length[slot] += count
-        if self._length[slot] < self._total[slot]:
-            return
-        if request.rules.limit == 0:
-            self._leave(slot)
-            self._finish(request, {"type": "length", "length": 0})
-        else:
-            self._extend(row, logits[:, count - 1])
+def _scores(request: Request) -> bool:
+    """Logprobs of the prompt are wanted and its computation has not ended."""
+    return request.score_from >= 0 and not request.logprobs
 
 
 def _shaped(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:

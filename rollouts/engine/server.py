@@ -28,10 +28,11 @@ import attrs
 import msgspec
 from aiohttp import web
 
+from rollouts.engine.answers import Answers
 from rollouts.engine.control import control_routes
 from rollouts.engine.frontend import Frontend
-from rollouts.engine.model import load_folder
-from rollouts.engine.protocol import Answers, GenerateBody, Refusal, decoded, read_generate
+from rollouts.engine.loading import load_folder
+from rollouts.engine.protocol import GenerateBody, Refusal, decoded, read_generate
 from rollouts.engine.requests import Request
 from rollouts.errors import ConfigError
 
@@ -58,7 +59,7 @@ async def running_server(model: Path, host: str, port: int, options: Options) ->
     loaded = await anyio.to_thread.run_sync(load_folder, model, options.max_context)
     frontend = Frontend(loaded, options.slots, max_queued=options.max_queued, health_seconds=options.health_seconds)
     app = web.Application(client_max_size=2**30, middlewares=[_refusals])
-    app.add_routes([web.post("/generate", _Generate(frontend)), *control_routes(frontend)])
+    app.add_routes([web.post("/generate", _Generate(frontend).handle), *control_routes(frontend)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS / 2)
     try:
         await runner.setup()
@@ -91,7 +92,7 @@ class _Generate:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def __call__(self, http: web.Request) -> web.StreamResponse:
+    async def handle(self, http: web.Request) -> web.StreamResponse:
         body = decoded(await http.read(), GenerateBody)
         news = _News()
         try:

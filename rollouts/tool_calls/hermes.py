@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
-from rollouts.tool_calls.base import BlockDialect, json_call, malformed
+from rollouts.tool_calls.base import BlockDialect
+from rollouts.tool_calls.reading import json_call, name_in, unreadable
 
 __all__ = ["Hermes"]
-
-_NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 
 
 class Hermes(BlockDialect):
@@ -22,7 +21,5 @@ class Hermes(BlockDialect):
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         if block["close"] is None:
-            found = _NAME.search(block["body"])
-            reason = "The tool call could not be read: </tool_call> is missing."
-            return [malformed(block[0], reason, found.group(1) if found else "")]
-        return [json_call(block["body"].strip(), block[0])]
+            return [unreadable(block[0], "</tool_call> is missing", name_in(block["body"]))]
+        return [json_call(block["body"], block[0])]

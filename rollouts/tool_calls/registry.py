@@ -7,18 +7,51 @@ from types import MappingProxyType
 
 from rollouts.errors import ConfigError
 from rollouts.tool_calls.base import Dialect
+from rollouts.tool_calls.deepseek import DeepSeekV3, DeepSeekV31, DeepSeekV32
+from rollouts.tool_calls.glm import Glm
+from rollouts.tool_calls.harmony import Harmony
 from rollouts.tool_calls.hermes import Hermes
+from rollouts.tool_calls.kimi_k2 import KimiK2
+from rollouts.tool_calls.llama_json import LlamaJson
+from rollouts.tool_calls.minimax import MiniMax
+from rollouts.tool_calls.mistral import Mistral
 from rollouts.tool_calls.plain import Plain
+from rollouts.tool_calls.qwen3_coder import Qwen3Coder
 
 __all__ = ["DIALECTS", "dialect_of_template", "get_dialect"]
 
-_ALL: tuple[Dialect, ...] = (Hermes(), Plain())
+_ALL: tuple[Dialect, ...] = (
+    Hermes(),
+    Qwen3Coder(),
+    Glm(),
+    LlamaJson(),
+    Mistral(),
+    DeepSeekV3(),
+    DeepSeekV31(),
+    DeepSeekV32(),
+    KimiK2(),
+    MiniMax(),
+    Harmony(),
+    Plain(),
+)
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({dialect.name: dialect for dialect in _ALL})
 """Every dialect by its name."""
 
-_MARKS: tuple[tuple[str, str], ...] = (("<tool_call>", "hermes"),)
-"""Text that gives a template's dialect away. The first mark that is found decides: the more special come first."""
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("deepseek_v3_2", ("｜DSML｜",)),
+    ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),
+    ("deepseek_v3_1", ("<｜tool▁sep｜>",)),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("minimax", ("minimax:tool_call",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("llama_json", ('{"name": function name, "parameters": dictionary',)),
+)
+"""Texts that give a template's dialect away when all of them are in it; the more special come first."""
 
 
 def get_dialect(name: str) -> Dialect:
@@ -34,4 +67,4 @@ def get_dialect(name: str) -> Dialect:
 
 def dialect_of_template(template: str) -> str:
     """The name of the dialect that a chat template teaches; ``"plain"`` when it knows no calls."""
-    return next((name for mark, name in _MARKS if mark in template), "plain")
+    return next((name for name, marks in _MARKS if all(mark in template for mark in marks)), "plain")

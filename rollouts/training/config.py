@@ -18,7 +18,7 @@ from rollouts.training.types import FilterFn, GenerateFn, RewardFn
 
 __all__ = ["RolloutConfig"]
 
-_NEED_SPREAD = (check_reward_nonzero_std, check_quality_and_diversity)
+_NEED_SPREAD = (check_reward_nonzero_std.__name__, check_quality_and_diversity.__name__)
 
 
 def _count(minimum: int, *, optional: bool = False) -> Any:
@@ -83,8 +83,8 @@ class RolloutConfig:
     def __attrs_post_init__(self) -> None:
         if self.on_failure not in ("drop_group", "stop"):
             raise ConfigError.of("RolloutConfig.on_failure", self.on_failure, '"drop_group" or "stop"')
-        if self.n_samples_per_prompt == 1 and self.filter_fn in _NEED_SPREAD:
-            name = function_name(self.filter_fn)
+        name = function_name(self.filter_fn)  # also of a partial's function
+        if self.n_samples_per_prompt == 1 and name in _NEED_SPREAD:
             raise ConfigError.of(
                 "RolloutConfig.n_samples_per_prompt", 1, f"at least 2 with filter_fn={name}: one reward has no spread"
             )
@@ -96,7 +96,9 @@ class RolloutConfig:
     @property
     def groups_in_work(self) -> int:
         """Groups in flight or ready while a batch fills."""
-        return math.ceil(self.batch_size * self.over_sampling_factor)
+        return math.ceil(
+            round(self.batch_size * self.over_sampling_factor, 6)
+        )  # 10 * 1.1 is 11, not 11.000000000000002
 
     @property
     def rejections_allowed(self) -> int:

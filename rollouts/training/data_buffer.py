@@ -40,7 +40,18 @@ class BufferState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BufferState:
-        return cls(**{**data, "leftovers": tuple((a, b) for a, b in data["leftovers"])})
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            ConfigError: a field is missing, unknown, or of another kind.
+        """
+        unknown = data.keys() - {field.name for field in attrs.fields(cls)}
+        if unknown:
+            raise ConfigError.of("BufferState", sorted(unknown), "fields of a buffer's state")
+        try:
+            return msgspec.convert(dict(data), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"BufferState: {error}") from None
 
 
 class DataBuffer:
@@ -56,10 +67,12 @@ class DataBuffer:
     """
 
     def __init__(self, prompts: Iterable[Any], *, seed: int | None = None, epochs: int | None = None) -> None:
+        if isinstance(prompts, str | bytes | Mapping):
+            raise ConfigError.of("DataBuffer.prompts", prompts, "a list of prompts")
         self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
-        if epochs is not None and epochs < 1:
+        if epochs is not None and (not _is_count(epochs) or epochs < 1):
             raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
         self.seed = seed
         self.epochs = epochs
@@ -89,26 +102,31 @@ class DataBuffer:
         Raises:
             DataExhausted: fewer are left; nothing is taken then.
         """
+        if not _is_count(count):
+            raise ConfigError.of("get_prompts(count)", count, "an integer >= 0")
         left = self._left()
         if left is not None and left < count:
             raise DataExhausted(f"{count} prompts wanted, {left} left in {self!r}")
         return [self._take() for _ in range(count)]
 
     def put_back(self, prompts: Iterable[Prompt]) -> None:
-        """Hand back prompts that came to nothing; they come out again first, lowest group index first.
+        """Hand back prompts that came to nothing; they come out again first, lowest group index first. All or none.
 
         Raises:
             ConfigError: a prompt that is not out: never taken from here, or handed back already.
         """
+        positions = dict(self._positions)
+        back = []
         for prompt in prompts:
             group_index = prompt.group_index
-            position = None if group_index is None else self._positions.pop(group_index, None)
+            position = None if group_index is None else positions.pop(group_index, None)
             if group_index is None or position is None:
                 raise ConfigError.of(
                     "put_back(prompts)", prompt, "prompts that were taken from this buffer and are out"
                 )
-            self._leftovers.append((position, group_index))
-        self._leftovers.sort(key=lambda entry: entry[1])
+            back.append((position, group_index))
+        self._positions = positions
+        self._leftovers = sorted([*self._leftovers, *back], key=lambda entry: entry[1])
 
     def settle(self, prompt: Prompt) -> None:
         """Say that a prompt came to its end; it can no longer be handed back."""
@@ -173,6 +191,10 @@ class DataBuffer:
             texts = [message.to_chat() for message in prompt.messages]
             crc = zlib.crc32(json.dumps([texts, repr(prompt.label)], sort_keys=True, default=repr).encode(), crc)
         return crc
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _read_prompt(row: Any, place: str) -> Prompt:

@@ -73,7 +73,7 @@ def make_threshold_filter(min_reward: float = float("-inf"), max_reward: float =
 
     Drops what is always solved or never solved, e.g. ``make_threshold_filter(0.1, 0.9)``.
     """
-    if min_reward > max_reward:
+    if not min_reward <= max_reward:
         raise ConfigError.of("make_threshold_filter(min_reward, max_reward)", (min_reward, max_reward), "min <= max")
 
     def check_mean_reward(samples: Sequence[Sample]) -> bool:

@@ -172,6 +172,8 @@ class AsyncRolloutManager:
         groups = self.ready_groups[: self.config.batch_size]
         samples = [sample.pack() for group in groups for sample in group.samples]
         numbers = batch_metrics(samples)
+        for group in groups:
+            self.data_buffer.settle(group.prompt)
         taken = {group.group_index for group in groups}
         self._ready = [group for group in self._ready if group.group_index not in taken]
         self.accounting.ready -= len(groups)
@@ -231,14 +233,14 @@ class AsyncRolloutManager:
 
     def _settle(self, group: Group) -> None:
         self.run_metrics.add(group)
-        self.data_buffer.settle(group.prompt)
         self.accounting.in_flight -= 1
-        if group.outcome == "kept":
+        if group.outcome == "kept":  # stays out of the buffer until its batch: a state saved meanwhile includes it
             self.accounting.ready += 1
             self._ready.append(group)
             self._rejected_in_a_row = 0
             self._failure_causes.clear()
             return
+        self.data_buffer.settle(group.prompt)
         self._rejected_in_a_row += 1
         if group.outcome == "dropped":
             self.accounting.dropped += 1

@@ -38,12 +38,13 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
     """
     name = function_name(reward_fn)
     values = await call_foreign(RewardFailure, f"group reward {name}", reward_fn, list(samples), seconds=seconds)
-    if not isinstance(values, Sequence):
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RewardFailure(f"group reward {name}: got {shortened(values)}; expected a list of {len(samples)} numbers")
     if len(values) != len(samples):
         raise RewardFailure(f"group reward {name} gave {len(values)} rewards for {len(samples)} samples")
-    for sample, value in zip(samples, values, strict=True):
-        sample.reward = _finite(value, name)
+    rewards = [_finite(value, name) for value in values]
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
 
 
 def _finite(value: Any, source: str) -> float:

@@ -7,8 +7,8 @@
     unbatched.jsonl   accepted groups that were in no batch when the run stopped
     metrics.jsonl     one line a batch
 
-Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and ``digests``,
-the checksums of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
+Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and the
+``digests`` of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from rollouts.errors import ConfigError
 from rollouts.training import parquet
 from rollouts.training.types import Sample
 
-__all__ = ["RUN_FILES", "Place", "Row", "Which", "column_digests", "load_run", "read_info", "read_rows", "run_files"]
+__all__ = [
+    "RUN_FILES",
+    "Place",
+    "Row",
+    "Which",
+    "column_digests",
+    "load_run",
+    "read_file",
+    "read_info",
+    "read_rows",
+    "run_files",
+]
 
 Place: TypeAlias = Literal["kept", "dropped", "failed", "unbatched"]
 """Where a group of a run lies: in a batch, or in one of the other files."""

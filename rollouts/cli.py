@@ -1,0 +1,255 @@
+"""The command ``rollouts``: run, show, play, verify, serve.
+
+Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
+broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
+they do is done below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+from rich.console import Console
+
+from rollouts import __version__
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.inspection import play_one, show_run
+from rollouts.launching import Aim, launch
+from rollouts.serving import READY
+from rollouts.training.sinks import check_free
+from rollouts.training.verify import verify_run
+
+__all__ = ["main"]
+
+BAD_INPUT, BROKEN, INTERRUPTED = 2, 1, 130
+
+_VIOLATIONS_SHOWN = 20
+
+Result = TypeVar("Result")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        code: int = args.verb(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; nothing more to say
+        return 0
+    except RolloutsError as error:
+        _tell(error, debug=args.debug)
+        return BAD_INPUT
+    return code
+
+
+def _tell(error: RolloutsError, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    print(f"rollouts: error: {error}", file=sys.stderr)
+
+
+def _loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
+    uvloop = importlib.util.find_spec("uvloop") is not None
+    return anyio.run(function, *arguments, backend_options={"use_uvloop": uvloop})
+
+
+# -- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_free(args.out, overwrite=args.overwrite)
+    aim = _aim(args)
+    result = _loop(launch, aim, args.out, args.format, args.overwrite, Console())
+    if result is None:
+        return INTERRUPTED
+    if result.error is not None:
+        _tell(result.error, debug=args.debug)
+        return BROKEN
+    return 0 if result.status == "finished" else INTERRUPTED
+
+
+def _play(args: argparse.Namespace) -> int:
+    _loop(play_one, _aim(args), args.text, Console())
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    show_run(
+        args.run,
+        Console(),
+        group=args.group,
+        number=args.sample,
+        outcome=args.outcome,
+        limit=args.limit,
+        tokenizer=args.tokenizer,
+    )
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    report = verify_run(args.run)
+    print(report)
+    for violation in report.violations[:_VIOLATIONS_SHOWN]:
+        print(violation, file=sys.stderr)
+    left = len(report.violations) - _VIOLATIONS_SHOWN
+    if left > 0:
+        print(f"... and {left} more", file=sys.stderr)
+    return 0 if report.ok else BROKEN
+
+
+def _serve(args: argparse.Namespace) -> int:
+    return _loop(_serve_until_told, args)
+
+
+async def _serve_until_told(args: argparse.Namespace) -> int:
+    from rollouts.engine import DEMO_MODEL, serve  # here: its extra may be missing, and then only this verb is
+
+    code = 0
+
+    async def signals(scope: anyio.CancelScope) -> None:
+        nonlocal code
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+            async for number in received:
+                code = INTERRUPTED if number == signal.SIGINT else 0
+                scope.cancel()
+
+    async def standard_input(scope: anyio.CancelScope) -> None:
+        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        scope.cancel()
+
+    def ready(url: str) -> None:
+        print(f"{READY}{url}", flush=True)
+
+    failure: RolloutsError | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(signals, tasks.cancel_scope)
+        if args.stop_with_stdin:
+            tasks.start_soon(standard_input, tasks.cancel_scope)
+        try:
+            model = DEMO_MODEL if args.model is None else args.model
+            options = {} if args.slots is None else {"slots": args.slots}
+            await serve(model, args.host, args.port, max_context=args.max_context, on_ready=ready, **options)
+        except RolloutsError as error:  # not through the task group, which would wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return code
+
+
+def _aim(args: argparse.Namespace) -> Aim:
+    options = {}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError.of("--set", text, "key=value")
+        options[name] = value
+    for name in ("data", "seed"):
+        if getattr(args, name) is not None:
+            options[name] = str(getattr(args, name))
+    return Aim(
+        recipe=args.recipe,
+        urls=tuple(args.endpoint),
+        model=args.model,
+        options=options,
+        batches=getattr(args, "batches", None),
+        slots=args.slots,
+    )
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollouts",
+        description="Turn an inference endpoint and an environment into training data: exact tokens, whole groups.",
+        epilog="Exit codes: 0 done, 1 a law is broken or the run failed, 2 bad input, 130 Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    run = _verb(verbs, "run", _run, "fill batches and write them to a folder", "run configs/calculator.py --out runs/a")
+    _add_aim(run)
+    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder, new or without a run")
+    run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
+    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
+
+    show = _verb(verbs, "show", _show, "look at a stored run", "show runs/a --group 3 --sample 0")
+    show.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    show.add_argument("--group", type=int, metavar="N", help="the samples of this group")
+    show.add_argument(
+        "--sample", type=int, metavar="N", help="one transcript: the sample's number in --group, or in the run"
+    )
+    show.add_argument(
+        "--outcome", default="all", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which groups (all)"
+    )
+    show.add_argument("--limit", type=_positive, default=60, metavar="N", help="groups in the table (60)")
+    show.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="instead of the run's own")
+
+    play = _verb(verbs, "play", _play, "play one prompt and watch it", "play configs/calculator.py")
+    _add_aim(play)
+    play.add_argument("--text", metavar="PROMPT", help="this prompt instead of the recipe's first")
+
+    verify = _verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
+    verify.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+
+    serve = _verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
+    serve.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    serve.add_argument("--port", type=int, default=30000, help="0 takes a free one (30000)")
+    serve.add_argument("--slots", type=_positive, metavar="N", help="requests that run at once")
+    serve.add_argument("--max-context", type=_positive, metavar="N", help="tokens of prompt and reply together")
+    serve.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
+    return parser
+
+
+def _verb(verbs: Any, name: str, function: Callable[..., int], does: str, example: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=f"Example: rollouts {example}"
+    )
+    # Without a default, or it would undo a --debug before the verb.
+    verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors")
+    verb.set_defaults(verb=function)
+    return verb
+
+
+def _add_aim(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python file with a function recipe(...)")
+    verb.add_argument(
+        "--endpoint",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an SGLang server; may be given again for more workers. Without one the embedded engine is started. "
+        "A key for it is taken from ROLLOUTS_API_KEY",
+    )
+    verb.add_argument(
+        "--model", metavar="NAME_OR_DIR", help="the model and its tokenizer; by default what the server names"
+    )
+    verb.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
+    verb.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
+    verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    verb.add_argument("--slots", type=_positive, metavar="N", help="requests at once in the embedded engine")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 1")
+    return number

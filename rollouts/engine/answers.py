@@ -1,0 +1,101 @@
+"""What a call of ``/generate`` is answered with: the output so far, in the shape of SGLang 0.5.23.
+
+Invariant: ``output_ids`` holds all that was sampled and nothing else, and ``output_token_logprobs`` has an entry for
+each of them; ``text`` is a view for people, cut before what stopped it. A request may still run while it is read.
+
+This module knows no validation and no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+import attrs
+
+from rollouts.engine.requests import Request
+
+__all__ = ["Answers", "TextForm"]
+
+
+@attrs.frozen
+class TextForm:
+    """How ids become text."""
+
+    skip_special_tokens: bool
+    no_stop_trim: bool
+
+
+@attrs.frozen
+class Answers:
+    """One call: its requests, and how each is to be answered."""
+
+    requests: list[Request]
+    forms: list[TextForm]
+    single: bool
+    """The answer is one object, not a list."""
+    stream: bool
+    logprobs: list[bool]
+    texts_in_logprobs: bool
+    prompt_ids: bool
+    tokenizer: Any
+
+    def of(self, index: int) -> dict[str, Any]:
+        """The answer as far as request number ``index`` got."""
+        request, form = self.requests[index], self.forms[index]
+        finish = request.finish  # set after the last token, and a logprob after its token: so nothing is missed here
+        logprobs = request.logprobs[:]
+        count = len(logprobs)
+        ids = request.tokens[request.prompt_tokens : request.prompt_tokens + count]
+        meta: dict[str, Any] = {"id": request.rid, "finish_reason": finish}
+        if finish is None or request.started or finish["type"] != "abort":
+            meta["prompt_tokens"] = request.prompt_tokens
+            meta["cached_tokens"] = request.cached_tokens
+            meta["cached_tokens_details"] = None
+        meta["completion_tokens"] = count
+        meta["reasoning_tokens"] = 0
+        meta["num_retractions"] = request.retractions
+        meta["dp_rank"] = None
+        spans = request.spans
+        meta["weight_version"] = spans[-1][0] if spans else None
+        ends = [start for _, start in spans[1:]] + [count]
+        meta["weight_versions"] = [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(spans, ends, strict=True)
+            if end > start
+        ]
+        if self.logprobs[index]:
+            meta["output_token_logprobs"] = self._triples(logprobs, ids)
+            meta["output_token_logprobs_length"] = count
+            start = request.score_from
+            scored = request.tokens[start : request.prompt_tokens] if start >= 0 else []
+            values = [None, *request.prompt_logprobs]
+            meta["input_token_logprobs"] = self._triples(values[: len(scored)], scored[: len(values)])
+        meta["e2e_latency"] = time.perf_counter() - request.arrived
+        meta["response_sent_to_client_ts"] = time.time()
+        answer: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
+        if self.tokenizer is not None:
+            answer["text"] = self._text(ids, finish, form)
+        if self.prompt_ids:
+            answer["prompt_token_ids"] = request.tokens[: request.prompt_tokens]
+        return answer
+
+    def _triples(self, logprobs: Sequence[float | None], ids: Sequence[int]) -> list[Any]:
+        if self.texts_in_logprobs and self.tokenizer is not None:
+            return [
+                [logprob, token, self.tokenizer.decode([token])] for logprob, token in zip(logprobs, ids, strict=True)
+            ]
+        return list(zip(logprobs, ids, repeat(None)))
+
+    def _text(self, ids: list[int], finish: dict[str, Any] | None, form: TextForm) -> str:
+        matched = (
+            finish["matched"] if finish is not None and finish["type"] == "stop" and not form.no_stop_trim else None
+        )
+        if isinstance(matched, int):
+            ids = ids[:-1]
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=form.skip_special_tokens)
+        if isinstance(matched, str) and matched in text:
+            return text[: text.index(matched)]
+        return text

@@ -1,0 +1,100 @@
+"""A model folder in memory: weights in float32, tokenizer, stop ids, context.
+
+Invariant: what is loaded can be served: it is a causal language model whose layers all attend to the whole sequence, as
+the mask of the slots assumes. Nothing is looked for on a network.
+
+This module knows nothing of slots or requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import torch
+import transformers
+from transformers.utils.logging import disable_progress_bar
+
+from rollouts.errors import ConfigError
+
+__all__ = ["Loaded", "load_folder", "load_weights"]
+
+_EXPECTED = "a folder that transformers can load as a causal language model (config.json and weights)"
+
+
+@attrs.frozen
+class Loaded:
+    """A model folder in memory."""
+
+    path: Path
+    model: Any
+    tokenizer: Any
+    """``None`` when the folder has none; the server then takes and gives ids only."""
+    eos_ids: frozenset[int]
+    vocab_size: int
+    max_context: int
+    """Prompt and reply together, in tokens."""
+    architecture: str
+    model_type: str
+
+
+def load_folder(path: Path, max_context: int | None = None) -> Loaded:
+    """Load a model and its tokenizer from a local folder; nothing is looked for on a network.
+
+    Raises:
+        ConfigError: the folder does not load, or the model is of a kind that the slots cannot serve.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError.of("model", str(path), _EXPECTED)
+    model = load_weights(path)
+    config = model.config
+    limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    if max_context is not None and not 2 <= max_context <= limit:
+        raise ConfigError.of("max_context", max_context, f"2 to {limit}, the positions of the model in {path}")
+    limit = max_context or limit
+    _check_attention(path, config, limit)
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos = config.eos_token_id if eos is None else eos
+    return Loaded(
+        path=path,
+        model=model,
+        tokenizer=_tokenizer(path),
+        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        vocab_size=int(config.vocab_size),
+        max_context=limit,
+        architecture=type(model).__name__,
+        model_type=str(config.model_type),
+    )
+
+
+def load_weights(path: Path) -> Any:
+    """The model of a folder, in float32, on the GPU where there is one.
+
+    Raises:
+        ConfigError: it does not load; the cause says why.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    except Exception as error:  # whatever a foreign folder makes transformers raise
+        raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return cast(torch.nn.Module, model).to(device).eval()
+
+
+def _check_attention(path: Path, config: Any, limit: int) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds != {"full_attention"} or (window is not None and window < limit):
+        found = f"{path} ({config.model_type}, layers {sorted(kinds)}, window {window})"
+        raise ConfigError.of("model", found, "a model whose layers all attend to the whole sequence")
+
+
+def _tokenizer(path: Path) -> Any:
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever a foreign folder makes transformers raise
+        raise ConfigError(f"model: got {str(path)!r}; expected a tokenizer that loads; {error}") from error

@@ -1,0 +1,234 @@
+"""Recipes: what a run is made of, in one function of a Python file.
+
+Invariant: importing a recipe file does nothing; everything wrong with it, its options, its environment, its template or
+its server is said by :func:`preflight` or earlier, before a prompt is taken. This module runs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, get_type_hints
+from urllib.parse import urlsplit
+
+import anyio.to_thread
+import attrs
+import msgspec
+
+from rollouts.dtypes import Endpoint
+from rollouts.environments.base import Environment, EnvironmentFactory
+from rollouts.errors import ConfigError, EnvironmentFailure, RolloutsError, boundary, function_name
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.sglang import shared_policy
+from rollouts.renderer import renderer_for
+from rollouts.training.config import RolloutConfig
+from rollouts.training.data_buffer import DataBuffer
+
+__all__ = ["Recipe", "RecipeFunction", "build", "load_recipe", "preflight", "read_options"]
+
+_CLOSE_SECONDS = 30.0
+
+
+def _is_a(kind: type, expected: str) -> Any:
+    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError.of(f"Recipe.{field.name}", value, expected)
+
+    return validate
+
+
+def _at_least_one(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError.of(f"Recipe.{field.name}", value, "an integer >= 1")
+
+
+def _factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not callable(value):
+        raise ConfigError.of(f"Recipe.{field.name}", value, "an environment class, or a functools.partial of one")
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """Everything that one run needs.
+
+    Raises:
+        ConfigError: a field of the wrong type; the message names it.
+    """
+
+    name: str = attrs.field(validator=_is_a(str, "a string"))
+    config: RolloutConfig = attrs.field(validator=_is_a(RolloutConfig, "a RolloutConfig"))
+    data_buffer: DataBuffer = attrs.field(validator=_is_a(DataBuffer, "a DataBuffer"))
+    endpoint: Endpoint = attrs.field(validator=_is_a(Endpoint, "an Endpoint"))
+    tokenizer: Any
+    """A transformers tokenizer, or the name or folder to load one from."""
+    environment_cls: EnvironmentFactory = attrs.field(validator=_factory)
+    batches: int = attrs.field(default=1, validator=_at_least_one)
+    seed: int = attrs.field(default=0, validator=_is_a(int, "an integer"))
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe as plain values for ``run.json``; no key and no password is among them."""
+        endpoint = attrs.asdict(self.endpoint)
+        del endpoint["api_key"]
+        endpoint["base_url"] = [_without_password(url) for url in self.endpoint.base_url]
+        generate_fn = self.config.generate_fn
+        bound = generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
+        return {
+            "recipe": self.name,
+            "config": self.config.describe(),
+            "generate": {name: _told(value) for name, value in bound.items() if not isinstance(value, Endpoint)},
+            "endpoint": endpoint,
+            "tokenizer": _told(self.tokenizer),
+            "environment": function_name(self.environment_cls),
+            "prompts": len(self.data_buffer),
+            "epochs": self.data_buffer.epochs,
+            "batches_wanted": self.batches,
+            "seed": self.seed,
+        }
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _told(value: Any) -> Any:
+    """A value in words: data as data, a tokenizer by where it came from, a function by its name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if attrs.has(type(value)):
+        return attrs.asdict(value)
+    return getattr(value, "name_or_path", None) or function_name(value)
+
+
+# -- from a file to a recipe ------------------------------------------------------------------------------------------
+
+RecipeFunction: TypeAlias = Callable[..., Recipe]
+"""``recipe(endpoint, *, ...options) -> Recipe``."""
+
+
+def load_recipe(path: str | Path) -> RecipeFunction:
+    """Import a recipe file and return its function.
+
+    The folder of the file and the one above it can be imported from, so that a recipe finds its guests.
+
+    Raises:
+        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+    """
+    path = Path(path).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError.of("recipe", str(path), "a Python file with a function recipe(endpoint, *, ...)")
+    for folder in (path.parent, path.parent.parent):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    name = f"rollouts_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise ConfigError(f"{place}: importing the recipe raised {type(error).__name__}: {error}") from error
+    function = getattr(module, "recipe", None)
+    if not callable(function):
+        raise ConfigError.of(f"{path}: recipe", function, "a function recipe(endpoint, *, ...) that returns a Recipe")
+    result: RecipeFunction = function
+    return result
+
+
+def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
+    """Turn texts into the values that the function's annotations ask for.
+
+    Raises:
+        ConfigError: an unknown option (the known ones are listed), one that is missing, or a text that does not fit.
+    """
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
+    known = ", ".join(f"{name} ({_type_name(hints.get(name, str))})" for name in parameters) or "none"
+    for name in options:
+        if name not in parameters:
+            raise ConfigError.of("option", name, f"one that the recipe has: {known}")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in options:
+            kind = _type_name(hints.get(name, str))
+            raise ConfigError.of(f"option {name}", None, f"{kind}: the recipe needs it, --set {name}=...")
+    return {name: _converted(name, text, hints.get(name, str)) for name, text in options.items()}
+
+
+def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
+    """Call a recipe function with options given as text.
+
+    Raises:
+        ConfigError: as :func:`read_options`; what the function raised; or it returned something else than a recipe.
+    """
+    values = read_options(function, options)
+    try:
+        made: Any = function(endpoint, **values)
+    except RolloutsError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"recipe {function_name(function)} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Recipe):
+        raise ConfigError.of("what the recipe returned", made, "a Recipe")
+    return made
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+def _converted(name: str, text: str, kind: Any) -> Any:
+    if kind is Any:
+        return text
+    try:
+        return msgspec.convert(text, kind, strict=False, dec_hook=_decoded)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        first = error
+    try:  # lists, objects and the like are given as JSON
+        return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
+    except (msgspec.DecodeError, TypeError, ValueError):
+        raise ConfigError.of(f"option {name}", text, f"{_type_name(kind)} ({first})") from None
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    if issubclass(kind, Path):
+        return kind(value)
+    raise TypeError(f"a {_type_name(kind)} cannot be written as text")
+
+
+# -- before the work --------------------------------------------------------------------------------------------------
+
+
+async def preflight(recipe: Recipe) -> ServerInfo:
+    """See that the run can start: environment, tokenizer and template, server; in this order, the cheap ones first.
+
+    Raises:
+        ConfigError: the environment is none, the tokenizer does not load, or its template fails the self-test.
+        EnvironmentFailure: the environment cannot be made.
+        EndpointUnavailable: nobody answers at the URL.
+        EndpointRefused: who answers there is no SGLang server.
+    """
+    name = function_name(recipe.environment_cls)
+    with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS):
+        environment: Any = recipe.environment_cls()
+        if not isinstance(environment, Environment):
+            raise ConfigError.of("Recipe.environment_cls()", environment, "an object with tools, start, step and close")
+        tools = tuple(environment.tools)
+        await environment.close()
+    renderer = await anyio.to_thread.run_sync(renderer_for, recipe.tokenizer)
+    test = await anyio.to_thread.run_sync(renderer.self_test, tools)
+    test.raise_if_refused()
+    return await shared_policy(recipe.endpoint).describe()

@@ -1,0 +1,129 @@
+"""A recipe run to its end: batches filled, written, and everything accounted for.
+
+Invariant: however a run ends (finished, asked to stop, out of data, an error), every settled group is on disk in one
+place and ``run.json`` says where each prompt went. This module knows neither the command line nor the display; they
+hand it a stop and an observer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from rollouts.errors import RolloutsError
+from rollouts.recipe import Recipe
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.metrics import Accounting, RunMetrics
+from rollouts.training.sinks import RunStatus, RunWriter
+
+__all__ = ["RunResult", "Stop", "Watch", "run"]
+
+
+class Stop:
+    """Asks a run to end: cleanly, keeping what is finished; with an error where there is one to tell."""
+
+    def __init__(self) -> None:
+        self.error: RolloutsError | None = None
+        self._asked = anyio.Event()
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    def ask(self, error: RolloutsError | None = None) -> None:
+        self.error = self.error or error
+        self._asked.set()
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+
+@attrs.frozen
+class RunResult:
+    """How a run ended."""
+
+    status: RunStatus
+    accounting: Accounting
+    run_metrics: RunMetrics
+    batches: int
+    batch_metrics: tuple[Mapping[str, float], ...]
+    seconds: float
+    error: RolloutsError | None = None
+    """Why it ended early, when it was not asked to."""
+
+
+Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
+"""An observer that runs beside the work and is cancelled at its end."""
+
+
+async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, watch: Watch | None = None) -> RunResult:
+    """Fill ``recipe.batches`` batches and write them; end early when asked, when data run dry, or at an error.
+
+    Returns:
+        How it ended; the reason of an early end is in ``error``, and in ``run.json``.
+    """
+    stop = stop or Stop()
+    began = anyio.current_time()
+    error: BaseException | None = None
+    finished = False
+    metrics: list[Mapping[str, float]] = []
+    manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
+            if watch is not None:
+                tasks.start_soon(_observe, watch, manager)
+            try:
+                async with manager:
+                    for _ in range(recipe.batches):
+                        await _one_batch(manager, writer)
+                        metrics.append(manager.metrics)
+                finished = True
+            except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
+                error = raised
+            tasks.cancel_scope.cancel()
+    finally:
+        if stop.asked and not finished:
+            error = stop.error
+        status: RunStatus = "finished" if finished else "failed" if error else "stopped"
+        accounting = _written(manager.accounting, writer.batches * recipe.config.batch_size)
+        with anyio.CancelScope(shield=True):
+            finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
+            await anyio.to_thread.run_sync(finish)
+    if error is not None and not isinstance(error, RolloutsError):
+        raise error
+    seconds = anyio.current_time() - began
+    return RunResult(status, accounting, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
+
+
+async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter) -> None:
+    samples = await manager.generate_batch()
+    with anyio.CancelScope(shield=True):  # what is handed out is written, whoever stops us now
+        try:
+            await anyio.to_thread.run_sync(
+                writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)
+            )
+        except OSError as error:
+            raise RolloutsError(f"batch {writer.batches} cannot be written to {writer.path}: {error}") from error
+
+
+async def _observe(watch: Watch, manager: AsyncRolloutManager) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal ends the observing, not the run
+        await watch(manager)
+
+
+async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:
+    await stop.wait()
+    scope.cancel()
+
+
+def _written(accounting: Accounting, in_batch: int) -> Accounting:
+    """The accounting as the disk has it: a batch that could not be written is accepted groups in no batch."""
+    unwritten = accounting.in_batch - in_batch
+    return attrs.evolve(accounting, in_batch=in_batch, ready=accounting.ready + unwritten)

@@ -1,0 +1,104 @@
+"""The embedded engine as a child process: started, waited for, and gone when we are.
+
+Invariant: the child ends with its context, and with this process too, however it dies: it watches its standard input,
+whose other end is ours. A Ctrl-C at the terminal does not reach it, so requests in flight end as we end them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import attrs
+
+from rollouts.errors import EndpointUnavailable
+
+__all__ = ["READY", "EngineProcess", "engine_process"]
+
+READY = "rollouts: serving at "
+"""What a server prints before its URL when it is ready, on a line of its own."""
+
+_START_SECONDS = 180.0
+_STOP_SECONDS = 10.0
+
+
+@attrs.define
+class EngineProcess:
+    """A running engine."""
+
+    url: str
+    log: Path
+    process: anyio.abc.Process
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def death(self) -> EndpointUnavailable:
+        """Wait until it ends by itself; why, with the last lines of its log."""
+        code = await self.process.wait()
+        return _died(code, self.log)
+
+
+@contextlib.asynccontextmanager
+async def engine_process(model: Path, log: Path, *, slots: int | None = None) -> AsyncIterator[EngineProcess]:
+    """Serve a model folder on a free port of this machine while the context lasts.
+
+    Args:
+        model: the folder.
+        log: where its standard error goes.
+        slots: requests that run at once; the engine's default where not given.
+
+    Raises:
+        EndpointUnavailable: it died, or was not ready in time; the message has the end of its log.
+    """
+    command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--model", str(model), "--stop-with-stdin"]
+    command += [] if slots is None else ["--slots", str(slots)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as errors:
+        process = await anyio.open_process(command, stderr=errors, start_new_session=True)
+    try:
+        yield EngineProcess(await _url(process, log), log, process)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await _stop(process)
+
+
+async def _url(process: anyio.abc.Process, log: Path) -> str:
+    assert process.stdout is not None
+    text = b""
+    with anyio.move_on_after(_START_SECONDS):
+        try:
+            while True:
+                text += await process.stdout.receive()
+                for line in text.decode(errors="replace").splitlines(keepends=True):
+                    if line.startswith(READY) and line.endswith("\n"):
+                        return line.removeprefix(READY).strip()
+        except anyio.EndOfStream:
+            raise _died(await process.wait(), log) from None
+    raise EndpointUnavailable(f"the embedded engine was not ready within {_START_SECONDS:g} s{_tail(log)}")
+
+
+async def _stop(process: anyio.abc.Process) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await process.stdin.aclose()
+    with anyio.move_on_after(_STOP_SECONDS):
+        await process.wait()
+    if process.returncode is None:
+        process.kill()
+    await process.aclose()
+
+
+def _died(code: int, log: Path) -> EndpointUnavailable:
+    return EndpointUnavailable(f"the embedded engine ended with exit code {code}{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:]
+    return "; the end of " + str(log) + ":\n" + "\n".join(f"    {line}" for line in lines) if lines else f"; see {log}"

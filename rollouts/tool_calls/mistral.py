@@ -1,0 +1,53 @@
+"""Calls after ``[TOOL_CALLS]``: a JSON array with ids (Nemo), or name and arguments (Small 3.x, Ministral)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollouts.dtypes import Tool, ToolCall
+from rollouts.tool_calls.base import BlockDialect
+from rollouts.tool_calls.reading import (
+    MalformedCallError,
+    call_in_json,
+    json_prefix,
+    name_in,
+    unreadable,
+)
+
+__all__ = ["Mistral"]
+
+_NAMED = re.compile(r"\s*(?P<name>[^\[\]{}\s]+)(?:\[CALL_ID\](?P<id>[^\[\]{}\s]+))?\[ARGS\]\s*")
+
+
+class Mistral(BlockDialect):
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`` or ``[TOOL_CALLS]name[ARGS]{...}``."""
+
+    name = "mistral"
+    block = re.compile(r"\[TOOL_CALLS\](?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
+    reasoning = ("[THINK]", "[/THINK]")
+
+    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
+        return self.take(block, tools)[0]
+
+    def take(self, block: re.Match[str], tools: Sequence[Tool]) -> tuple[Iterable[ToolCall], int]:
+        body, start = block["body"], block.start("body")
+        named = _NAMED.match(body)
+        try:
+            value, end = json_prefix(body, named.end() if named else len(body) - len(body.lstrip()))
+        except MalformedCallError as error:
+            return [unreadable(block[0], error, named["name"] if named else name_in(body))], block.end()
+        raw = block[0][: start - block.start() + end]
+        if named:
+            return [_call({"name": named["name"], "arguments": value, "id": named["id"]}, raw)], start + end
+        entries = value if isinstance(value, list) else [value]
+        return [_call(entry, raw) for entry in entries] or [unreadable(raw, "there is no call in it")], start + end
+
+
+def _call(value: Any, raw: str) -> ToolCall:
+    try:
+        return call_in_json(value, raw, id_key="id")
+    except MalformedCallError as error:
+        name = value.get("name") if isinstance(value, dict) else None
+        return unreadable(raw, error, name if isinstance(name, str) else "")

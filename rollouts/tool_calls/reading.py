@@ -1,0 +1,180 @@
+"""Reading what stands inside a call: JSON, and values that are written without quotes. Strict: nothing is repaired."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollouts.dtypes import Tool, ToolCall
+
+__all__ = [
+    "MalformedCallError",
+    "call_in_json",
+    "checked_arguments",
+    "json_call",
+    "json_prefix",
+    "json_value",
+    "malformed",
+    "name_in",
+    "typed_value",
+    "unreadable",
+]
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
+
+
+class MalformedCallError(ValueError):
+    """A call that cannot be read; the message is meant for the model."""
+
+
+def malformed(raw: str, reason: str, name: str = "") -> ToolCall:
+    """A call that could not be read, with the reason in words for the model."""
+    return ToolCall(name=name, raw=raw, error=reason)
+
+
+def unreadable(raw: str, error: object, name: str = "") -> ToolCall:
+    """:func:`malformed` in the common words."""
+    return malformed(raw, f"The tool call could not be read: {error}.", name)
+
+
+def name_in(text: str) -> str:
+    """The name in the JSON of a broken call, or ``""``."""
+    found = _NAME.search(text)
+    return found.group(1) if found else ""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise MalformedCallError(f'the key "{twice}" is given more than once')
+    return fields
+
+
+def _no_constant(text: str) -> Any:
+    raise MalformedCallError(f"{text} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def json_prefix(text: str, at: int = 0) -> tuple[Any, int]:
+    """Read one JSON value that begins at ``at``; return it with the place behind it.
+
+    Strict: no duplicate keys, no NaN or Infinity.
+
+    Raises:
+        MalformedCallError: there is no such value.
+    """
+    try:
+        return _DECODER.raw_decode(text, at)
+    except MalformedCallError:
+        raise
+    except json.JSONDecodeError as error:
+        raise MalformedCallError(f"it is not valid JSON: {error.msg} at character {error.pos + 1 - at}") from error
+    except (ValueError, RecursionError) as error:
+        raise MalformedCallError(f"it is not valid JSON: {error}") from error
+
+
+def json_value(text: str) -> Any:
+    """Read a text that is one JSON value, white space around it aside.
+
+    Raises:
+        MalformedCallError: it is something else.
+    """
+    text = text.strip()
+    value, end = json_prefix(text)
+    if end != len(text):
+        raise MalformedCallError(f"it is not valid JSON: Extra data at character {end + 1}")
+    return value
+
+
+def json_call(text: str, raw: str, *, arguments: str = "arguments", id_key: str | None = None) -> ToolCall:
+    """Read ``{"name": ..., "arguments": {...}}``; what is not that comes back malformed.
+
+    Args:
+        text: the JSON.
+        raw: the whole block, to be kept.
+        arguments: the key of the arguments.
+        id_key: the key of the call's id, in dialects that have one.
+    """
+    try:
+        return call_in_json(json_value(text), raw, arguments=arguments, id_key=id_key)
+    except MalformedCallError as error:
+        return unreadable(raw, error, name_in(text))
+
+
+def call_in_json(value: Any, raw: str, *, arguments: str = "arguments", id_key: str | None = None) -> ToolCall:
+    """The call that a JSON value is.
+
+    Raises:
+        MalformedCallError: it is none.
+    """
+    key = arguments
+    if not isinstance(value, dict):
+        raise MalformedCallError(f'it must be one JSON object with "name" and "{key}", not {_kind(value)}')
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise MalformedCallError('"name" is missing or is not the name of a tool')
+    if key not in value:
+        raise MalformedCallError(f'"{key}" is missing; write {{}} when the tool takes none')
+    number = value.get(id_key) if id_key else None
+    return ToolCall(name, checked_arguments(value[key], key), id=number if isinstance(number, str) else "", raw=raw)
+
+
+def checked_arguments(value: Any, key: str = "arguments") -> Mapping[str, Any]:
+    """The arguments of a call, which are a JSON object and nothing else.
+
+    Raises:
+        MalformedCallError: they are something else.
+    """
+    if isinstance(value, str):
+        raise MalformedCallError(f'"{key}" is a string; write the JSON object itself, without quotes around it')
+    if not isinstance(value, dict):
+        raise MalformedCallError(f'"{key}" must be a JSON object, not {_kind(value)}')
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {type(None): "null", bool: "a boolean", str: "a string", list: "an array", dict: "an object"}
+    return kinds.get(type(value), "a number")
+
+
+def typed_value(tools: Sequence[Tool], name: str, argument: str, text: str) -> Any:
+    """Read an argument that is written without quotes, as the tool's schema has it.
+
+    Text stays text where the schema allows a string, and where tool or argument are unknown. All else must be JSON.
+
+    Raises:
+        MalformedCallError: the schema wants no string and the text is no JSON.
+    """
+    tool = next((tool for tool in tools if tool.name == name), None)
+    schema = tool.parameters.get("properties", {}).get(argument) if tool is not None else None
+    if not isinstance(schema, Mapping):
+        return text
+    kinds = _schema_types(schema)
+    if "null" in kinds and text.strip() == "null":
+        return None
+    if "string" in kinds:
+        return text
+    try:
+        return json_value(text.strip())
+    except MalformedCallError as error:
+        if not kinds:
+            return text
+        raise MalformedCallError(
+            f'the value of "{argument}" must be of type {" or ".join(sorted(kinds))}, and {error}'
+        ) from error
+
+
+def _schema_types(schema: Mapping[str, Any]) -> set[str]:
+    kind = schema.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        kinds |= _schema_types(part)
+    if not kinds and any(isinstance(value, str) for value in schema.get("enum", ())):
+        kinds.add("string")
+    return kinds

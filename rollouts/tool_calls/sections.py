@@ -1,0 +1,85 @@
+"""What several dialects share: calls one after another inside a section, and arguments in tags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from rollouts.dtypes import Tool, ToolCall
+from rollouts.tool_calls.base import BlockDialect
+from rollouts.tool_calls.reading import MalformedCallError, unreadable
+
+__all__ = ["SectionDialect", "section", "tagged_arguments"]
+
+
+def section(begin: str, end: str, call: str) -> re.Pattern[str]:
+    """A section from its mark to its end or the end of the text; a call that stands outside of one begins one too."""
+    begin, end, call = re.escape(begin), re.escape(end), re.escape(call)
+    return re.compile(f"(?:{begin}|(?={call}))(?P<body>.*?)(?:{end}|\\Z)", re.DOTALL)
+
+
+class SectionDialect(BlockDialect):
+    """Calls in a row between two marks.
+
+    A subclass gives ``block`` (made by :func:`section`), ``call``, a pattern with a group ``close`` that is unset when
+    the call's closing mark is missing, and :meth:`read_call`.
+    """
+
+    call: ClassVar[re.Pattern[str]]
+    closing: ClassVar[str]
+    """The mark that closes a call."""
+
+    def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
+        """One closed call.
+
+        Raises:
+            MalformedCallError: it cannot be read.
+        """
+        raise NotImplementedError
+
+    def name_of(self, call: re.Match[str]) -> str:
+        """The name in a call that may be broken, or ``""``."""
+        raise NotImplementedError
+
+    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
+        return list(self._calls(block, tools)) or [unreadable(block[0], "there is no call in it")]
+
+    def _calls(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterator[ToolCall]:
+        body, at = block["body"], 0
+        for call in self.call.finditer(body):
+            yield from _stray(body[at : call.start()])
+            at = call.end()
+            if call["close"] is None:
+                yield unreadable(call[0], f"{self.closing} is missing", self.name_of(call))
+                continue
+            try:
+                yield self.read_call(call, tools)
+            except MalformedCallError as error:
+                yield unreadable(call[0], error, self.name_of(call))
+        yield from _stray(body[at:])
+
+
+def _stray(text: str) -> Iterator[ToolCall]:
+    if text.strip():
+        yield unreadable(text, "there is text between the calls that belongs to none")
+
+
+def tagged_arguments(pattern: re.Pattern[str], body: str) -> Iterator[re.Match[str]]:
+    """The arguments of a call that writes each in its own tag; the pattern has a group ``key``.
+
+    Raises:
+        MalformedCallError: there is something else between them, or one is given twice.
+    """
+    at = 0
+    seen: set[Any] = set()
+    while at < (end := len(body.rstrip())):
+        at += len(body[at:end]) - len(body[at:end].lstrip())
+        argument = pattern.match(body, at)
+        if argument is None:
+            raise MalformedCallError(f"this is no argument with its tags: {body[at : at + 80]!r}")
+        at = argument.end()
+        if argument["key"] in seen:
+            raise MalformedCallError(f'the argument "{argument["key"]}" is given more than once')
+        seen.add(argument["key"])
+        yield argument

@@ -1,0 +1,181 @@
+"""Laws 1 and 2 on one stored sample: its tokens are those of its requests, its mask is what its calls sampled.
+
+Invariant: pure; what a row says is checked against what can be computed from its other columns, and the first wrong
+position of each column is told. Changes that no column contradicts (a token after the last request, a logprob that is
+still a logprob) are found by the checksums that the row was written with. It knows one sample, never its group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.training.run_folder import column_digests
+from rollouts.training.types import Sample
+from rollouts.trajectory import digest
+
+__all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored"]
+
+LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
+
+LOGPROB_TOLERANCE = 1e-4
+"""By how much rounding may lift a logprob above 0."""
+
+
+@attrs.frozen
+class Violation:
+    """One broken law, and where."""
+
+    law: int
+    place: str
+    """File and line, the sample's group and index, the position: as far as they are known."""
+    got: str = attrs.field(converter=str)
+    expected: str
+
+    def __str__(self) -> str:
+        return f"law {self.law} ({LAWS[self.law]}) broken: {self.place}: got {self.got}; expected {self.expected}"
+
+
+class StoredCall(msgspec.Struct):
+    """What the laws speak of, of one call."""
+
+    request_id: str
+    start: int
+    stop: int
+    prompt_digest: int
+
+
+class Stored(msgspec.Struct):
+    """What the laws speak of, of one row."""
+
+    tokens: list[int]
+    loss_mask: list[int]
+    rollout_log_probs: list[float | None] | None
+    calls: list[StoredCall]
+    versions: list[tuple[str, int, int]]
+    group_index: int
+    index: int
+    rollout_id: int
+    outcome: str
+    batch: int | None
+    reward: float | None
+    prompt: Any
+    label: Any
+    digests: dict[str, int | None]
+
+
+def check_sample(sample: Sample) -> list[Violation]:
+    """Every way in which laws 1 and 2 do not hold for a sample in memory."""
+    columns = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
+    fields = {**sample.to_dict(), "outcome": "kept", "batch": None, "digests": columns}
+    fields |= {name: fields[name] or 0 for name in ("group_index", "index", "rollout_id")}
+    stored = msgspec.convert(fields, Stored)
+    return check_stored(stored, repr(sample))
+
+
+def check_stored(stored: Stored, place: str) -> list[Violation]:
+    """Every way in which laws 1 and 2 do not hold for a stored sample; ``place`` names it in messages."""
+    try:
+        tokens = np.array(stored.tokens, np.int32)
+    except OverflowError:
+        return [Violation(1, f"{place}, tokens", "an id over 32 bits", "ids of 32 bits")]
+    violations = list(_check_tokens(stored, place, tokens))
+    columns = _columns(stored)
+    if columns is None:
+        widths = [len(stored.tokens), len(stored.loss_mask), len(stored.rollout_log_probs or ())]
+        got = f"tokens, loss_mask and rollout_log_probs of {widths}"
+        expected = "three columns of one length, the mask of 0 and 1, with logprobs where it is 1"
+        return [*violations, Violation(2, place, got, expected)]
+    mask, logprobs = columns
+    violations += _check_mask(stored, place, mask)
+    violations += _check_logprobs(place, mask, logprobs)
+    if violations:
+        return violations
+    found = column_digests(tokens, mask, None if stored.rollout_log_probs is None else logprobs)
+    return [
+        Violation(
+            1 if name == "tokens" else 2, f"{place}, {name}", f"checksum {value}", f"{written}, as it was written"
+        )
+        for name, value in found.items()
+        if (written := stored.digests.get(name)) != value
+    ]
+
+
+def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) -> Iterator[Violation]:
+    """Law 1: the checksum of each request is that of the tokens stored before its reply."""
+    crc = position = end = 0
+    if len(tokens) and tokens.min() < 0:
+        position = int(tokens.argmin())
+        yield Violation(1, f"{sample}, tokens, position {position}", str(tokens[position]), "an id >= 0")
+        return
+    for number, call in enumerate(stored.calls):
+        place = f"{sample}, call {number}"
+        if not max(end, 1) <= call.start <= call.stop <= len(tokens):
+            expected = f"a range between {max(end, 1)}, where the last one ended, and {len(tokens)}"
+            yield Violation(1, place, f"positions {call.start} to {call.stop}", expected)
+            return
+        crc = digest(tokens[position : call.start], crc)
+        if crc != call.prompt_digest:
+            where = f"{place}, positions {position} to {call.start}"
+            expected = f"{call.prompt_digest:#010x}, that of the request as it was sent"
+            yield Violation(1, where, f"checksum {crc:#010x}", expected)
+            return
+        position, end = call.start, call.stop
+
+
+def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iterator[Violation]:
+    """Law 2: trained exactly where a call sampled, and there exactly one version did."""
+    sampled = _covered(len(mask), ((call.start, call.stop) for call in stored.calls))
+    yield from _compare(place, "loss_mask", mask, sampled, "1 where a call sampled, 0 elsewhere")
+    spans = [(start, stop) for _, start, stop in stored.versions]
+    inside = all(0 <= start < stop <= len(mask) for start, stop in spans)
+    if not inside or any(left[1] > right[0] for left, right in itertools.pairwise(spans)):
+        expected = f"spans between 0 and {len(mask)}, one after the other"
+        yield Violation(2, f"{place}, versions", str(spans), expected)
+    else:
+        yield from _compare(place, "versions", _covered(len(mask), spans), sampled, "a version where a call sampled")
+
+
+def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]) -> Iterator[Violation]:
+    """Law 2: a logprob where a token is trained, and nowhere else."""
+    good = np.where(mask, np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE), logprobs == 0)
+    if not good.all():
+        position = int(good.argmin())
+        place = f"{sample}, rollout_log_probs, position {position}"
+        expected = "a finite number <= 0, since the mask is 1" if mask[position] else "0, since the mask is 0"
+        yield Violation(2, place, str(logprobs[position]), expected)
+
+
+def _compare(
+    sample: str, name: str, got: npt.NDArray[np.bool_], expected: npt.NDArray[np.bool_], rule: str
+) -> Iterator[Violation]:
+    if not np.array_equal(got, expected):
+        position = int((got != expected).argmax())
+        place = f"{sample}, {name}, position {position}"
+        yield Violation(2, place, str(int(got[position])), f"{int(expected[position])}: {rule}")
+
+
+def _columns(stored: Stored) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]] | None:
+    """Mask and logprobs as wide as the tokens, or ``None``."""
+    if set(stored.loss_mask) - {0, 1} or (stored.rollout_log_probs is None and any(stored.loss_mask)):
+        return None
+    width = len(stored.tokens)
+    given = [0.0] * width if stored.rollout_log_probs is None else stored.rollout_log_probs
+    logprobs = np.array([math.nan if value is None else value for value in given], np.float32)
+    if len(stored.loss_mask) != width or len(logprobs) != width:
+        return None
+    return np.array(stored.loss_mask, np.bool_), logprobs
+
+
+def _covered(width: int, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    covered = np.zeros(width, np.bool_)
+    for start, stop in spans:
+        covered[max(start, 0) : max(stop, 0)] = True
+    return covered

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from rollouts.engine.loading import load_folder  # noqa: E402 - only where torch is
+from rollouts.errors import ConfigError  # noqa: E402
+
+
+def test_a_folder_that_is_no_model_is_named_in_the_error(tmp_path: Path) -> None:
+    """Whoever mistyped a path reads which one, and what belongs there."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"model: got '{tmp_path}'.*causal language model"):
+        load_folder(tmp_path)
+
+
+def test_a_sliding_window_within_the_context_is_refused(tmp_path: Path) -> None:
+    """A model that the mask of the slots would be wrong for is not served at all."""
+    config = transformers.MistralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, sliding_window=8,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="whole sequence"):
+        load_folder(tmp_path)
+    assert load_folder(tmp_path, max_context=8).max_context == 8
+
+
+def test_a_context_beyond_the_positions_is_refused(tiny_folder: Path) -> None:
+    """``max_context`` can only narrow."""
+    with pytest.raises(ConfigError, match="max_context: got 513; expected 2 to 512"):
+        load_folder(tiny_folder, max_context=513)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rollouts.engine.loading import load_folder  # noqa: E402 - only where torch is
+from rollouts.engine.model import SlotModel  # noqa: E402
+
+
+def advance(model: SlotModel, rows: dict[int, tuple[int, list[int]]]) -> Any:
+    """Run slot -> (start, tokens) one step; the logits of all positions."""
+    slots = np.array(sorted(rows))
+    lengths = np.array([len(rows[slot][1]) for slot in slots])
+    tokens = np.zeros((len(slots), lengths.max()), np.int64)
+    for row, slot in enumerate(slots):
+        tokens[row, : lengths[row]] = rows[slot][1]
+    starts = np.array([rows[slot][0] for slot in slots])
+    return model.forward(slots, starts, tokens, lengths, every_position=True)
+
+
+def whole(model: SlotModel, tokens: list[int]) -> Any:
+    with torch.no_grad():
+        return model.model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture
+def model(tiny_folder: Path) -> SlotModel:
+    return SlotModel(load_folder(tiny_folder), slots=5)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, count).tolist()
+
+
+def test_chunks_of_ragged_rows_give_the_logits_of_the_whole_sequence(model: SlotModel) -> None:
+    """Whatever is computed beside a row, in whatever portions, its logits are those of one forward pass of its own."""
+    first, second = tokens(40, 0), tokens(23, 1)
+    got = {1: [], 3: []}
+    logits = advance(model, {1: (0, first[:30]), 3: (0, second[:5])})
+    got[1].append(logits[0]), got[3].append(logits[1, :5])
+    logits = advance(model, {3: (5, second[5:22])})
+    got[3].append(logits[0])
+    logits = advance(model, {0: (0, [9]), 1: (30, first[30:31]), 3: (22, second[22:])})
+    got[1].append(logits[1]), got[3].append(logits[2])
+    logits = advance(model, {1: (31, first[31:])})
+    got[1].append(logits[0])
+    assert torch.allclose(torch.cat(got[1]), whole(model, first), atol=1e-5)
+    assert torch.allclose(torch.cat(got[3]), whole(model, second), atol=1e-5)
+
+
+def test_a_copied_prefix_is_as_good_as_a_computed_one(model: SlotModel) -> None:
+    """Logits after a prefix copied from another slot are those of the whole sequence."""
+    prefix, rest = tokens(17, 2), tokens(6, 3)
+    advance(model, {4: (0, prefix + tokens(3, 4))})
+    model.copy(4, 0, 17)
+    logits = advance(model, {0: (17, rest)})
+    assert torch.allclose(logits[0], whole(model, prefix + rest)[17:], atol=1e-5)
+
+
+def test_the_cache_grows_and_keeps_what_it_holds(model: SlotModel) -> None:
+    """Sequences longer than the first capacity are served, and shorter ones go on undisturbed."""
+    long, short = tokens(300, 5), tokens(12, 6)
+    advance(model, {0: (0, short[:8])})
+    assert model.capacity < len(long)
+    logits = advance(model, {0: (8, short[8:]), 2: (0, long)})
+    assert torch.allclose(logits[0, :4], whole(model, short)[8:], atol=1e-5)
+    assert torch.allclose(logits[1], whole(model, long), atol=1e-5)
+
+
+def test_only_the_last_position_of_each_row_is_given_unless_asked(model: SlotModel) -> None:
+    """The short form holds the row's own last real position, not the padding's."""
+    rows = np.array([tokens(9, 7), tokens(9, 8)])
+    lengths = np.array([9, 4])
+    logits = model.forward(np.array([0, 2]), np.zeros(2, np.int64), rows, lengths)
+    assert torch.allclose(logits[0], whole(model, rows[0].tolist())[-1], atol=1e-5)
+    assert torch.allclose(logits[1], whole(model, rows[1, :4].tolist())[-1], atol=1e-5)

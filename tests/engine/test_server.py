@@ -1,0 +1,346 @@
+"""``POST /generate``: what is sampled, its logprobs, and the ways to ask for it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+EOS = 502
+QUESTION = "<|im_start|>user\nWhat is 5 + 7?<|im_end|>\n<|im_start|>assistant\n"
+FREE = {"ignore_eos": True, "max_new_tokens": 24}
+
+
+def sampled_logprobs(answer: Any) -> list[float]:
+    triples = answer["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in triples] == answer["output_ids"]
+    return [logprob for logprob, _, _ in triples]
+
+
+async def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    """All answers, asked for at once."""
+    answers: dict[int, Any] = {}
+
+    async def one(number: int) -> None:
+        answers[number] = await calls[number]()
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(len(calls)):
+            tasks.start_soon(one, number)
+    return [answers[number] for number in range(len(calls))]
+
+
+# -- logprobs ---------------------------------------------------------------------------------------------------------
+
+
+async def test_logprobs_are_those_of_a_teacher_forced_pass(client: Any, reference: Callable[..., list[float]]) -> None:
+    """Through ragged prefill, reuse, copies and continuous batching, each logprob is the policy's own."""
+    rng = random.Random(0)
+    prompts = [[7] * rng.randint(0, 90) + rng.choices(range(500), k=rng.randint(1, 40)) for _ in range(24)]
+    temperatures = [rng.choice([0.7, 1.0, 1.3]) for _ in prompts]
+
+    def call(prompt: list[int], temperature: float) -> Callable[[], Any]:
+        sampling = {**FREE, "max_new_tokens": rng.randint(1, 40), "temperature": temperature}
+        return lambda: client.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)
+
+    answers = await together([call(*pair) for pair in zip(prompts, temperatures, strict=True)])
+    follow_ups = [prompt + answer["output_ids"] + [3, 1] for prompt, answer in zip(prompts, answers, strict=True)]
+    more = await together([call(*pair) for pair in zip(follow_ups, temperatures, strict=True)])
+    for prompt, temperature, answer in zip(prompts + follow_ups, temperatures * 2, answers + more, strict=True):
+        expected = reference(prompt, answer["output_ids"], temperature=temperature)
+        assert sampled_logprobs(answer) == pytest.approx(expected, abs=2e-4)
+    assert sum(answer["meta_info"]["cached_tokens"] for answer in more) > 500
+
+
+async def test_every_family_is_exact(
+    tiny_folder: Path, serving: Callable[..., Any], reference: Callable[..., list[float]]
+) -> None:
+    """Random Qwen3, Llama and Qwen2 models agree with transformers, without a tokenizer in their folder."""
+    async with serving(tiny_folder) as client:
+        prompts = [[(7 * number + seed) % 97 for number in range(5 + 3 * seed)] for seed in range(6)]
+        answers = await client.generate(input_ids=prompts, sampling_params=FREE, return_logprob=True)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert "text" not in answer
+            expected = reference(prompt, answer["output_ids"], folder=tiny_folder)
+            assert sampled_logprobs(answer) == pytest.approx(expected, abs=1e-5)
+
+
+async def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(serving: Callable[..., Any]) -> None:
+    """With a seed, the tokens alone and among others are the same, their logprobs to rounding."""
+    prompts = [[(11 * number + seed) % 500 for number in range(10 + 7 * seed)] for seed in range(8)]
+    requests = [
+        {"input_ids": prompt, "sampling_params": {**FREE, "sampling_seed": seed}, "return_logprob": True}
+        for seed, prompt in enumerate(prompts)
+    ]
+    async with serving() as client:
+        alone = [await client.generate(**request) for request in requests]
+    async with serving() as client:
+        crowd = await together([lambda request=request: client.generate(**request) for request in requests])
+    for one, other in zip(alone, crowd, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert sampled_logprobs(one) == pytest.approx(sampled_logprobs(other), abs=1e-4)
+
+
+async def test_greedy_logprobs_are_raw(client: Any, reference: Callable[..., list[float]]) -> None:
+    """Temperature does not enter where nothing is drawn."""
+    sampling = {**FREE, "temperature": 0.5, "top_k": 1}
+    answer = await client.generate(input_ids=[5, 6, 7], sampling_params=sampling, return_logprob=True)
+    assert sampled_logprobs(answer) == pytest.approx(reference([5, 6, 7], answer["output_ids"]), abs=1e-4)
+
+
+async def test_prompt_logprobs_are_scored_without_sampling(client: Any, reference: Callable[..., list[float]]) -> None:
+    """``max_new_tokens: 0`` with ``logprob_start_len: 0`` is a scoring call; its first entry has no logprob."""
+    prompt = [(13 * number) % 500 for number in range(150)]
+    answer = await client.generate(
+        input_ids=prompt, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0
+    )
+    assert answer["output_ids"] == []
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    first, *others = answer["meta_info"]["input_token_logprobs"]
+    assert first == [None, prompt[0], None]
+    assert [token for _, token, _ in others] == prompt[1:]
+    assert [logprob for logprob, _, _ in others] == pytest.approx(reference(prompt[:1], prompt[1:]), abs=2e-4)
+
+
+async def test_prompt_logprobs_from_a_position_leave_the_cache_before_it(client: Any) -> None:
+    """Scoring from position s recomputes nothing before s, and gives the same numbers as scoring all."""
+    prompt = [(13 * number) % 500 for number in range(90)]
+    ask = {"input_ids": prompt, "sampling_params": {**FREE, "max_new_tokens": 3}, "return_logprob": True}
+    whole = (await client.generate(**ask, logprob_start_len=0))["meta_info"]
+    part = (await client.generate(**ask, logprob_start_len=80))["meta_info"]
+    assert (whole["cached_tokens"], part["cached_tokens"]) == (0, 80)
+    assert part["input_token_logprobs"][0] == [None, prompt[80], None]
+    expected = [logprob for logprob, _, _ in whole["input_token_logprobs"][81:]]
+    assert [logprob for logprob, _, _ in part["input_token_logprobs"][1:]] == pytest.approx(expected, abs=1e-4)
+    assert len(part["output_token_logprobs"]) == 3
+
+
+# -- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+async def test_a_continued_sequence_computes_only_what_is_new(client: Any) -> None:
+    """The cached tokens of a next turn are the whole last turn but its last token, which was never fed."""
+    prompt = list(range(40))
+    first = await client.generate(input_ids=prompt, sampling_params=FREE)
+    longer = prompt + first["output_ids"] + [9, 8, 7]
+    second = await client.generate(input_ids=longer, sampling_params=FREE)
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert second["meta_info"]["cached_tokens"] == len(prompt) + len(first["output_ids"]) - 1
+
+
+async def test_siblings_share_the_prefill_of_their_prompt(client: Any) -> None:
+    """Of a group that arrives at once, one computes the prompt and the others copy it."""
+    prompt = [(3 * number) % 500 for number in range(60)]
+    answers = await client.generate(input_ids=prompt, sampling_params={**FREE, "n": 6})
+    assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0, 59, 59, 59, 59, 59]
+
+
+async def test_an_extra_key_is_a_cache_of_its_own(client: Any) -> None:
+    """Requests with different keys share no prefix."""
+    ask = {"input_ids": list(range(30)), "sampling_params": FREE}
+    await client.generate(**ask)
+    apart = await client.generate(**ask, extra_key="other")
+    again = await client.generate(**ask, extra_key="other")
+    assert apart["meta_info"]["cached_tokens"] == 0
+    assert again["meta_info"]["cached_tokens"] == 29
+
+
+async def test_more_requests_than_slots_are_all_served(serving: Callable[..., Any]) -> None:
+    """What finds no slot waits, and evicts the least recently used."""
+    async with serving(slots=2) as client:
+        answers = await client.generate(input_ids=[[number, 1, 2] for number in range(9)], sampling_params=FREE)
+    assert [len(answer["output_ids"]) for answer in answers] == [24] * 9
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_seed_decides_the_reply(client: Any) -> None:
+    """The same seed gives the same reply, another seed another."""
+    ask = {"input_ids": [1, 2, 3], "return_logprob": True}
+    first, again, other = [
+        await client.generate(**ask, sampling_params={**FREE, "temperature": 2.0, "sampling_seed": seed})
+        for seed in (5, 5, 6)
+    ]
+    assert first["output_ids"] == again["output_ids"]
+    assert first["output_ids"] != other["output_ids"]
+
+
+async def test_copies_differ_and_without_a_seed_so_do_requests(client: Any) -> None:
+    """``n`` copies of a seeded request are the replies of seed, seed + 1, and so on."""
+    hot = {**FREE, "temperature": 2.0}
+    copies = await client.generate(input_ids=[1, 2, 3], sampling_params={**hot, "n": 3, "sampling_seed": 5})
+    single = await client.generate(input_ids=[1, 2, 3], sampling_params={**hot, "sampling_seed": 7})
+    free = [await client.generate(input_ids=[1, 2, 3], sampling_params=hot) for _ in range(2)]
+    assert copies[2]["output_ids"] == single["output_ids"]
+    assert len({tuple(answer["output_ids"]) for answer in [*copies, *free]}) == 5
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_stop_token_stays_in_the_ids_and_leaves_the_text(client: Any) -> None:
+    """The model's own stop token ends the reply; it is counted, and trimmed from the text only."""
+    answer = await client.generate(text=QUESTION, sampling_params={"temperature": 0}, return_logprob=True)
+    assert answer["output_ids"][-1] == EOS
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"]) == len(sampled_logprobs(answer))
+    assert "<|im_end|>" not in answer["text"]
+
+
+async def test_a_stop_token_id_of_the_request_ends_the_reply(client: Any) -> None:
+    """``stop_token_ids`` add to those of the model; ``no_stop_trim`` leaves the token in the text."""
+    whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
+    stop = whole["output_ids"][3]
+    sampling = {"temperature": 0, "stop_token_ids": [stop]}
+    cut = await client.generate(text=QUESTION, sampling_params=sampling)
+    kept = await client.generate(text=QUESTION, sampling_params={**sampling, "no_stop_trim": True})
+    assert cut["output_ids"] == whole["output_ids"][: whole["output_ids"].index(stop) + 1]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert kept["text"].startswith(cut["text"])
+    assert len(kept["text"]) > len(cut["text"])
+
+
+async def test_ignore_eos_disables_the_stop_token_ids_too(client: Any) -> None:
+    """A quirk of SGLang that clients must be tested against; stop strings still work."""
+    whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
+    sampling = {"temperature": 0, "stop_token_ids": [whole["output_ids"][3]], "ignore_eos": True, "max_new_tokens": 60}
+    word = whole["text"][6:12]
+    answer = await client.generate(text=QUESTION, sampling_params=sampling)
+    stopped = await client.generate(text=QUESTION, sampling_params={**sampling, "stop": word})
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": word}
+
+
+async def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(client: Any, tokenizer: Any) -> None:
+    """Text and ids disagree by design: the ids hold all that was sampled."""
+    whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
+    word = whole["text"][6:12]
+    answer = await client.generate(text=QUESTION, sampling_params={"temperature": 0, "stop": [word, "nowhere"]})
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": word}
+    assert answer["text"] == whole["text"][: whole["text"].index(word)]
+    assert word in tokenizer.decode(answer["output_ids"])
+    assert answer["output_ids"] == whole["output_ids"][: len(answer["output_ids"])]
+
+
+async def test_a_full_budget_is_a_length_even_if_it_ends_with_a_stop_token(client: Any) -> None:
+    """SGLang looks at the length first."""
+    whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
+    count = len(whole["output_ids"])
+    answer = await client.generate(text=QUESTION, sampling_params={"temperature": 0, "max_new_tokens": count})
+    assert answer["output_ids"] == whole["output_ids"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": count}
+
+
+async def test_no_stop_token_is_sampled_before_the_minimum(client: Any) -> None:
+    """``min_new_tokens`` keeps a reply going."""
+    bias = {str(EOS): 50.0}
+    short = await client.generate(input_ids=[1, 2], sampling_params={"logit_bias": bias})
+    long = await client.generate(input_ids=[1, 2], sampling_params={"logit_bias": bias, "min_new_tokens": 7})
+    assert (len(short["output_ids"]), len(long["output_ids"])) == (1, 8)
+
+
+async def test_no_limit_fills_the_context(serving: Callable[..., Any]) -> None:
+    """``max_new_tokens: null`` ends where the context does."""
+    async with serving(max_context=50) as client:
+        answer = await client.generate(input_ids=[1] * 20, sampling_params={"max_new_tokens": None, "ignore_eos": True})
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 30}
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+
+
+async def test_text_and_its_ids_are_the_same_request(client: Any, tokenizer: Any) -> None:
+    """A text prompt is encoded by the folder's tokenizer; the prompt's ids come back on request."""
+    ids = tokenizer.encode(QUESTION)
+    by_text = await client.generate(text=QUESTION, sampling_params={"temperature": 0}, return_prompt_token_ids=True)
+    by_ids = await client.generate(input_ids=ids, sampling_params={"temperature": 0})
+    assert by_text["prompt_token_ids"] == ids
+    assert by_text["output_ids"] == by_ids["output_ids"]
+    assert by_text["meta_info"]["prompt_tokens"] == len(ids)
+
+
+async def test_a_batch_is_answered_in_its_order_with_numbered_rids(client: Any) -> None:
+    """Each prompt may have its own parameters; a rid for the batch is numbered."""
+    answers = await client.generate(
+        input_ids=[[1], [2, 3]],
+        sampling_params=[{**FREE, "max_new_tokens": 2}, {**FREE, "max_new_tokens": 5}],
+        return_logprob=[True, False],
+        rid="b",
+    )
+    assert [answer["meta_info"]["id"] for answer in answers] == ["b_0", "b_1"]
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2]
+    assert [len(answer["output_ids"]) for answer in answers] == [2, 5]
+    assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [True, False]
+
+
+async def test_copies_lose_the_rid(client: Any) -> None:
+    """With ``n`` above 1 the rid that was given is discarded, as SGLang does."""
+    answers = await client.generate(input_ids=[1, 2], sampling_params={**FREE, "n": 2}, rid="mine")
+    assert len({answer["meta_info"]["id"] for answer in answers} | {"mine"}) == 3
+
+
+async def test_a_stream_grows_and_ends_with_done(client: Any) -> None:
+    """Each event holds all that came before it; only the last has a finish reason."""
+    ask = {"input_ids": [1, 2, 3], "sampling_params": {**FREE, "sampling_seed": 3}, "return_logprob": True}
+    *events, done = [event async for event in client.stream(**ask)]
+    whole = await client.generate(**ask)
+    assert done == "[DONE]"
+    for event, later in itertools.pairwise(events):
+        assert event["meta_info"]["finish_reason"] is None
+        assert later["output_ids"][: len(event["output_ids"])] == event["output_ids"]
+        assert len(sampled_logprobs(event)) == len(event["output_ids"]) < len(later["output_ids"])
+    assert events[-1]["output_ids"] == whole["output_ids"]
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 24}
+
+
+async def test_a_streamed_batch_numbers_its_events(client: Any) -> None:
+    """``index`` says which prompt an event belongs to; each prompt ends once."""
+    events = [event async for event in client.stream(input_ids=[[1], [2]], sampling_params=FREE)]
+    ends = [event["index"] for event in events[:-1] if event["meta_info"]["finish_reason"]]
+    assert sorted(ends) == [0, 1]
+
+
+async def test_the_texts_of_tokens_come_on_request(client: Any, tokenizer: Any) -> None:
+    """``return_text_in_logprobs`` fills the third place of each triple."""
+    answer = await client.generate(
+        text=QUESTION, sampling_params={"temperature": 0}, return_logprob=True, return_text_in_logprobs=True
+    )
+    triples = answer["meta_info"]["output_token_logprobs"]
+    assert [text for _, _, text in triples] == [tokenizer.decode([token]) for token in answer["output_ids"]]
+
+
+async def load(client: Any, name: str) -> int:
+    return int((await client.get("/v1/loads"))[1]["loads"][0][name])
+
+
+async def test_a_call_that_is_given_up_is_aborted(client: Any) -> None:
+    """A client that stops waiting for its answer leaves nothing running."""
+    long = {"ignore_eos": True, "max_new_tokens": 900}
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: client.generate(input_ids=[1, 2, 3], sampling_params={**long, "n": 8}))
+        with anyio.fail_after(10):
+            while not await load(client, "num_running_reqs"):
+                pass
+        tasks.cancel_scope.cancel()
+    with anyio.fail_after(10):
+        while await load(client, "num_total_reqs"):
+            pass
+
+
+async def test_a_disconnect_ends_a_stream(client: Any) -> None:
+    """A client that goes away leaves nothing running, and its rid is free again."""
+    ask = {"input_ids": [1, 2, 3], "sampling_params": {"ignore_eos": True, "max_new_tokens": 900}, "rid": "gone"}
+    events = client.stream(**ask)
+    assert (await anext(events))["meta_info"]["id"] == "gone"
+    await events.aclose()
+    with anyio.fail_after(10):
+        while await load(client, "num_total_reqs"):
+            pass
+        while (await client.post("/generate", **{**ask, "sampling_params": FREE}))[0] == 400:
+            pass

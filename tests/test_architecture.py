@@ -1,0 +1,394 @@
+"""The law book of the house: which module may know which.
+
+The floors stand here as data. The test reads the imports of every module and fails on an arrow that goes up, so that a
+wrong import is found by its line and not by the tangle that it starts. Each rule is also shown to catch a planted
+violation.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS: dict[str, tuple[int, int]] = {
+    "rollouts": (0, 0),
+    "rollouts.errors": (1, 1),
+    "rollouts.dtypes": (1, 2),
+    "rollouts.trajectory": (2, 0),
+    "rollouts.tool_calls": (2, 0),
+    "rollouts.environments": (2, 0),
+    "rollouts.inference": (2, 0),
+    "rollouts.engine": (2, 0),
+    "rollouts.renderer": (3, 0),
+    "rollouts.agent": (4, 0),
+    "rollouts.testing": (4, 0),
+    "rollouts.training.types": (5, 1),
+    "rollouts.training.samples": (5, 2),
+    "rollouts.training.rewards": (5, 2),
+    "rollouts.training.filters": (5, 2),
+    "rollouts.training.data_buffer": (5, 2),
+    "rollouts.training.metrics": (5, 2),
+    "rollouts.training.config": (5, 2),
+    "rollouts.training.batch": (5, 2),
+    "rollouts.training.journal": (5, 2),
+    "rollouts.training.run_folder": (5, 2),
+    "rollouts.training.parquet": (5, 2),
+    "rollouts.training.sinks": (5, 2),
+    "rollouts.training.verify": (5, 2),
+    "rollouts.training.agent_integration": (5, 3),
+    "rollouts.training.manager": (5, 3),
+    "rollouts.training": (5, 4),
+    "rollouts.recipe": (6, 0),
+    "rollouts.display": (6, 0),
+    "rollouts.integrations": (7, 0),
+    "rollouts.distributed": (7, 0),
+    "rollouts.cli": (8, 0),
+    "rollouts.compat": (8, 0),
+    "rollouts.__main__": (8, 0),
+}
+"""Every module or package, with its floor and its step within the floor. A package's modules stand where it stands."""
+
+ROOMS = ("trajectory", "tool_calls", "environments", "inference", "engine")
+"""The rooms of floor 2: a module of one knows no module of another."""
+
+STRANGERS: dict[str, tuple[str, ...]] = {
+    "rollouts.training.manager": (
+        "rollouts.training.agent_integration",
+        "rollouts.agent",
+        "rollouts.inference",
+        "rollouts.renderer",
+        "rollouts.environments",
+    ),
+    "rollouts.environments": ("rollouts.trajectory", "rollouts.inference", "rollouts.training"),
+    "rollouts.inference": ("rollouts.environments", "rollouts.training"),
+}
+"""Who must not know whom, though the floors would allow it."""
+
+TORCH_ROOMS = ("rollouts.training.batch", "rollouts.integrations", "rollouts.engine")
+TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
+NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm")
+GUESTS = ("tests", "scripts", "configs", "environments", "training")
+HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
+LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_future"}
+
+LAW_BOOKS = {
+    "test_architecture.py",
+    "test_documents.py",
+    "test_manager_semantics.py",
+    "test_token_exactness.py",
+    "tool_calls/test_dialects.py",
+}
+"""Tests that mirror no single module."""
+
+
+@attrs.frozen
+class Import:
+    """One name imported by one module."""
+
+    module: str
+    target: str
+    line: int
+    late: bool
+    """Inside a function."""
+    typing_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}, line {self.line}, imports {self.target}"
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """Module names of the package under ``root``, with their files."""
+    modules = {}
+    for path in sorted((root / "rollouts").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def imports_of(root: Path) -> list[Import]:
+    """Every import in the package, also those in functions and under ``TYPE_CHECKING``."""
+    modules = modules_of(root)
+    return [found for module, path in modules.items() for found in _imports(module, path, modules)]
+
+
+def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, late: bool, typing_only: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import(module, name.name, node.lineno, late, typing_only)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                home = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*home, base] if base else home)
+            for name in node.names:
+                whole = f"{base}.{name.name}"
+                yield Import(module, whole if whole in modules else base, node.lineno, late, typing_only)
+        late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        guard = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, late, typing_only or guard)
+
+    yield from visit(ast.parse(path.read_text(), str(path)), late=False, typing_only=False)
+
+
+def floor_of(module: str) -> tuple[int, int] | None:
+    """Its floor; a module of ``training`` needs a line of its own, modules of other packages stand with them."""
+    if module in FLOORS:
+        return FLOORS[module]
+    package = module.rpartition(".")[0]
+    return None if package in ("", "rollouts", "rollouts.training") else floor_of(package)
+
+
+# -- the rules --------------------------------------------------------------------------------------------------------
+
+
+def modules_without_a_floor(root: Path) -> list[str]:
+    return [f"{module} has no floor in FLOORS" for module in modules_of(root) if floor_of(module) is None]
+
+
+def arrows_up(root: Path) -> list[str]:
+    """Imports from a lower floor or step of a higher one."""
+    found = []
+    for entry in imports_of(root):
+        if within(entry.target, "rollouts"):
+            here, there = floor_of(entry.module), floor_of(entry.target)
+            if here is not None and there is not None and here < there and not within(entry.module, entry.target):
+                found.append(f"{entry}: up from floor {here} to {there}")
+    return found
+
+
+def arrows_to_the_own_roof(root: Path) -> list[str]:
+    """A module that imports the package it is in imports its siblings through the roof."""
+    return [
+        f"{entry}: its own package"
+        for entry in imports_of(root)
+        if entry.target != "rollouts" and entry.module.startswith(entry.target + ".")
+    ]
+
+
+def doors_between_rooms(root: Path) -> list[str]:
+    def room(module: str) -> str | None:
+        return next((name for name in ROOMS if within(module, f"rollouts.{name}")), None)
+
+    return [
+        f"{entry}: another room of floor 2"
+        for entry in imports_of(root)
+        if room(entry.module) and room(entry.target) and room(entry.module) != room(entry.target)
+    ]
+
+
+def strangers(root: Path) -> list[str]:
+    return [
+        f"{entry}: they must not know each other"
+        for entry in imports_of(root)
+        for module, unknown in STRANGERS.items()
+        if within(entry.module, module) and any(within(entry.target, name) for name in unknown)
+    ]
+
+
+def heavy_imports(root: Path) -> list[str]:
+    found = []
+    for entry in imports_of(root):
+        top = entry.target.partition(".")[0]
+        at_import = not entry.late and not entry.typing_only
+        if top == "torch" and not any(within(entry.module, room) for room in TORCH_ROOMS):
+            found.append(f"{entry}: torch lives in {', '.join(TORCH_ROOMS)}")
+        if top == "torch" and at_import and within(entry.module, "rollouts.training"):
+            found.append(f"{entry}: inside the function that needs it")
+        if top == "transformers" and at_import and not any(within(entry.module, r) for r in TRANSFORMERS_AT_IMPORT):
+            found.append(f"{entry}: inside the function that needs it")
+        if top in NEVER_AT_IMPORT and at_import:
+            found.append(f"{entry}: never at import time")
+    return found
+
+
+def guests_in_the_house(root: Path) -> list[str]:
+    return [f"{entry}: a guest" for entry in imports_of(root) if entry.target.partition(".")[0] in GUESTS]
+
+
+def homeless_modules(root: Path) -> list[str]:
+    return [
+        f"{module}: a missing noun"
+        for module in modules_of(root)
+        if HOMELESS & {part.strip("_").rpartition("_")[2] for part in module.split(".")}
+    ]
+
+
+def circles(root: Path) -> list[str]:
+    """Modules that import each other, at once or round corners, whether at the top or inside a function."""
+    edges: dict[str, set[str]] = {}
+    entries = [entry for entry in imports_of(root) if within(entry.target, "rollouts") and not entry.typing_only]
+    for entry in entries:
+        edges.setdefault(entry.module, set()).add(entry.target)
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            module = todo.pop()
+            if module not in seen:
+                seen.add(module)
+                todo.extend(edges.get(module, ()))
+        return seen
+
+    return [
+        f"{entry}: a circle" + (" behind a function-level import" if entry.late else "")
+        for entry in entries
+        if entry.module in reach(entry.target)
+    ]
+
+
+def loose_tasks(root: Path) -> list[str]:
+    """Uses of asyncio that anyio's task groups and scopes replace."""
+    found = []
+    for module, path in modules_of(root).items():
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            names: set[str] = set()
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "asyncio":
+                names = {node.attr}
+            elif isinstance(node, ast.ImportFrom) and node.module == "asyncio":
+                names = {name.name for name in node.names}
+            found += [f"{module}, line {node.lineno}: asyncio.{name}" for name in sorted(names & LOOSE_ASYNCIO)]
+    return found
+
+
+def stray_tests(root: Path) -> list[str]:
+    """Test files that mirror no module and are on no list. ``tests/integration`` is free."""
+    tests = root / "tests"
+    found = []
+    for path in sorted(tests.rglob("test_*.py")):
+        place = path.relative_to(tests)
+        name = path.stem.removeprefix("test_")
+        mirrored = [root / home / place.parent / name for home in ("rollouts", ".")]
+        exists = any(m.with_suffix(".py").is_file() or m.is_dir() for m in mirrored)
+        package = name == "init" and (root / "rollouts" / place.parent / "__init__.py").is_file()
+        if not (exists or package or place.as_posix() in LAW_BOOKS or place.parts[0] == "integration"):
+            found.append(f"tests/{place.as_posix()} mirrors no module")
+    return found
+
+
+RULES: list[Callable[[Path], list[str]]] = [
+    modules_without_a_floor,
+    arrows_up,
+    arrows_to_the_own_roof,
+    doors_between_rooms,
+    strangers,
+    heavy_imports,
+    guests_in_the_house,
+    homeless_modules,
+    circles,
+    loose_tasks,
+    stray_tests,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_its_rules(rule: Callable[[Path], list[str]]) -> None:
+    """Each rule holds for the tree as it is."""
+    assert rule(ROOT) == []
+
+
+PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
+    (modules_without_a_floor, {"rollouts/attic.py": ""}, "rollouts.attic has no floor"),
+    (modules_without_a_floor, {"rollouts/training/attic.py": ""}, "rollouts.training.attic has no floor"),
+    (arrows_up, {"rollouts/errors.py": "from rollouts.dtypes import Prompt"}, "up from floor (1, 1) to (1, 2)"),
+    (
+        arrows_up,
+        {"rollouts/renderer/a.py": "def f():\n    import rollouts.training.types"},
+        "rollouts.renderer.a, line 2",
+    ),
+    (
+        arrows_up,
+        {"rollouts/training/types.py": "from . import manager", "rollouts/training/manager.py": ""},
+        "to (5, 3)",
+    ),
+    (arrows_up, {"rollouts/agent.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to (6, 0)"),
+    (arrows_to_the_own_roof, {"rollouts/engine/a.py": "from rollouts.engine import b"}, "its own package"),
+    (doors_between_rooms, {"rollouts/tool_calls/a.py": "from ..environments.base import tool"}, "another room"),
+    (doors_between_rooms, {"rollouts/engine/a.py": "from rollouts.inference.base import Policy"}, "another room"),
+    (strangers, {"rollouts/training/manager.py": "from rollouts.agent import run_agent"}, "rollouts.agent"),
+    (strangers, {"rollouts/environments/a.py": "import rollouts.trajectory"}, "rollouts.trajectory"),
+    (strangers, {"rollouts/inference/a.py": "import rollouts.training.types"}, "rollouts.training.types"),
+    (heavy_imports, {"rollouts/training/rewards.py": "def f():\n    import torch.nn"}, "torch lives in"),
+    (heavy_imports, {"rollouts/training/batch.py": "import torch"}, "inside the function"),
+    (heavy_imports, {"rollouts/renderer/a.py": "from transformers import AutoTokenizer"}, "inside the function"),
+    (
+        heavy_imports,
+        {"rollouts/integrations/slime/a.py": "from slime.utils.types import Sample"},
+        "never at import time",
+    ),
+    (guests_in_the_house, {"rollouts/recipe.py": "from tests.worlds import world"}, "a guest"),
+    (homeless_modules, {"rollouts/training/_utils.py": ""}, "a missing noun"),
+    (homeless_modules, {"rollouts/token_helpers.py": ""}, "a missing noun"),
+    (
+        circles,
+        {
+            "rollouts/agent.py": "import rollouts.renderer.a",
+            "rollouts/renderer/a.py": "def f():\n    import rollouts.agent",
+        },
+        "behind a function-level import",
+    ),
+    (loose_tasks, {"rollouts/agent.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
+    (loose_tasks, {"rollouts/agent.py": "from asyncio import create_task"}, "asyncio.create_task"),
+    (stray_tests, {"tests/training/test_attic.py": ""}, "mirrors no module"),
+]
+
+
+@pytest.mark.parametrize(("rule", "files", "words"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_rule_catches_a_planted_violation(
+    rule: Callable[[Path], list[str]], files: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    """A rule that finds nothing here would find nothing there."""
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = rule(tmp_path)
+    assert found
+    assert words in "\n".join(found)
+
+
+def test_a_tidy_tree_passes(tmp_path: Path) -> None:
+    """And what is allowed is not refused: arrows down, relative imports, late imports of heavy things."""
+    files = {
+        "rollouts/__init__.py": "",
+        "rollouts/errors.py": "import asyncio\nasyncio.current_task()",
+        "rollouts/renderer/__init__.py": "from rollouts.renderer.tokens import load",
+        "rollouts/renderer/tokens.py": "from ..errors import E\ndef load():\n    import transformers",
+        "rollouts/training/batch.py": "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
+        "rollouts/training/manager.py": "from .batch import f",
+        "rollouts/cli.py": "from rollouts import __version__\ndef f():\n    from rollouts.renderer import tokens",
+        "tests/renderer/test_tokens.py": "",
+        "tests/test_renderer.py": "",
+        "tests/integration/test_all.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert [found for rule in RULES for found in rule(tmp_path)] == []
+
+
+@pytest.mark.parametrize(
+    "module", ["rollouts", "rollouts.training", "rollouts.environments", "rollouts.training.batch"]
+)
+def test_importing_the_package_loads_no_heavy_library(module: str) -> None:
+    """``import rollouts.training`` needs neither torch nor transformers, and does not wait for them."""
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'slime', 'ray'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

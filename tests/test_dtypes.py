@@ -1,0 +1,176 @@
+"""Plain values: immutable, checked when made, and never printing a secret."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from rollouts.dtypes import (
+    Completion,
+    Endpoint,
+    Limits,
+    Message,
+    Prompt,
+    SamplingParams,
+    Tool,
+    ToolCall,
+    VersionSpan,
+    as_messages,
+    packed_logprobs,
+    packed_tokens,
+)
+from rollouts.errors import ConfigError
+
+BAD: list[tuple[type, dict[str, Any], str]] = [
+    (SamplingParams, {"temperature": -1}, "SamplingParams.temperature: got -1; expected a number >= 0"),
+    (SamplingParams, {"temperature": float("nan")}, "SamplingParams.temperature: got nan"),
+    (SamplingParams, {"temperature": True}, "SamplingParams.temperature: got True"),
+    (SamplingParams, {"top_p": 0}, "SamplingParams.top_p: got 0; expected a number in"),
+    (SamplingParams, {"top_k": 0}, "SamplingParams.top_k: got 0; expected -1 or an integer >= 1"),
+    (SamplingParams, {"max_new_tokens": 0}, "SamplingParams.max_new_tokens: got 0; expected an integer >= 1"),
+    (SamplingParams, {"max_new_tokens": 2.0}, "SamplingParams.max_new_tokens: got 2.0"),
+    (SamplingParams, {"stop": 5}, "SamplingParams.stop: got 5; expected"),
+    (SamplingParams, {"stop": [5]}, "SamplingParams.stop: got"),
+    (Endpoint, {"provider": "openai"}, "Endpoint.provider: got 'openai'; expected \"sglang\""),
+    (Endpoint, {"base_url": "localhost:30000"}, "Endpoint.base_url: got"),
+    (Endpoint, {"base_url": []}, "Endpoint.base_url: got"),
+    (Endpoint, {"base_url": 30000}, "Endpoint.base_url: got 30000"),
+    (Endpoint, {"base_url": [None]}, "Endpoint.base_url: got"),
+    (Endpoint, {"max_retries": -1}, "Endpoint.max_retries: got -1"),
+    (Endpoint, {"request_seconds": 0}, "Endpoint.request_seconds: got 0"),
+    (Endpoint, {"model": ""}, "Endpoint.model: got ''"),
+    (Limits, {"max_turns": 0}, "Limits.max_turns: got 0; expected an integer >= 1"),
+    (Limits, {"max_tokens": 1}, "Limits.max_tokens: got 1"),
+    (Limits, {"on_cut": "go"}, "Limits.on_cut: got 'go'"),
+    (Limits, {"step_seconds": float("inf")}, "Limits.step_seconds: got inf"),
+    (Message, {"role": "robot"}, "Message.role: got 'robot'"),
+    (Message, {"role": ["user"]}, "Message.role: got"),
+    (Message, {"role": "user", "content": None}, "Message.content: got None; expected a string"),
+    (Tool, {"name": ""}, "Tool.name: got ''"),
+    (Tool, {"name": "add", "parameters": {"type": "string"}}, "Tool.parameters: got"),
+    (Prompt, {"prompt": {"role": "user"}}, "Prompt.prompt: got"),
+    (Prompt, {"prompt": 3}, "Prompt.prompt: got 3"),
+    (Prompt, {"prompt": ["hello"]}, "prompt: got 'hello'; expected a message or a chat dict"),
+]
+
+
+@pytest.mark.parametrize(("cls", "fields", "words"), BAD, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_bad_value_is_refused_by_field_value_and_expectation(cls: Any, fields: dict[str, Any], words: str) -> None:
+    """When it is made, so that nothing further up checks it again."""
+    with pytest.raises(ConfigError) as caught:
+        cls(**fields)
+    assert words in str(caught.value)
+
+
+def test_the_key_is_never_printed() -> None:
+    """Not by repr, str or an error about another field."""
+    endpoint = Endpoint(api_key="sk-secret", base_url=["http://a:1/", "http://b:2"])
+    assert "secret" not in f"{endpoint!r} {endpoint} {[endpoint]}"
+    assert endpoint.base_url == ("http://a:1", "http://b:2")
+    with pytest.raises(ConfigError) as caught:
+        Endpoint(api_key="sk-secret", model="")
+    assert "secret" not in str(caught.value)
+
+
+def test_values_cannot_be_changed() -> None:
+    """Frozen, with tuples inside, also when lists were given."""
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        Limits().max_turns = 3  # type: ignore[misc]
+    message = Message("assistant", tool_calls=[ToolCall("add")])
+    assert isinstance(message.tool_calls, tuple)
+    assert Prompt([message]).prompt == (message,)
+
+
+def test_a_stop_string_is_one_string() -> None:
+    """Not its letters."""
+    assert SamplingParams(stop="</answer>").stop == ("</answer>",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("user", "hi"),
+        Message("assistant", "", tool_calls=(ToolCall("add", {"a": 1}, id="c1"),), reasoning="hm"),
+        Message("tool", "8", tool_call_id="c1", name="add"),
+    ],
+)
+def test_a_message_comes_back_from_its_chat_dict(message: Message) -> None:
+    """Equal, whichever way it was made."""
+    assert Message.from_chat(message.to_chat()) == message
+
+
+def test_messages_in_any_shape() -> None:
+    """Text, chat dicts, parts of text; nothing else."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert as_messages("ab") == as_messages(parts) == as_messages([Message("user", "ab")])
+    with pytest.raises(ConfigError, match=r"message\.content: got"):
+        as_messages([{"role": "user", "content": [{"type": "image_url"}]}])
+    with pytest.raises(ConfigError, match=r"message.tool_calls.arguments: got '{}'; expected a mapping"):
+        as_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}])
+
+
+@pytest.mark.parametrize("values", [[1.5], [2**31], [-(2**31) - 1], np.array([2**40]), np.array([0.5]), ["1"], [[1]]])
+def test_a_token_id_is_never_changed_in_packing(values: Any) -> None:
+    """What does not fit int32 exactly is refused, not wrapped or rounded."""
+    with pytest.raises((ValueError, OverflowError)):
+        packed_tokens(values)
+
+
+@pytest.mark.parametrize(
+    "values", [[], [1, 2], (1, 2), range(3), np.arange(3), np.arange(3, dtype=np.uint8), iter([4])]
+)
+def test_packed_columns_are_read_only_copies(values: Any) -> None:
+    """int32 and float32, one dimension."""
+    for pack, dtype in ((packed_tokens, np.int32), (packed_logprobs, np.float32)):
+        column = pack(values)
+        assert column.dtype == dtype
+        assert not column.flags.writeable
+        assert column.base is None
+
+
+def completion(**fields: Any) -> Completion:
+    sound: dict[str, Any] = {
+        "tokens": [5, 6],
+        "logprobs": [-0.1, -0.2],
+        "finish_reason": "stop",
+        "versions": [VersionSpan("v1", 0, 2)],
+        "prompt_tokens": 3,
+        "prompt_digest": 0,
+        "request_id": "r",
+    }
+    return Completion(**{**sound, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": [-0.1]},
+        {"logprobs": [-0.1, None]},
+        {"logprobs": [-0.1, float("nan")]},
+        {"logprobs": [-0.1, float("-inf")]},
+        {"versions": []},
+        {"versions": [VersionSpan("v1", 0, 1)]},
+        {"versions": [VersionSpan("v1", 0, 3)]},
+        {"versions": [VersionSpan("v1", 0, 2), VersionSpan("v2", 1, 2)]},
+        {"versions": [VersionSpan("v1", 1, 2), VersionSpan("v2", 0, 1)]},
+        {"versions": [VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 2)]},
+        {"finish_reason": "tool_calls"},
+    ],
+)
+def test_a_completion_without_a_logprob_and_a_version_for_each_token_is_none(fields: dict[str, Any]) -> None:
+    """Law 2 begins where tokens enter the house."""
+    with pytest.raises(ValueError, match=r"\S"):
+        completion(**fields)
+
+
+def test_completions_compare_and_pickle() -> None:
+    """Columns are arrays, and equality still gives a bool."""
+    assert completion() == completion()
+    assert completion() != completion(tokens=[5, 7])
+    assert pickle.loads(pickle.dumps(completion())) == completion()
+    assert len(completion(tokens=[], logprobs=[], versions=[]).tokens) == 0

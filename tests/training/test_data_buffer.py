@@ -1,0 +1,224 @@
+"""The data buffer: each prompt once an epoch, leftovers first, and exactly on from where it was saved."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollouts.dtypes import Message
+from rollouts.errors import ConfigError, DataExhausted
+from rollouts.training import BufferState, DataBuffer, Prompt, load_prompts
+
+
+def texts(count: int) -> list[str]:
+    return [f"p{number}" for number in range(count)]
+
+
+def taken(buffer: DataBuffer, count: int) -> list[tuple[int | None, Any]]:
+    return [(prompt.group_index, prompt.prompt) for prompt in buffer.get_prompts(count)]
+
+
+def through_json(state: BufferState) -> BufferState:
+    return BufferState.from_dict(json.loads(json.dumps(state.to_dict())))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.integers(1, 7),
+    seed=st.one_of(st.none(), st.integers(0, 99)),
+    steps=st.lists(st.tuples(st.sampled_from(["take", "back", "settle"]), st.integers(0, 9)), max_size=25),
+    ahead=st.integers(1, 20),
+)
+def test_a_loaded_buffer_goes_on_exactly(size: int, seed: int | None, steps: list[Any], ahead: int) -> None:
+    """At any point, through JSON: the same prompts with the same indices; what was out counts as handed back."""
+    buffer = DataBuffer(texts(size), seed=seed)
+    out: list[Prompt] = []
+    for what, amount in steps:
+        if what == "take":
+            out += buffer.get_prompts(amount)
+        else:
+            some, out = out[:amount], out[amount:]
+            for prompt in some if what == "settle" else ():
+                buffer.settle(prompt)
+            buffer.put_back(some if what == "back" else ())
+    state = buffer.save_state()
+    again = DataBuffer(texts(size), seed=seed)
+    again.load_state(through_json(state))
+    assert again.save_state() == state
+    buffer.put_back(out)
+    assert buffer.save_state() == state
+    assert taken(again, ahead) == taken(buffer, ahead)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 6), epochs=st.integers(1, 3), seed=st.integers(0, 9), order=st.integers(0, 2**32))
+def test_each_prompt_comes_out_once_an_epoch(size: int, epochs: int, seed: int, order: int) -> None:
+    """However often prompts are handed back, no prompt is lost or doubled, and no index is used for two prompts."""
+    rng = random.Random(order)
+    buffer = DataBuffer(texts(size), seed=seed, epochs=epochs)
+    held: dict[int | None, Any] = {}
+    settled: list[Any] = []
+    while True:
+        try:
+            (prompt,) = buffer.get_prompts(1)
+        except DataExhausted:
+            break
+        assert held.setdefault(prompt.group_index, prompt.prompt) == prompt.prompt
+        if rng.random() < 0.4:
+            buffer.put_back([prompt])
+        else:
+            buffer.settle(prompt)
+            settled.append(prompt.prompt)
+    assert Counter(settled) == dict.fromkeys(texts(size), epochs)
+    assert sorted(index for index in held if index is not None) == list(range(size * epochs))
+
+
+def test_epochs_are_shuffled_anew_and_the_same_for_a_seed() -> None:
+    """The seed and the number of the epoch fix the order."""
+
+    def epoch(buffer: DataBuffer) -> list[Any]:
+        return [prompt.prompt for prompt in buffer.get_prompts(20)]
+
+    one, two, other = DataBuffer(texts(20), seed=1), DataBuffer(texts(20), seed=1), DataBuffer(texts(20), seed=2)
+    first, second = epoch(one), epoch(one)
+    assert [first, second] == [epoch(two), epoch(two)]
+    assert first != second
+    assert first != epoch(other)
+    assert sorted(first) == sorted(second) == sorted(texts(20))
+    assert epoch(DataBuffer(texts(20))) == texts(20), "without a seed in the order of the data"
+
+
+def test_leftovers_come_first_in_the_order_of_their_groups() -> None:
+    """With the index they had."""
+    buffer = DataBuffer(texts(9))
+    prompts = buffer.get_prompts(4)
+    buffer.put_back([prompts[3], prompts[1]])
+    assert taken(buffer, 3) == [(1, "p1"), (3, "p3"), (4, "p4")]
+
+
+@pytest.mark.parametrize("wrong", ["again", "twice", "settled", "unknown", "unnumbered"])
+def test_only_what_is_out_comes_back(wrong: str) -> None:
+    """A refusal changes nothing, also when sound prompts stand before the wrong one."""
+    buffer = DataBuffer(texts(9))
+    first, second, third = buffer.get_prompts(3)
+    buffer.settle(third)
+    bad = {"settled": third, "unknown": Prompt("x", group_index=77), "unnumbered": Prompt("p0"), "twice": second}
+    if wrong == "again":
+        buffer.put_back([first])
+    before = buffer.save_state(), repr(buffer)
+    with pytest.raises(ConfigError, match=r"put_back\(prompts\): got Prompt.*expected prompts that were taken"):
+        buffer.put_back([second, bad.get(wrong, first)])
+    assert (buffer.save_state(), repr(buffer)) == before
+
+
+def test_fewer_prompts_than_wanted_takes_none() -> None:
+    """All or nothing, and the message says what is left."""
+    buffer = DataBuffer(texts(3), epochs=1)
+    with pytest.raises(DataExhausted, match="4 prompts wanted, 3 left in <DataBuffer epoch 0 of 1, 0/3"):
+        buffer.get_prompts(4)
+    assert len(buffer.get_prompts(3)) == 3
+    assert buffer.get_prompts(0) == []
+
+
+def test_a_state_fits_its_data_only() -> None:
+    """Other prompts, other labels or another seed are refused; more epochs are not."""
+    state = DataBuffer(texts(3), seed=1).save_state()
+    for other in (
+        DataBuffer(texts(4), seed=1),
+        DataBuffer(texts(3), seed=2),
+        DataBuffer(texts(3)),
+        DataBuffer([{"prompt": text, "label": 1} for text in texts(3)], seed=1),
+    ):
+        with pytest.raises(ConfigError, match=r"BufferState\.fingerprint: got"):
+            other.load_state(state)
+    DataBuffer(texts(3), seed=1, epochs=5).load_state(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cursor": None}, {"extra": 1}, {"leftovers": 3}, {"leftovers": [[1]]}, {"cursor": "1"}],
+    ids=str,
+)
+def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
+    """As a ConfigError that names it, not as a KeyError later."""
+    data = {**DataBuffer(texts(3)).save_state().to_dict(), **change}
+    if change == {"cursor": None}:
+        del data["cursor"]
+    with pytest.raises(ConfigError, match="BufferState"):
+        BufferState.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ([], {}, "DataBuffer.prompts: got []; expected at least one prompt"),
+        ("What is 2 + 2?", {}, "DataBuffer.prompts: got 'What is 2 + 2?'; expected"),
+        ({"prompt": "a"}, {}, "DataBuffer.prompts: got {'prompt': 'a'}; expected"),
+        (["a", 3], {}, "prompts[1]: Prompt.prompt: got 3"),
+        ([{"question": "a"}], {}, "prompts[0]: row: got ['question']"),
+        ([{"prompt": "a", "metadata": "x"}], {}, "prompts[0]: metadata: got 'x'; expected an object"),
+        ([[{"role": "robot", "content": ""}]], {}, "prompts[0]: Message.role: got 'robot'"),
+        (["a"], {"epochs": 0}, "DataBuffer.epochs: got 0; expected an integer >= 1, or None"),
+        (["a"], {"epochs": 1.5}, "DataBuffer.epochs: got 1.5"),
+        (["a"], {"epochs": "2"}, "DataBuffer.epochs: got '2'"),
+    ],
+)
+def test_bad_data_is_refused_with_its_position(prompts: Any, options: dict[str, Any], words: str) -> None:
+    """A text is one prompt forgotten in no list, not a list of letters."""
+    with pytest.raises(ConfigError) as caught:
+        DataBuffer(prompts, **options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "3", True])
+def test_a_count_is_a_count(count: Any) -> None:
+    """Taking minus one prompt is a mistake, not nothing."""
+    with pytest.raises(ConfigError, match=r"get_prompts\(count\): got .*; expected an integer >= 0"):
+        DataBuffer(texts(3)).get_prompts(count)
+
+
+def test_every_shape_of_a_row() -> None:
+    """Texts, rows, messages and prompts; a prompt's own group index does not matter."""
+    chat = [{"role": "user", "content": "c"}]
+    rows = ["a", {"prompt": "b", "label": 2, "metadata": {"k": 1}}, chat, Prompt("d", group_index=9)]
+    a, b, c, d = DataBuffer(rows).get_prompts(4)
+    assert (a.prompt, b.label, b.metadata, d.group_index) == ("a", 2, {"k": 1}, 3)
+    assert c.messages == (Message("user", "c"),)
+    assert len(DataBuffer(rows)) == 4
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    """One row a line, blank lines apart, up to a limit."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '{"prompt": "a", "label": "1"}\n\n{"prompt": [{"role": "user", "content": "b"}]}\n{"prompt": "c"}\n'
+    )
+    assert [prompt.messages[0].content for prompt in load_prompts(path)] == ["a", "b", "c"]
+    assert len(load_prompts(path, limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "expected a JSONL file that exists"),
+        ("", "expected at least one row"),
+        ('{"prompt": "a"}\n{"prompt"\n', "data.jsonl, line 2: not JSON"),
+        ('{"prompt": "a"}\n[1]\n', "data.jsonl, line 2: got [1]; expected an object"),
+        ('{"prompt": "a"}\n\n{"text": "b"}\n', "data.jsonl, line 3: row: got ['text']"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(text: str | None, words: str, tmp_path: Path) -> None:
+    """File, line, what was there and what was expected."""
+    path = tmp_path / "data.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(path)
+    assert words in str(caught.value)

@@ -1,0 +1,78 @@
+"""Numbers of a run: a sum that must be right, and means over what was kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.dtypes import VersionSpan
+from rollouts.errors import TokenMismatchError
+from rollouts.training import Accounting, Group, Prompt, Sample
+from rollouts.training.metrics import RunMetrics, batch_metrics
+from rollouts.trajectory import Call
+
+PARTS = [field.name for field in attrs.fields(Accounting) if field.name != "taken"]
+
+
+@given(parts=st.lists(st.integers(0, 9), min_size=len(PARTS), max_size=len(PARTS)), wrong=st.integers(-3, 3))
+def test_the_sum_is_checked(parts: list[int], wrong: int) -> None:
+    """Any difference is a broken law, and the message prints the numbers."""
+    accounting = Accounting(taken=sum(parts) + wrong, **dict(zip(PARTS, parts, strict=True)))
+    if wrong:
+        with pytest.raises(TokenMismatchError, match=f"does not add up: {accounting.taken} prompts taken"):
+            accounting.check()
+    else:
+        accounting.check()
+        numbers = [int(word) for word in str(accounting).split() if word.isdigit()]
+        assert numbers[0] == sum(numbers[1:])
+
+
+def sample(length: int, **fields: Any) -> Sample:
+    return Sample(tokens=[0] * (1 + length), loss_mask=[0] + [1] * length, **{"status": "completed", **fields})
+
+
+def test_a_batch_in_numbers() -> None:
+    """Means over samples; a sample without a count counts as zero."""
+    call = Call("r", start=10, stop=12, finish_reason="stop", prompt_digest=0, cached_tokens=5, seconds=0.1)
+    numbers = batch_metrics(
+        [
+            sample(2, reward=1.0, versions=[VersionSpan("v1", 1, 3)], calls=[call], metrics={"tool_calls": 2}),
+            sample(4, reward=0.0, versions=[VersionSpan("v2", 1, 5)], status="truncated"),
+        ]
+    )
+    assert numbers["reward/mean"] == numbers["reward/std"] == 0.5
+    assert (numbers["response_length/mean"], numbers["response_length/max"]) == (3, 4)
+    assert numbers["policy_versions"] == 2
+    assert numbers["prefix_cache_hit_rate"] == 0.5
+    assert (numbers["status/completed"], numbers["status/truncated"]) == (0.5, 0.5)
+    assert numbers["episode/tool_calls"] == 1
+    assert batch_metrics([]) == {}
+
+
+def test_lengths_by_outcome_are_taken_once() -> None:
+    """Kept beside dropped beside all: the bias would show here."""
+    metrics = RunMetrics()
+    metrics.add(Group(Prompt("a", group_index=0), (sample(2, reward=1.0), sample(4, reward=0.0)), "kept"))
+    metrics.add(Group(Prompt("b", group_index=1), (sample(9, reward=1.0),), "dropped", "check_x"))
+    assert metrics.take_lengths() == {
+        "sampled_tokens/kept": 3,
+        "sampled_tokens/dropped": 9,
+        "sampled_tokens/all": 5,
+    }
+    assert metrics.take_lengths() == {}
+    assert (metrics.rollouts, metrics.sampled_tokens, metrics.mean_reward) == (3, 15, pytest.approx(2 / 3))
+    assert metrics.reasons == {"check_x": 1}
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "great", [1.0]])
+def test_a_failed_group_does_not_spoil_the_mean(reward: Any) -> None:
+    """Whatever stands where its reward should be."""
+    metrics = RunMetrics()
+    metrics.add(Group(Prompt("a", group_index=0), (sample(1, reward=reward),), "failed", "RewardFailure: x"))
+    assert metrics.mean_reward is None
+    metrics.add(Group(Prompt("b", group_index=1), (sample(1, reward=0.5),), "kept"))
+    assert metrics.mean_reward == 0.5
