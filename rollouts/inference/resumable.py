@@ -56,10 +56,14 @@ class ResumablePolicy:
     Args:
         inner: samples.
         at_most: requests in flight at once; ``None`` for no limit.
+        stop_token_ids: ids that end a reply, beside those that the caller names.
     """
 
-    def __init__(self, inner: InterruptiblePolicy, *, at_most: int | None = None) -> None:
+    def __init__(
+        self, inner: InterruptiblePolicy, *, at_most: int | None = None, stop_token_ids: tuple[int, ...] = ()
+    ) -> None:
         self.inner = inner
+        self.stop_token_ids = stop_token_ids
         self.resumed = 0
         """How often a completion was continued after an interruption."""
         self.in_flight = 0
@@ -103,6 +107,7 @@ class ResumablePolicy:
         sessions = _SESSIONS.get()
         if sessions is not None and session not in sessions:
             sessions.append(session)
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
         parts: list[Completion] = []
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:

@@ -30,8 +30,16 @@ REWARDS = "slime_rewards"
 _TRAINABLE = (Status.COMPLETED, Status.TRUNCATED)
 
 
-def to_slime(sample: Sample, *, template: Any = None, mask_earlier_versions: bool = False, session: str = "") -> Any:
-    """Make slime's sample of ours.
+def to_slime(
+    sample: Sample,
+    *,
+    template: Any = None,
+    mask_earlier_versions: bool = False,
+    session: str = "",
+    reward_key: str | None = None,
+    scored: bool = True,
+) -> Any:
+    """Make slime's sample of ours; the conversation goes along as its attribute ``messages``.
 
     Args:
         sample: finished and scored; its columns are as wide as its tokens.
@@ -39,14 +47,16 @@ def to_slime(sample: Sample, *, template: Any = None, mask_earlier_versions: boo
         mask_earlier_versions: train only what the sample's last policy version sampled.
         session: the routing key that its requests were sent with.
         reward_key: slime's ``--reward-key``: the reward is then a dict that has it.
+        scored: whether there has to be a reward.
 
     Raises:
         ConfigError: no sampled token, no prompt token, no logprobs, or a reward that is not a finite number.
     """
     check_trainable(sample)
-    if sample.reward is None or not math.isfinite(sample.reward):
+    if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     width, mask, logprobs = sample.response_length, sample.mask_column, sample.logprob_column
+    assert logprobs is not None  # just checked
     if mask_earlier_versions:
         mask = mask & _of_last_version(sample)
     kind = records().sample
@@ -63,7 +73,8 @@ def to_slime(sample: Sample, *, template: Any = None, mask_earlier_versions: boo
     made.response_length = width
     made.loss_mask = mask[-width:].astype(int).tolist()
     made.rollout_log_probs = np.where(sample.mask_column, logprobs, 0.0)[-width:].tolist()
-    made.reward = {**(rewards or {}), reward_key: sample.reward} if reward_key else sample.reward
+    has_parts = reward_key is not None and sample.reward is not None
+    made.reward = {**(rewards or {}), reward_key: sample.reward} if has_parts else sample.reward
     made.status = kind.Status(sample.status.value)
     made.weight_versions = _versions_of_calls(sample)
     made.prefix_cache_info = kind.PrefixCacheInfo(
@@ -71,6 +82,7 @@ def to_slime(sample: Sample, *, template: Any = None, mask_earlier_versions: boo
         total_prompt_tokens=sum(call.start for call in sample.calls),
     )
     made.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
+    made.messages = sample.messages
     made.session_id = made.session_id or session or None
     return made
 
@@ -124,6 +136,7 @@ def from_slime(sample: Any, request: Any = None) -> Sample:
         status=getattr(sample.status, "value", sample.status),
         group_index=None if request is None else request.group_index,
         index=None if request is None else request.index,
+        messages=list(getattr(sample, "messages", ())),
         metrics={"environment_seconds": float(sample.non_generation_time)},
     )
 
