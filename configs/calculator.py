@@ -8,7 +8,7 @@ from itertools import islice
 
 import attrs
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe
 from rollouts.training import DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std, generate_rollout_batch
@@ -36,7 +36,7 @@ def recipe(
     seed: int = 0,
 ) -> Recipe:
     """Generated problems in one or two steps; groups whose rewards do not differ are dropped."""
-    sampling = attrs.evolve(endpoint.sampling, temperature=temperature, max_new_tokens=max_new_tokens)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     endpoint = attrs.evolve(endpoint, sampling=sampling)
     generate_fn = partial(
         generate_rollout_batch,

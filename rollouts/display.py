@@ -54,19 +54,20 @@ def panel(manager: AsyncRolloutManager, *, batches: int) -> Panel:
     bar.add_row(
         f"batch {at}/{batches}", ProgressBar(total=size, completed=counts.ready), f"{counts.ready}/{size} groups"
     )
-    groups = Table.grid(padding=(0, 3))
-    groups.add_row(
-        f"{counts.in_flight} in flight",
-        Text(f"{counts.in_batch + counts.ready} kept", "green"),
-        Text(f"{counts.dropped} dropped", "yellow"),
-        Text(f"{counts.failed} failed", "red" if counts.failed else ""),
-        f"{numbers.tokens_per_second:.0f} tokens/s",
-        f"mean reward {_number(numbers.mean_reward)}",
+    groups = Text.assemble(
+        f"{counts.in_flight} in flight · {counts.ready} ready · ",
+        (f"{counts.in_batch + counts.ready} kept", "green"),
+        " · ",
+        (f"{counts.dropped} dropped", "yellow"),
+        " · ",
+        (f"{counts.failed} failed", "red" if counts.failed else ""),
     )
+    rates = f"{numbers.tokens_per_second:.0f} tokens/s · mean reward {_number(numbers.mean_reward)}"
     waits = manager.waiting_for()
     body = Table.grid()
     body.add_row(bar)
     body.add_row(groups)
+    body.add_row(rates)
     body.add_row(Text(f"waiting for {waits[0]}" if waits else "waiting for nothing", "dim", no_wrap=True))
     return Panel(body, title="rollouts", subtitle=f"{time.monotonic() - numbers.started:.0f} s", expand=True)
 
@@ -110,7 +111,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     for reason, count in numbers.reasons.most_common(3):
         text.append(f"not kept: {count} × {visible(reason)}\n")
     if result.accounting.ready:
-        text.append(f"{result.accounting.ready} accepted groups are in no batch: {writer.path / 'unbatched.jsonl'}\n")
+        text.append(f"accepted but in no batch: {result.accounting.ready}, in {writer.path / 'unbatched.jsonl'}\n")
     text.append(f"files: {writer.path}\n")
     text.append(f"next:  rollouts show {writer.path}\n       rollouts verify {writer.path}")
     return text

@@ -70,7 +70,7 @@ async def aimed(aim: Aim, log: Path | None = None) -> AsyncIterator[tuple[Recipe
             endpoint = attrs.evolve(endpoint, model=named)
         yield _built(function, endpoint, aim), None
         return
-    model = Path(aim.model) if aim.model is not None else DEMO_MODEL
+    model = Path(aim.model).resolve() if aim.model is not None else DEMO_MODEL
     if not model.is_dir():
         raise ConfigError.of("--model", str(model), "a folder with a model, or --endpoint URL of a server that has it")
     with tempfile.TemporaryDirectory() as folder:

@@ -76,6 +76,8 @@ async def store_run(
     async with AsyncRolloutManager(config, DataBuffer(rows), on_group=writer.on_group) as manager:
         for _ in range(batches):
             writer.write_batch(await manager.generate_batch(), manager.metrics, manager.accounting)
+        while manager.accounting.in_flight:  # groups that are in no batch, the same ones each time
+            await anyio.lowlevel.checkpoint()
     writer.finish("finished", manager.accounting)
     return manager
 

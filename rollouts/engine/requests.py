@@ -75,6 +75,11 @@ class Request:
     def __attrs_post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Logprobs of the prompt are wanted, and nothing was sampled yet."""
+        return self.score_from >= 0 and not self.logprobs
+
     def mark_version(self, version: str) -> None:
         """What is sampled from now on belongs to ``version``."""
         at = len(self.logprobs)

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -209,26 +210,20 @@ class Scheduler:
     def _step(self) -> None:
         if self._waiting and not self.holding:
             self._admit()
-        slots = self.slots
-        pending = slots.pending
-        if pending.max() > 1:
-            scored = np.array([request is not None and _scores(request) for request in slots.requests])
-            for slot in np.flatnonzero((pending > 0) & scored):
-                self._score(int(slot), int(min(pending[slot], CHUNK)))
-            prompts = (pending > 1) & ~scored
-            for rows in (np.flatnonzero(prompts & (pending <= SHORT)), np.flatnonzero(prompts & (pending > SHORT))):
-                if len(rows):
-                    self._forward(rows, np.minimum(pending[rows], CHUNK))
-        rows = np.flatnonzero((slots.pending == 1) & (pending <= 1))
-        if len(rows):
-            self._forward(rows, np.ones_like(rows))
+        pending, scoring = self.slots.pending, self.slots.scoring.copy()
+        for slot in np.flatnonzero(scoring):
+            self._score(int(slot), int(min(pending[slot], CHUNK)))
+        pending[scoring] = 0
+        short, long = (pending > 1) & (pending <= SHORT), pending > SHORT
+        for rows in map(np.flatnonzero, (short, long, pending == 1)):
+            if len(rows):
+                self._forward(rows, np.minimum(pending[rows], CHUNK))
 
     def _admit(self) -> None:
-        for request in list(self._waiting):
+        for request in list(islice(self._waiting, 2 * self.model.slots)):
             if self.slots.busy.all():
                 return
-            usable = len(request.tokens) - 1
-            place = self.slots.find(request, min(usable, request.score_from) if _scores(request) else usable)
+            place = self.slots.find(request)
             if place is None:
                 continue
             if place.cached and place.slot != place.donor:
@@ -267,6 +262,7 @@ class Scheduler:
         slots.length[slot] += count
         if slots.length[slot] < slots.total[slot]:
             return
+        slots.scoring[slot] = False
         if request.rules.limit == 0:
             slots.leave(slot)
             self._finish(request, {"type": "length", "length": 0})
@@ -308,11 +304,6 @@ class Scheduler:
                 if stop in tail:
                     return {"type": "stop", "matched": stop}
         return None
-
-
-def _scores(request: Request) -> bool:
-    """Logprobs of the prompt are wanted and its computation has not ended."""
-    return request.score_from >= 0 and not request.logprobs
 
 
 def _shaped(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:

@@ -41,6 +41,8 @@ class Slots:
         self.busy = np.zeros(count, dtype=bool)
         self.length = np.zeros(count, dtype=np.int64)
         self.total = np.zeros(count, dtype=np.int64)
+        self.scoring = np.zeros(count, dtype=bool)
+        """The logprobs of the prompt are wanted, and its computation has not ended."""
         self._tokens = np.zeros((count, 256), dtype=np.int64)
         self._namespace = np.full(count, "", dtype=object)
         self._left = np.zeros(count, dtype=np.int64)
@@ -63,14 +65,15 @@ class Slots:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def find(self, request: Request, usable: int) -> Place | None:
-        """The best free slot for a request that may reuse its first ``usable`` tokens; there must be a free one.
+    def find(self, request: Request) -> Place | None:
+        """The best free slot for a request; there must be a free one. Its last token is always computed.
 
         That is the slot whose whole content is the longest shared prefix; else the one that was left longest ago, to
         copy that prefix into. ``None`` means: wait, another request is computing a much longer shared prefix.
         """
         tokens = np.array(request.tokens, dtype=np.int64)
         self._widen(len(tokens))
+        usable = min(len(tokens) - 1, request.score_from) if request.scores_prompt else len(tokens) - 1
         differs = self._tokens[:, :usable] != tokens[:usable]
         shared = np.where(differs.any(1), differs.argmax(1), usable) if usable else np.zeros_like(self.length)
         shared[self._namespace != request.namespace] = 0
@@ -92,6 +95,7 @@ class Slots:
         self.length[slot], self.total[slot] = place.cached, count
         self._namespace[slot] = request.namespace
         self.requests[slot], self.busy[slot] = request, True
+        self.scoring[slot] = request.scores_prompt
         rules, draws = request.rules, self._draws
         draws.temperature[slot], draws.top_p[slot] = rules.temperature, rules.top_p
         draws.top_k[slot], draws.min_p[slot] = rules.top_k, rules.min_p
@@ -102,6 +106,7 @@ class Slots:
         request = self.requests[slot]
         assert request is not None
         self.requests[slot], self.busy[slot] = None, False
+        self.scoring[slot] = False
         self.total[slot] = self.length[slot]
         self._clock += 1
         self._left[slot] = self._clock

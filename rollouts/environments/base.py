@@ -129,8 +129,10 @@ class _ToolMethod:
         hints = get_type_hints(method)
         fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
         for parameter in list(inspect.signature(method).parameters.values())[1:]:
+            argument = f"{method.__qualname__}({parameter.name})"
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError.of(argument, str(parameter), "named arguments only: a model cannot give others")
             if parameter.name not in hints:
-                argument = f"{method.__qualname__}({parameter.name})"
                 raise ConfigError.of(argument, "no annotation", "a type for each argument of a tool")
             entry = (parameter.name, hints[parameter.name])
             fields.append(entry if parameter.default is parameter.empty else (*entry, parameter.default))

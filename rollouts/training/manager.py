@@ -66,7 +66,8 @@ class AsyncRolloutManager:
             samples = await manager.generate_batch()
 
     Without the context each :meth:`generate_batch` ends what is in flight, hands its prompts back to the buffer (they
-    come out first the next time) and keeps the rollouts of theirs that are finished.
+    come out first the next time) and keeps the rollouts of theirs that are finished. A group is handed back once: the
+    next call waits for it, so that long rollouts are not left out for being long.
 
     Args:
         config: what to do; may also be given second.
@@ -100,7 +101,8 @@ class AsyncRolloutManager:
         self.batches = 0
         self._on_group = on_group
         self._ready: list[Group] = []
-        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}
+        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups that were handed back
+        self._again: set[int] = set()
         self._rejected_in_a_row = 0
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
@@ -168,13 +170,13 @@ class AsyncRolloutManager:
             await self._gather_groups()
         else:
             async with self:
-                await self._gather_groups()
+                await self._gather_groups(finish_again=True)
         # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
         return self._seal_batch(time.monotonic() - began)
 
-    async def _gather_groups(self) -> None:
-        """Wait until enough groups for a batch are ready."""
-        while len(self._ready) < self.config.batch_size:
+    async def _gather_groups(self, *, finish_again: bool = False) -> None:
+        """Wait until enough groups for a batch are ready; also for those that were handed back before, if asked."""
+        while len(self._ready) < self.config.batch_size or (finish_again and self._again):
             self._raise_if_broken()
             self._raise_if_hopeless()
             self._top_up()
@@ -220,6 +222,8 @@ class AsyncRolloutManager:
                 return
             self.accounting.taken += 1
             self.accounting.in_flight += 1
+            if _group_index(prompt) in self._finished_rollouts:
+                self._again.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
 
     async def _run_group(self, prompt: Prompt) -> None:
@@ -236,6 +240,7 @@ class AsyncRolloutManager:
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._broken = self._broken or error
         finally:
+            self._again.discard(_group_index(prompt))
             if not settled:
                 self._finished_rollouts[_group_index(prompt)] = finished
                 self.data_buffer.put_back([prompt])

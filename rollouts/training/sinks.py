@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 import msgspec
 
+from rollouts import __version__
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
 from rollouts.training.metrics import Accounting
@@ -33,7 +34,7 @@ Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
 
-_PACKAGES = ("rollouts", "anyio", "attrs", "aiohttp", "msgspec", "numpy", "transformers", "torch", "pyarrow")
+_PACKAGES = ("anyio", "attrs", "aiohttp", "msgspec", "numpy", "transformers", "torch", "pyarrow")
 
 
 def check_free(path: str | Path, *, overwrite: bool = False) -> None:
@@ -116,17 +117,18 @@ class RunWriter:
     def write_batch(
         self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
     ) -> Path:
-        """Seal a batch: its groups are no longer held.
+        """Seal a batch: its groups are no longer held. One call at a time.
 
         Returns:
             Its file.
         """
+        number = self.batches
+        rows = [_row(sample, "kept", "", number) for sample in samples]
+        path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
+        path.parent.mkdir(exist_ok=True)
+        # Encoded outside the lock: groups that settle meanwhile do not wait for it.
+        _write_atomically(path, parquet.encode(rows, _encode) if self.format == "parquet" else _lines(rows))
         with self._lock:
-            number = self.batches
-            rows = [_row(sample, "kept", "", number) for sample in samples]
-            path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
-            path.parent.mkdir(exist_ok=True)
-            _write_atomically(path, parquet.encode(rows, _encode) if self.format == "parquet" else _lines(rows))
             self.batches += 1
             for sample in samples:
                 if sample.group_index is not None:
@@ -168,7 +170,7 @@ def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> di
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "rollouts": __version__}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

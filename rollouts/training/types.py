@@ -55,13 +55,14 @@ def _held(value: Any) -> Any:
 
 
 def _pack(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
-    if isinstance(value, np.ndarray) and value.dtype == dtype:
-        return value
+    is_column = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1
+    if is_column and (dtype is not np.float32 or bool(np.isfinite(value).all())):
+        return value  # type: ignore[no-any-return]
     packed: npt.NDArray[Any]
     try:
         column = np.asarray(value)
         packed = column.astype(dtype)
-        exact = len(column) == 0 or dtype is np.float32 or bool((packed == column).all())
+        exact = len(column) == 0 or bool((np.isfinite(packed) if dtype is np.float32 else packed == column).all())
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[dtype]}") from None
     if not exact or packed.ndim != 1:
@@ -72,7 +73,7 @@ def _pack(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
 _CONTENTS: dict[type, str] = {
     np.int32: "one list of token ids that fit 32 bits",
     np.bool_: "one list of 0 and 1",
-    np.float32: "one list of numbers",
+    np.float32: "one list of finite numbers",
 }
 
 
@@ -254,7 +255,7 @@ class Sample:
         """Read what :meth:`to_dict` wrote.
 
         Raises:
-            ConfigError: an unknown field.
+            ConfigError: an unknown field, or one that is not as it was written.
         """
         values = {key: value for key, value in data.items() if key != "response_length"}
         unknown = values.keys() - {field.alias for field in attrs.fields(cls)}
@@ -262,7 +263,10 @@ class Sample:
             raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
         for name, read in _READERS.items():
             if values.get(name) is not None:
-                values[name] = read(values[name])
+                try:
+                    values[name] = read(values[name])
+                except (TypeError, ValueError):
+                    raise ConfigError.of(f"Sample.{name}", values[name], "what to_dict wrote") from None
         return cls(**values)
 
 

@@ -107,6 +107,16 @@ async def test_prompt_logprobs_are_scored_without_sampling(client: Any, referenc
     assert [logprob for logprob, _, _ in others] == pytest.approx(reference(prompt[:1], prompt[1:]), abs=2e-4)
 
 
+@pytest.mark.parametrize(("prompt", "start"), [([5], 0), ([5, 6, 7], 2)])
+async def test_scoring_only_the_last_token_samples_nothing(client: Any, prompt: list[int], start: int) -> None:
+    """A prompt that leaves nothing to score is computed and not continued."""
+    ask = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    for _ in range(2):
+        answer = await client.generate(**ask, logprob_start_len=start)
+        assert answer["output_ids"] == []
+        assert answer["meta_info"]["input_token_logprobs"] == [[None, prompt[-1], None]]
+
+
 async def test_prompt_logprobs_from_a_position_leave_the_cache_before_it(client: Any) -> None:
     """Scoring from position s recomputes nothing before s, and gives the same numbers as scoring all."""
     prompt = [(13 * number) % 500 for number in range(90)]

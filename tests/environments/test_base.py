@@ -1,0 +1,178 @@
+"""The protocol, and tools from methods: the schema the model reads is the signature that is called."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from rollouts.dtypes import Message, Prompt, ToolCall
+from rollouts.environments import Environment, StepResult, ToolEnvironment, tool
+from rollouts.errors import ConfigError
+
+
+class Shop(ToolEnvironment):
+    system_prompt = "Be brief."
+
+    def __init__(self) -> None:
+        self.sold: list[str] = []
+
+    @tool
+    def buy(self, item: str, count: int = 1, *, gift: bool = False, size: Literal["s", "m"] | None = None) -> str:
+        """Buy something.
+
+        More words.
+        """
+        self.sold.append(item)
+        return f"{count} {item}{' (gift)' if gift else ''}"
+
+    @tool
+    async def price(self, items: list[str]) -> float:
+        """Ask for a price."""
+        if not items:
+            raise ValueError("nothing asked for")
+        return 2.5 * len(items)
+
+    @tool
+    def crash(self) -> str:
+        raise ConnectionError("the world is down")
+
+    def not_a_tool(self) -> None: ...
+
+
+def asked(*calls: ToolCall) -> Message:
+    return Message("assistant", "", tool_calls=calls)
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name, arguments, id=f"id of {name}")
+
+
+def test_tools_are_the_marked_methods_in_their_order() -> None:
+    """Name, first line of the docstring, and the schema of the signature."""
+    shop = Shop()
+    assert isinstance(shop, Environment)
+    assert [entry.name for entry in shop.tools] == ["buy", "price", "crash"]
+    buy = shop.tools[0]
+    assert buy.description == "Buy something."
+    assert buy.parameters["type"] == "object"
+    assert buy.parameters["required"] == ["item"]
+    assert list(buy.parameters["properties"]) == ["item", "count", "gift", "size"]
+    assert buy.parameters["properties"]["count"] == {"type": "integer", "default": 1}
+    assert "title" not in buy.parameters
+    assert shop.tools[1].parameters["properties"]["items"]["type"] == "array"
+
+
+async def test_calls_are_answered_in_their_order() -> None:
+    """One tool message for each, with its id and name; sync and async alike."""
+    shop = Shop()
+    result = await shop.step(asked(call("price", items=["a", "b"]), call("buy", item="a", gift=True)))
+    assert [message.content for message in result.messages] == ["5.0", "1 a (gift)"]
+    assert [message.tool_call_id for message in result.messages] == ["id of price", "id of buy"]
+    assert {message.role for message in result.messages} == {"tool"}
+    assert (result.done, result.metrics) == (False, {"tool_errors": 0})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (call("buy"), "missing required field `item`"),
+        (call("buy", item=3), "Expected `str`, got `int`"),
+        (call("buy", item="a", count="3"), "Expected `int`, got `str`"),
+        (call("buy", item="a", colour="red"), "unknown field `colour`"),
+        (call("buy", item="a", size="xl"), "Invalid enum value"),
+        (call("price", items=[]), "nothing asked for"),
+    ],
+)
+async def test_what_the_model_did_wrong_is_said_to_the_model(wrong: ToolCall, words: str) -> None:
+    """As a message, counted; the other calls of the reply still run, and the episode goes on."""
+    shop = Shop()
+    result = await shop.step(asked(wrong, call("buy", item="b")))
+    assert result.messages[0].content.startswith("Error: ")
+    assert words in result.messages[0].content
+    assert result.messages[1].content == "1 b"
+    assert (result.done, result.metrics) == (False, {"tool_errors": 1})
+    assert shop.sold == ["b"]
+
+
+async def test_what_the_world_did_wrong_is_raised() -> None:
+    """It is no lesson for the model: whoever drives the environment attributes it."""
+    with pytest.raises(ConnectionError, match="the world is down"):
+        await Shop().step(asked(call("crash")))
+
+
+async def test_a_reply_without_calls_ends_the_episode() -> None:
+    """Unless ``answer`` says otherwise."""
+
+    class Patient(Shop):
+        async def answer(self, reply: Message) -> StepResult:
+            return StepResult([Message("user", "go on")])
+
+    assert (await Shop().step(Message("assistant", "bye"))).done
+    assert not (await Patient().step(Message("assistant", "bye"))).done
+
+
+async def test_the_system_prompt_opens_once() -> None:
+    """The prompt's own system message wins."""
+    own = Prompt([Message("system", "Be long."), Message("user", "hi")])
+    assert [message.content for message in await Shop().start(Prompt("hi"))] == ["Be brief.", "hi"]
+    assert await Shop().start(own) == own.messages
+
+
+def test_an_argument_without_a_type_is_refused() -> None:
+    """By method and argument, as soon as the tools are looked at."""
+
+    class Vague(ToolEnvironment):
+        @tool
+        def look(self, where) -> str:  # type: ignore[no-untyped-def]
+            return ""
+
+    with pytest.raises(ConfigError, match=r"look\(where\): got 'no annotation'; expected a type for each argument"):
+        _ = Vague().tools
+
+
+@pytest.mark.parametrize("kind", ["positional", "keyword"])
+def test_arguments_without_names_are_refused(kind: str) -> None:
+    """A model cannot be told of ``*args`` and ``**kwargs``; otherwise each call of the tool would crash."""
+
+    class Loose(ToolEnvironment):
+        if kind == "positional":
+
+            @tool
+            def look(self, *where: str) -> str:
+                return ""
+
+        else:
+
+            @tool
+            def look(self, **where: str) -> str:
+                return ""
+
+    with pytest.raises(ConfigError, match=r"look\(where\): got .*; expected named arguments"):
+        _ = Loose().tools
+
+
+def test_tools_are_inherited_and_replaced() -> None:
+    """Base classes first; a method of the same name takes the place of its base's."""
+
+    class Market(Shop):
+        @tool
+        def buy(self, item: int) -> str:  # type: ignore[override]
+            """Buy by number."""
+            return str(item)
+
+        @tool
+        def leave(self) -> str:
+            return ""
+
+    assert [entry.name for entry in Market().tools] == ["buy", "price", "crash", "leave"]
+    assert Market().tools[0].description == "Buy by number."
+    assert Shop().tools[0].description == "Buy something."
+
+
+async def test_episodes_share_nothing() -> None:
+    """Two environments of one class have their own state."""
+    one, two = Shop(), Shop()
+    await one.step(asked(call("buy", item="a")))
+    assert (one.sold, two.sold) == (["a"], [])
+    await one.close()

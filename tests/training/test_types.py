@@ -1,0 +1,229 @@
+"""The sample: lists to whoever asks for lists, packed columns inside, checked when made and when it leaves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.dtypes import Message, StopReason, VersionSpan
+from rollouts.errors import ConfigError, Failure
+from rollouts.training import Group, Prompt, Sample, Status
+from rollouts.trajectory import Call
+
+
+def packed(**fields: Any) -> Sample:
+    """A sample as the manager hands it out."""
+    sound: dict[str, Any] = {
+        "tokens": [7, 8, 9, 10],
+        "loss_mask": [0, 1, 0, 1],
+        "rollout_log_probs": [0.0, -0.5, 0.0, -0.25],
+        "versions": [VersionSpan("v1", 1, 2), VersionSpan("v2", 3, 4)],
+    }
+    return Sample(**{**sound, **fields}).pack()
+
+
+def full() -> Sample:
+    """A sample with every field set."""
+    return packed(
+        prompt=(Message("user", "hi"),),
+        response="ho",
+        reward=0.1,
+        metadata={"a": [1, {"b": None}]},
+        group_index=3,
+        index=24,
+        rollout_id=24,
+        status="truncated",
+        label={"x": 1},
+        messages=[{"role": "user", "content": "hi"}],
+        stop_reason=StopReason.MAX_TOKENS,
+        failure=Failure("K", "m", "p", "t"),
+        calls=[Call("r", 1, 2, "length", 5, 0, 0.5)],
+        metrics={"turns": 2},
+    )
+
+
+# -- lists to whoever asks -----------------------------------------------------------------------------------------
+
+
+def test_columns_read_as_plain_lists() -> None:
+    """Truth, length, slices, iteration, equality, JSON: as filters and rewards written for slime use them."""
+    sample = packed()
+    for column, values in (
+        (sample.tokens, [7, 8, 9, 10]),
+        (sample.loss_mask, [0, 1, 0, 1]),
+        (sample.rollout_log_probs, [0.0, -0.5, 0.0, -0.25]),
+    ):
+        assert type(column) is list
+        assert column == values
+        assert values == column
+        assert [*column] == values
+        assert column[1:3] == values[1:3]
+        assert column + column == values * 2
+        assert json.loads(json.dumps(column)) == values
+        assert {type(value) for value in column} <= {int, float}
+    assert not Sample().tokens
+    assert Sample().rollout_log_probs is None
+    assert sum(sample.loss_mask) == 2
+    assert bool(Sample()), "a sample without tokens is still a sample"
+    assert len(sample) == 4
+
+
+def test_an_edit_in_place_survives_packing() -> None:
+    """The list that was handed out is the column until it is packed again."""
+    sample = packed(versions=[])
+    mask = sample.loss_mask
+    mask[1] = 0
+    sample.tokens[0] = 1
+    sample.rollout_log_probs[3] = -1.0
+    sample.pack()
+    assert (sample.loss_mask, sample.tokens[0], sample.rollout_log_probs[3]) == ([0, 0, 0, 1], 1, -1.0)
+    sample.loss_mask = (0.0, 1.0, True, np.int64(0))
+    assert sample.pack().loss_mask == [0, 1, 1, 0]
+
+
+def test_packed_columns_are_small() -> None:
+    """Nine bytes a token while nobody asks for lists; asking through the columns makes none."""
+    sample = packed()
+    columns = (sample.token_column, sample.mask_column, sample.logprob_column)
+    assert [column.dtype for column in columns if column is not None] == [np.int32, np.bool_, np.float32]
+    assert sum(column.nbytes for column in columns if column is not None) == 9 * 4
+    assert sample.token_column is sample.token_column
+
+
+# -- checked --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss_mask": [1]}, "columns of one length"),
+        ({"rollout_log_probs": [0.0]}, "columns of one length"),
+        ({"tokens": []}, "columns of one length"),
+        ({"versions": [VersionSpan("v1", 1, 2)]}, "spans that cover exactly the mask"),
+        ({"versions": [VersionSpan("v1", 0, 4)]}, "spans that cover exactly the mask"),
+        ({"versions": [VersionSpan("v1", 1, 2), VersionSpan("v2", 3, 400)]}, "spans that cover exactly the mask"),
+        ({"versions": [VersionSpan("v1", 1, 2), VersionSpan("v2", -1, 4)]}, "spans that cover exactly the mask"),
+        ({"versions": [VersionSpan("v1", 1, 2), VersionSpan("v2", 3, 4)] * 2}, "spans that cover exactly the mask"),
+        ({"versions": ["v1"]}, "spans that cover exactly the mask"),
+        ({"status": "done"}, "Sample.status: got 'done'; expected one of ['pending', 'completed'"),
+        ({"metrics": {"note": "x"}}, "Sample.metrics: got {'note': 'x'}; expected a dict of numbers"),
+        ({"calls": [{"request_id": "r"}]}, "a list of Call"),
+        ({"metadata": None}, "Sample.metadata: got None; expected a dict"),
+    ],
+)
+def test_a_malformed_sample_is_not_made(fields: dict[str, Any], words: str) -> None:
+    """By field, value and expectation."""
+    with pytest.raises(ConfigError) as caught:
+        packed(**fields)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", [0.5, 1, 2, 3]),
+        ("tokens", ["a", "b", "c", "d"]),
+        ("tokens", [2**31, 0, 0, 0]),
+        ("tokens", [None] * 4),
+        ("tokens", [[1], [2], [3], [4]]),
+        ("tokens", [[1, 2], [3], 4, 5]),
+        ("loss_mask", [0, 2, 0, 1]),
+        ("loss_mask", [0, 0.5, 0, 1]),
+        ("loss_mask", None),
+        ("rollout_log_probs", ["x"] * 4),
+        ("rollout_log_probs", [0.0, None, 0.0, -1.0]),
+        ("rollout_log_probs", [0.0, float("nan"), 0.0, -1.0]),
+        ("rollout_log_probs", np.full(4, np.nan, np.float32)),
+        ("tokens", np.zeros((4, 1), np.int32)),
+    ],
+)
+def test_a_column_spoiled_later_does_not_leave(name: str, value: Any) -> None:
+    """Packing refuses it, and says which."""
+    sample = packed(versions=[])
+    setattr(sample, name, value)
+    with pytest.raises(ConfigError, match=rf"Sample.*{name}"):
+        sample.pack()
+
+
+def test_a_mask_edited_after_versions_were_given_is_found() -> None:
+    """Versions cover exactly what is trained, also after an edit."""
+    sample = packed()
+    sample.loss_mask[0] = 1
+    with pytest.raises(ConfigError, match="cover exactly the mask"):
+        sample.pack()
+
+
+def test_the_response_is_what_follows_the_first_prompt() -> None:
+    """From the first sampled token on; none without one."""
+    assert packed().response_length == 3
+    assert Sample(tokens=[1, 2]).response_length == 0
+    assert packed().weight_versions == ["v1", "v2"]
+
+
+# -- as plain data --------------------------------------------------------------------------------------------------
+
+
+def test_every_field_comes_back() -> None:
+    """Through a dict, JSON, pickle and copies."""
+    sample = full()
+    for again in (
+        Sample.from_dict(sample.to_dict()),
+        Sample.from_dict(json.loads(json.dumps(sample.to_dict()))),
+        pickle.loads(pickle.dumps(sample)),
+        copy.deepcopy(sample),
+        copy.copy(sample),
+    ):
+        assert again == sample
+        assert again.to_dict() == sample.to_dict()
+        assert again.status is Status.TRUNCATED
+        assert (again.calls, again.failure, again.versions) == (sample.calls, sample.failure, sample.versions)
+    assert sample != full().tokens
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(sample)
+
+
+@given(st.lists(st.floats(width=32, max_value=0, allow_nan=False, allow_infinity=False), max_size=20))
+def test_logprobs_come_back_bit_for_bit(values: list[float]) -> None:
+    """float32 through JSON's doubles loses nothing."""
+    sample = Sample(tokens=range(len(values)), rollout_log_probs=np.array(values, np.float32))
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).pack()
+    assert again.logprob_column is not None
+    assert again.logprob_column.tobytes() == np.array(values, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward_model": 1}, "Sample: got ['reward_model']; expected fields of a sample"),
+        ({"stop_reason": "tired"}, "Sample.stop_reason: got 'tired'"),
+        ({"versions": [[1]]}, "Sample.versions: got [[1]]"),
+        ({"calls": [{"x": 1}]}, "Sample.calls: got [{'x': 1}]"),
+        ({"failure": {"kind": "K"}}, "Sample.failure: got {'kind': 'K'}"),
+        ({"status": "tired"}, "Sample.status: got 'tired'"),
+    ],
+)
+def test_damaged_data_is_refused_by_field(change: dict[str, Any], words: str) -> None:
+    """As a ConfigError, whatever is wrong in it."""
+    with pytest.raises(ConfigError) as caught:
+        Sample.from_dict({**full().to_dict(), **change})
+    assert words in str(caught.value)
+
+
+def test_a_group_knows_its_number_and_rewards() -> None:
+    """As its prompt and samples say."""
+    group = Group(Prompt("a", group_index=4), (Sample(reward=1.0), Sample()), "kept")
+    assert (group.group_index, group.rewards) == (4, [1.0, None])
+
+
+def test_a_sample_is_printed_short() -> None:
+    """Whatever its length, and also when a column is spoiled."""
+    sample = packed(group_index=1, index=9)
+    assert repr(sample) == "<Sample group 1 · index 9: 4 tokens, 2 trained, reward None, pending>"
+    assert len(repr(Sample(tokens=range(10_000)))) < 120
