@@ -26,7 +26,6 @@ __all__ = ["InterruptiblePolicy", "ResumablePolicy", "recorded_sessions"]
 
 _EMPTY_ABORTS = 30
 """Aborts in a row without a single token after which a server counts as broken."""
-_BETWEEN_ABORTS = 0.5
 _CALL_AGAIN_SECONDS = 0.5
 """A request that was on its way when the abort was sent is aborted again after this long."""
 
@@ -57,11 +56,18 @@ class ResumablePolicy:
         inner: samples.
         at_most: requests in flight at once; ``None`` for no limit.
         stop_token_ids: ids that end a reply, beside those that the caller names.
+        backoff_seconds: between two attempts when a server aborts before the first token.
     """
 
     def __init__(
-        self, inner: InterruptiblePolicy, *, at_most: int | None = None, stop_token_ids: tuple[int, ...] = ()
+        self,
+        inner: InterruptiblePolicy,
+        *,
+        at_most: int | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        backoff_seconds: float = 0.5,
     ) -> None:
+        self._backoff_seconds = backoff_seconds
         self.inner = inner
         self.stop_token_ids = stop_token_ids
         self.resumed = 0
@@ -123,7 +129,7 @@ class ResumablePolicy:
             if empty:
                 if empty >= _EMPTY_ABORTS:
                     raise EndpointUnavailable(f"the server aborted a request {empty} times before its first token")
-                await anyio.sleep(_BETWEEN_ABORTS)
+                await anyio.sleep(self._backoff_seconds)
         return parts[0] if len(parts) == 1 and parts[0].finish_reason != "abort" else _joined(parts)
 
     async def _send(

@@ -32,6 +32,9 @@ from rollouts.training.types import GenerateFn, RewardFn, Sample, Status
 
 __all__ = ["Pipeline", "find_recipe"]
 
+_OVER_SAMPLING = 2.0
+"""Without a recipe: as many groups in work as slime has after its first refill; ours are carried, not thrown away."""
+
 _LOST = (Status.FAILED, Status.ABORTED)
 
 
@@ -98,8 +101,9 @@ class Pipeline:
             "n_samples_per_prompt": settings.n_samples_per_prompt,
             "generate_fn": functools.partial(self.generate, evaluation=False),
         }
-        if settings.over_sampling_factor is not None:
-            options["over_sampling_factor"] = settings.over_sampling_factor
+        factor = settings.over_sampling_factor
+        if factor is not None or base is None:
+            options["over_sampling_factor"] = factor if factor is not None else _OVER_SAMPLING
         if settings.max_attempts is not None:
             options["max_attempts"] = settings.max_attempts
         if settings.scored_by_slime:

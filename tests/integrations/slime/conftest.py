@@ -1,10 +1,37 @@
-"""What lives in the process between calls ends with the test that began it."""
+"""What lives in the process between calls ends with the test that began it.
 
+With ``SLIME_PATH`` set to a checkout of slime (and its requirements installed, engines apart), slime is importable and
+every test of this folder runs on slime's own classes instead of the stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rollouts.integrations.slime import close_rollouts
+
+SLIME = os.environ.get("SLIME_PATH")
+
+if SLIME:
+    sys.path.insert(0, SLIME)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("slime.rollout.sglang_rollout")
+
+
+@pytest.fixture(scope="session")
+def slime_path() -> Path:
+    """The checkout of slime; a test that asks for it is skipped where there is none."""
+    if not SLIME:
+        pytest.skip("SLIME_PATH names no checkout of slime")
+    return Path(SLIME)
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,7 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.slime import normalise_rewards
 from rollouts.integrations.slime.records import records
 
-GRPO = Namespace(
-    advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, reward_key=None
-)
+GRPO = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, reward_key=None)
 
 
 def some(group: int | None, rollout: int | None, reward: Any, *, removed: bool = False) -> Any:
