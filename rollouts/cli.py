@@ -8,6 +8,7 @@ they do is done below.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
@@ -18,13 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
-import anyio.to_thread
 from rich.console import Console
 
 from rollouts import __version__
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inspection import play_one, show_run
+from rollouts.integrations.slime.debug_data import export_run
 from rollouts.launching import Aim, launch
 from rollouts.serving import READY
 from rollouts.training.sinks import check_free
@@ -110,6 +110,12 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if report.ok else BROKEN
 
 
+def _export(args: argparse.Namespace) -> int:
+    for path in export_run(args.run, args.out):
+        print(path)
+    return 0
+
+
 def _serve(args: argparse.Namespace) -> int:
     return _loop(_serve_until_told, args)
 
@@ -127,7 +133,12 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
                 scope.cancel()
 
     async def standard_input(scope: anyio.CancelScope) -> None:
-        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        descriptor = sys.stdin.fileno()  # waited for, not read in a thread: a blocked thread would outlive the server
+        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be waited for: it is at its end
+            while True:
+                await anyio.wait_readable(descriptor)
+                if not os.read(descriptor, 4096):
+                    break
         scope.cancel()
 
     def ready(url: str) -> None:
@@ -208,6 +219,13 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = _verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
     verify.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+
+    export = _verb(
+        verbs, "export", _export, "write a stored run for a trainer", "export runs/a --to slime data_{rollout_id}.pt"
+    )
+    export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    export.add_argument("--to", required=True, choices=("slime",), help="slime: what --load-debug-rollout-data reads")
+    export.add_argument("out", metavar="OUT", help="the file; with {rollout_id} in its name, one for each batch")
 
     serve = _verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
     serve.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")

@@ -70,12 +70,18 @@ async def aimed(aim: Aim, log: Path | None = None) -> AsyncIterator[tuple[Recipe
             endpoint = attrs.evolve(endpoint, model=named)
         yield _built(function, endpoint, aim), None
         return
-    model = Path(aim.model).resolve() if aim.model is not None else DEMO_MODEL
-    if not model.is_dir():
-        raise ConfigError.of("--model", str(model), "a folder with a model, or --endpoint URL of a server that has it")
+    model = _model_folder(aim.model)
     with tempfile.TemporaryDirectory() as folder:
         async with engine_process(model, log or Path(folder) / "engine.log", slots=aim.slots) as engine:
             yield _built(function, Endpoint(model=str(model), base_url=engine.url), aim), engine
+
+
+def _model_folder(named: str | None) -> Path:
+    """Absolute, so that the tokenizer that the run names is found from anywhere."""
+    folder = DEMO_MODEL if named is None else Path(named).resolve()
+    if not folder.is_dir():
+        raise ConfigError.of("--model", str(folder), "a folder with a model, or --endpoint URL of a server that has it")
+    return folder
 
 
 def _built(function: RecipeFunction, endpoint: Endpoint, aim: Aim) -> Recipe:

@@ -50,6 +50,8 @@ class RunResult:
 
     status: RunStatus
     accounting: Accounting
+    unbatched: int
+    """Of the prompts returned: those whose groups were accepted and are in no batch."""
     run_metrics: RunMetrics
     batches: int
     batch_metrics: tuple[Mapping[str, float], ...]
@@ -92,14 +94,14 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
         if stop.asked and not finished:
             error = stop.error
         status: RunStatus = "finished" if finished else "failed" if error else "stopped"
-        accounting = _written(manager.accounting, writer.batches * recipe.config.batch_size)
+        accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
         with anyio.CancelScope(shield=True):
             finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
             await anyio.to_thread.run_sync(finish)
     if error is not None and not isinstance(error, RolloutsError):
         raise error
     seconds = anyio.current_time() - began
-    return RunResult(status, accounting, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
+    return RunResult(status, accounting, unbatched, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
 
 
 async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter) -> None:
@@ -123,7 +125,11 @@ async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-def _written(accounting: Accounting, in_batch: int) -> Accounting:
-    """The accounting as the disk has it: a batch that could not be written is accepted groups in no batch."""
-    unwritten = accounting.in_batch - in_batch
-    return attrs.evolve(accounting, in_batch=in_batch, ready=accounting.ready + unwritten)
+def _settled(accounting: Accounting, in_batch: int) -> tuple[Accounting, int]:
+    """The accounting of a run that has ended, and how many accepted groups are in none of its ``in_batch`` groups.
+
+    Their prompts count as returned: no trainer has seen them. A batch that could not be written is among them.
+    """
+    unbatched = accounting.ready + accounting.in_batch - in_batch
+    returned = accounting.returned + unbatched
+    return attrs.evolve(accounting, in_batch=in_batch, ready=0, returned=returned), unbatched

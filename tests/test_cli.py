@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from rollouts import __version__
 from rollouts.cli import main
 from rollouts.engine import DEMO_MODEL
-from rollouts.serving import READY
 from rollouts.training.run_folder import load_run, read_info
 from rollouts.training.verify import verify_run
 from tests.stored_runs import edit_line, store_run
@@ -53,12 +51,8 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The URL of `rollouts serve`, in a process of its own."""
-    process = command("serve", "--port", "0", "--stop-with-stdin", stderr=subprocess.DEVNULL)
-    yield line_with(process, READY).removeprefix(READY).strip()
-    process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
+def server(engine_url: str) -> str:
+    return engine_url
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +138,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
     server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too few prompts for a batch: exit code 1, one clear line, and the accepted groups on disk."""
-    options = ["--set", "prompts=6", "--set", "epochs=1", "--set", "batch_size=6", "--format", "jsonl"]
+    options = ["--set", "prompts=6", "--set", "epochs=1", *SMALL, "--batches", "9"]
     assert main(["run", CALCULATOR, "--endpoint", server, "--out", str(tmp_path / "run"), *options]) == 1
     assert "no prompt is left" in capsys.readouterr().err
     assert verify_run(tmp_path / "run").violations == []
@@ -163,7 +157,10 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
         (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "option: got 'data'"),
         (["run", CALCULATOR, "--out", "OUT", "--model", "none"], "--model: got"),
         (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
-        (["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"], "http://127.0.0.1:9: nobody answers"),
+        (
+            ["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"],
+            "nobody answers at http://127.0.0.1:9",
+        ),
         (["verify", "OUT"], "run: got"),
         (["show", "OUT"], "run: got"),
         (["serve", "--model", "none"], "none"),

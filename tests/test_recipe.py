@@ -219,7 +219,7 @@ async def test_no_server_is_found_before_work_starts() -> None:
 async def test_a_server_that_is_not_sglang_is_refused() -> None:
     """Somebody at the URL who does not speak the protocol is told apart from nobody."""
     async with StubServer(model_info=None) as server:
-        with pytest.raises(EndpointRefused, match="expected an SGLang server"):
+        with pytest.raises(EndpointRefused, match="is not an SGLang server"):
             await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
 
 

@@ -64,7 +64,7 @@ async def test_data_that_run_dry_cost_nothing(tmp_path: Path) -> None:
     assert result.status == "failed"
     assert isinstance(result.error, DataExhausted)
     kept = {sample.group_index for place in ("kept", "unbatched") for sample in load_run(tmp_path / "run", place)}  # type: ignore[arg-type]
-    assert len(kept) == result.accounting.in_batch + result.accounting.ready
+    assert len(kept) == result.accounting.in_batch + result.unbatched
     assert "no prompt is left" in read_info(tmp_path / "run")["error"]
 
 
@@ -85,7 +85,7 @@ async def test_a_stop_keeps_what_is_finished(tmp_path: Path) -> None:
     recipe = a_recipe(some_hang, batch_size=4, over_sampling_factor=1.25, filter_fn=None)
     result = await stored(recipe, tmp_path / "run", stop=stop, watch=watch)
     assert (result.status, result.error) == ("stopped", None)
-    assert (result.accounting.ready, result.accounting.returned) == (3, 2)
+    assert (result.unbatched, result.accounting.returned) == (3, 5)
     assert {sample.group_index for sample in load_run(tmp_path / "run", "unbatched")} == {0, 1, 2}
 
 
@@ -125,7 +125,7 @@ async def test_a_batch_that_cannot_be_written_is_not_lost(tmp_path: Path) -> Non
     assert "cannot be written" in str(result.error)
     assert result.accounting.in_batch == 0
     assert verify_run(path).violations == []
-    assert len({sample.group_index for sample in load_run(path, "unbatched")}) == result.accounting.ready >= 3
+    assert len({sample.group_index for sample in load_run(path, "unbatched")}) == result.unbatched >= 3
 
 
 async def test_a_broken_law_is_told_after_everything_is_written(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ async def test_a_closed_terminal_does_not_end_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batches", [1, 3])
 async def test_the_end_adds_up(tmp_path: Path, batches: int) -> None:
-    """Prompts taken are in batches, dropped, failed, returned, or accepted without a batch."""
+    """Prompts taken are in batches, dropped, failed, or returned."""
     counts = (await stored(a_recipe(batches=batches), tmp_path / "run")).accounting
     assert counts.in_batch == 3 * batches
-    assert counts.taken == counts.in_batch + counts.dropped + counts.failed + counts.returned + counts.ready
+    assert counts.taken == counts.in_batch + counts.dropped + counts.failed + counts.returned

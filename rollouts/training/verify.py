@@ -206,12 +206,15 @@ class _Verification:
             "in_batch": self.counts["kept"],
             "dropped": self.counts["dropped"],
             "failed": self.counts["failed"],
-            "ready": self.counts["unbatched"],
             "in_flight": 0,
         }
         for name, count in held.items():
             if numbers[name] != count:
                 self._broken(4, f"{place}.{name}", numbers[name], f"{count}, the groups that the files hold")
+        unbatched = self.counts["unbatched"]
+        if numbers["ready"] not in (0, unbatched) or numbers["ready"] + numbers["returned"] < unbatched:
+            got = f"{numbers['ready']} ready, {numbers['returned']} returned"
+            self._broken(4, place, got, f"one of them to hold the {unbatched} accepted groups that are in no batch")
         if self.info.get("batches") != self.batches:
             self._broken(4, f"{self.run / 'run.json'}, batches", self.info.get("batches"), f"{self.batches} files")
 
