@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
+from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.integrations.slime import close_rollouts
 
 SLIME = os.environ.get("SLIME_PATH")
@@ -38,3 +40,11 @@ def slime_path() -> Path:
 def _closed() -> Iterator[None]:
     yield
     close_rollouts()
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[str]:
+    """The URL of an embedded engine with the demo model; few slots, so that there is work at any moment."""
+    with start_blocking_portal() as portal:
+        with portal.wrap_async_context_manager(running_server(DEMO_MODEL, slots=12)) as url:
+            yield url
