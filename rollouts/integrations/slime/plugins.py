@@ -49,7 +49,13 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     """
     pipeline = _pipeline(args)
     config = _recipe(pipeline).config
-    prompt = Prompt(sample.prompt, label=sample.label, metadata=sample.metadata or {}, index=sample.index)
+    prompt = Prompt(
+        sample.prompt,
+        label=sample.label,
+        metadata=sample.metadata or {},
+        group_index=sample.group_index,
+        index=sample.index,
+    )
     samples: list[Sample] = []
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):
@@ -144,5 +150,9 @@ def _removed(sample: Any, failure: Failure | None) -> Any:
     sample.loss_mask, sample.rollout_log_probs = [0], [0.0]
     sample.reward, sample.remove_sample = 0.0, True
     sample.status = records().sample.Status.FAILED
-    sample.metadata = {**(sample.metadata or {}), "failure": "" if failure is None else str(failure.message)}
+    sample.metadata = {**(sample.metadata or {}), "failure": _said(failure)}
     return sample
+
+
+def _said(failure: Failure | None) -> str:
+    return "" if failure is None else f"{failure.kind}: {failure.message}"
