@@ -1,8 +1,8 @@
 """How long a batch takes to fill, and how many prompts it costs: our scheduler, and slime's algorithm, on one clock.
 
-Both play the same groups: rollout ``j`` of prompt ``i`` takes a lognormal time that depends on ``i`` and ``j`` only, and
-three prompts of every ten give rewards without spread, which the filter drops. An engine runs at most ``slots`` rollouts
-at once, first come first served. The clock is virtual, so the machine's load does not matter.
+Both play the same groups: rollout ``j`` of prompt ``i`` takes a lognormal time that depends on ``i`` and ``j`` only,
+and three prompts of every ten give rewards without spread, which the filter drops. An engine runs at most ``slots``
+rollouts at once, first come first served. The clock is virtual, so the machine's load does not matter.
 
 Ours is the real manager. slime's is its synchronous loop: whenever accepted and pending groups fall below the batch it
 fetches ``over_sampling_batch_size`` more, filters groups as they finish, and at the end aborts what is in flight; those

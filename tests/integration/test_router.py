@@ -180,7 +180,7 @@ async def test_aborts_go_straight_to_the_workers(tmp_path: Path) -> None:
 
                 for number in range(16):
                     tasks.start_soon(ask, number)
-                while policy.in_flight < 16 or sum(await engines.generated()) < 64:
+                while policy.in_flight < 16 or sum(await engines.generated()) < 64:  # noqa: ASYNC110 - other processes
                     await anyio.sleep(0.01)
                 await policy.pause()
                 still = await engines.generated()
@@ -199,11 +199,11 @@ async def test_a_run_through_slimes_door_survives_a_dead_worker(tmp_path: Path) 
         try:
             first = await anyio.to_thread.run_sync(generate_rollout_batch, launch, 0, source)
             engines.engines[0].kill()
-            outputs = [first]
-            for rollout_id in (1, 2):
-                outputs.append(await anyio.to_thread.run_sync(generate_rollout_batch, launch, rollout_id, source))
+            second = await anyio.to_thread.run_sync(generate_rollout_batch, launch, 1, source)
+            third = await anyio.to_thread.run_sync(generate_rollout_batch, launch, 2, source)
         finally:
             await anyio.to_thread.run_sync(close_rollouts)
+        outputs = (first, second, third)
         for output in outputs:
             assert [len(group) for group in output.samples] == [4, 4, 4]
             for sample in leaves(output.samples):

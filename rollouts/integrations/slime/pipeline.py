@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 
 from rollouts.dtypes import Limits, Prompt, SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure, function_name
@@ -26,7 +27,7 @@ from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
 from rollouts.integrations.slime.settings import EvalSet, Settings, load_function
 from rollouts.integrations.slime.source import Taken
-from rollouts.recipe import Recipe, load_recipe
+from rollouts.recipe import Recipe, build, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, RewardFn, Sample, Status
 
@@ -56,10 +57,11 @@ def find_recipe(settings: Settings) -> Recipe | None:
         make = load_function(path)
     if not callable(make):
         raise ConfigError.of("rollouts_recipe", settings.recipe, "file.py, file.py:function or package.module.function")
-    made = make(settings.endpoint, **settings.recipe_options)
-    if not isinstance(made, Recipe):
-        raise ConfigError.of(f"recipe {settings.recipe}", made, "a Recipe")
-    return made
+    texts = {
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in settings.recipe_options.items()
+    }
+    return build(make, settings.endpoint, texts)
 
 
 class Pipeline:

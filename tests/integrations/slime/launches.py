@@ -1,7 +1,7 @@
 """A trainer to play against: slime's namespace, a data source that keeps count, and rollouts made to measure.
 
-``Launch`` is what a test starts from. Its recipe's rollouts need no server: each is made by ``Launch.play``, which a test
-may replace, and is what a model would have given: a prompt, one sampled reply, logprobs and versions.
+``Launch`` is what a test starts from. Its recipe's rollouts need no server: each is made by ``Launch.play``, which a
+test may replace, and is what a model would have given: a prompt, one sampled reply, logprobs and versions.
 """
 
 from __future__ import annotations

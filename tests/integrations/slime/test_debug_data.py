@@ -57,5 +57,5 @@ async def test_the_command_writes_the_same(tmp_path: Path, capsys: pytest.Captur
 
 def test_no_run_is_said(tmp_path: Path) -> None:
     """By its path."""
-    with pytest.raises(ConfigError, match="run.json"):
+    with pytest.raises(ConfigError, match=r"run\.json"):
         export_run(tmp_path, tmp_path / "out.pt")

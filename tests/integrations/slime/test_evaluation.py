@@ -106,5 +106,5 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     """The file, or the row and the key."""
     entry = data_set(tmp_path, "one", 1, input_key="question")
     settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
-    with pytest.raises(ConfigError, match="row 0.*'question'"):
+    with pytest.raises(ConfigError, match=r"row 0.*'question'"):
         load_eval_prompts(settings.eval_sets[0], settings)

@@ -111,20 +111,23 @@ def test_nothing_finished_is_thrown_away() -> None:
 def test_finished_rollouts_survive_a_restart() -> None:
     """A group goes back with what is finished of it, tokens and rewards, and only the rest is played again."""
     scored: set[int] = set()
+    both = anyio.Event()
     held = True
 
     async def play(prompt: Prompt) -> list[Sample]:
         assert prompt.group_index is not None
         assert prompt.index is not None
-        while held and prompt.group_index >= 2 and prompt.index % 2 == 1:
-            await anyio.sleep(0.001)
-        while held and prompt.index == 0 and not scored.issuperset({4, 6}):
-            await anyio.sleep(0.001)
+        if held and prompt.group_index >= 2 and prompt.index % 2 == 1:
+            await anyio.sleep_forever()
+        if held and prompt.index == 0:
+            await both.wait()
         return [made_sample(prompt, reply=prompt.index + 1)]
 
     async def reward(sample: Sample) -> float:
         assert sample.index is not None
         scored.add(sample.index)
+        if scored.issuperset({4, 6}):
+            both.set()
         return float(sample.index % 2)
 
     launch = Launch(batch_size=2, n=2, play=play, reward=reward, over_sampling_factor=2.0)
@@ -269,7 +272,7 @@ def test_groups_of_one_with_a_spread_filter_are_refused() -> None:
     """slime drops every group then, without a word and without an end."""
     launch = Launch(n=1, filter_fn=None)
     args = launch.args(dynamic_sampling_filter_path="rollouts.integrations.slime.filters.check_reward_nonzero_std")
-    with pytest.raises(ConfigError, match="n_samples_per_prompt.*at least 2"):
+    with pytest.raises(ConfigError, match=r"n_samples_per_prompt.*at least 2"):
         generate_rollout_batch(args, 0, launch.source())
 
 
@@ -285,7 +288,7 @@ def test_a_data_source_that_runs_dry_says_so() -> None:
 
 
 def test_one_process_serves_training_and_evaluation() -> None:
-    """slime's default function and its asynchronous one cannot share a process under load; one loop serves both here."""
+    """slime's own two cannot share a process under load; one loop serves both here."""
     launch = Launch(batch_size=2, n=2)
     args, source = launch.args(), launch.source()
     for rollout_id in range(2):

@@ -9,6 +9,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import os
+import re
 import subprocess
 import sys
 import types
@@ -24,6 +25,7 @@ import pytest
 from rollouts.integrations.slime import generate_rollout_batch, normalise_rewards, write_debug_data
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.settings import OWN_KEYS
 from rollouts.training import Prompt, Sample
 from tests.integrations.slime.launches import Launch, made_sample
 
@@ -223,3 +225,23 @@ def test_slimes_dashboards_light_up(slime_path: Path) -> None:
     assert numbers["response_len/mean"] == 8
     assert numbers["prefix_cache_hit_rate"] == pytest.approx(3 / 12)
     assert speed["non_generation_time/mean"] == 0.25
+
+
+def test_the_launch_script_names_flags_that_slime_has(slime_path: Path) -> None:
+    """Every flag of the script stands in slime's arguments, or in a launch of slime's own (those of Megatron)."""
+    script = (ROOT / "training/slime/run_qwen3.sh").read_text()
+    flags = sorted(set(re.findall(r"^  (--[a-z0-9-]+)", script, re.MULTILINE)))
+    theirs = [slime_path / "slime/utils/arguments.py", *(slime_path / "scripts").glob("*.sh")]
+    known = "\n".join(path.read_text() for path in theirs)
+    assert len(flags) > 40
+    assert [flag for flag in flags if not re.search(re.escape(flag) + r"\b", known)] == []
+
+
+@pytest.mark.parametrize("task", ["calculator", "gsm8k"])
+def test_the_launch_yaml_names_keys_that_are_read(slime_path: Path, task: str) -> None:
+    """Each key is one of ours; the recipe is there."""
+    yaml = importlib.import_module("yaml")
+    text = (ROOT / f"training/slime/{task}.yaml").read_text().replace("@ROOT@", str(ROOT))
+    keys = yaml.safe_load(text)
+    assert keys.keys() <= OWN_KEYS.keys()
+    assert Path(keys["rollouts_recipe"]).is_file()
