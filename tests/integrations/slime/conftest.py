@@ -22,7 +22,7 @@ from rollouts.integrations.slime import close_rollouts
 SLIME = os.environ.get("SLIME_PATH")
 
 if SLIME:
-    sys.path.insert(0, SLIME)
+    sys.path.append(SLIME)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("slime.rollout.sglang_rollout")
