@@ -3,8 +3,9 @@
 Invariant: whatever happens, the environment is closed and a sealed trajectory comes back, with what there is and why it
 ended. The policy is only ever sent the trajectory's own tokens (law 1), and every wait has a deadline (law 7).
 
-Limits stop before useless work: a tool call of the last turn does not run. This module knows no sample, no reward and
-no group.
+Limits stop before useless work: a tool call of the last turn does not run. Where a log of turns is handed down, each
+finished turn is kept in it before the next begins, and an episode that has turns there goes on from the last of them.
+This module knows no sample, no reward and no group.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rollouts.dtypes import (
     ToolCall,
     as_messages,
 )
-from rollouts.environments.base import Environment, EnvironmentFactory, StepResult
+from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult
 from rollouts.errors import (
     ContextOverflow,
     EndpointError,
@@ -46,6 +47,7 @@ from rollouts.errors import (
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
+from rollouts.turns import Turn, TurnLog, claim_turn_log, prompt_digest, replayed
 
 __all__ = ["OnStep", "run_agent"]
 
@@ -90,13 +92,13 @@ async def run_agent(
         TokenMismatchError: a law was broken.
     """
     limits = limits or Limits()
-    episode = _Episode(prompt, policy, renderer, sampling, limits, max_context, on_step)
+    episode = _Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, await claim_turn_log())
     environment: Environment | None = None
     failure: Failure | None = None
     stop_reason = StopReason.DEADLINE
     name = function_name(environment_cls)
     try:
-        with deadline(limits.episode_seconds):
+        with deadline(limits.episode_seconds - episode.seconds_before):
             with boundary(EnvironmentFailure, f"{name}()"):
                 environment = environment_cls()
             stop_reason = await episode.play(environment, name)
@@ -133,19 +135,28 @@ class _Episode:
     limits: Limits
     max_context: int | None
     on_step: OnStep | None
+    log: TurnLog | None = None
     trajectory: Trajectory = attrs.field(factory=Trajectory)
     session: str = attrs.field(factory=lambda: uuid.uuid4().hex)
     calls_asked: int = 0
+    began: float = attrs.field(factory=time.monotonic)
+    kept: tuple[int, int, int] = (0, 0, 0)
+    """Tokens, calls and messages that the log of turns has."""
 
     async def play(self, environment: Environment, name: str) -> StopReason:
         """Turns, until something ends them."""
         limits = self.limits
         tools = tuple(environment.tools)
         self.renderer.self_test(tools).raise_if_refused()
-        messages = as_messages(await self._foreign(f"{name}.start", environment.start, self.prompt))
-        opening = await self._rendered(messages, self.renderer.opening, list(messages), tools)
-        self.trajectory.add_context(opening, messages)
-        for turn in range(1, limits.max_turns + 1):
+        turns = self._turns_before()
+        if turns and isinstance(environment, Resumable):
+            await self._foreign(f"{name}.restore", environment.restore, self.prompt, turns[-1].fields["snapshot"])
+            self._go_on_from(turns)
+        else:
+            messages = as_messages(await self._foreign(f"{name}.start", environment.start, self.prompt))
+            opening = await self._rendered(messages, self.renderer.opening, list(messages), tools)
+            self.trajectory.add_context(opening, messages)
+        for turn in range(len(self.trajectory.calls) + 1, limits.max_turns + 1):
             budget, at_limit = self._budget()
             if budget < 1:
                 return at_limit
@@ -178,7 +189,53 @@ class _Episode:
                 )
                 self.trajectory.add_context(bridge, step.messages)
                 self._observe()
+                await self._keep_turn(environment, name)
         return StopReason.MAX_TURNS
+
+    @property
+    def seconds_before(self) -> float:
+        """Wall time that the episode had before it was interrupted."""
+        turns = self._turns_before()
+        return float(turns[-1].fields["seconds"]) if turns else 0.0
+
+    def _turns_before(self) -> Sequence[Turn]:
+        """The turns of this episode that were finished before it was interrupted, if it can go on from there."""
+        turns = self.log.turns if self.log is not None else ()
+        same = turns and turns[0].fields["prompt"] == prompt_digest(self.prompt)
+        return turns if same and turns[-1].resumable else ()
+
+    def _go_on_from(self, turns: Sequence[Turn]) -> None:
+        self.trajectory = replayed(turns)
+        last = turns[-1].fields
+        self.calls_asked, self.session = last["calls_asked"], last["session"]
+        self.began -= last["seconds"]
+        self.trajectory.count("turns_before_resume", len(self.trajectory.calls))
+        self._all_is_kept()
+
+    async def _keep_turn(self, environment: Environment, name: str) -> None:
+        """Let the log have the turn; without a snapshot where the environment gives none, or fails to."""
+        if self.log is None:
+            return
+        fields: dict[str, Any] = {}
+        if isinstance(environment, Resumable):
+            try:
+                fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
+            except EnvironmentFailure:
+                self.trajectory.count("snapshot_failures")
+        turn = Turn.since(
+            self.trajectory,
+            *self.kept,
+            prompt=prompt_digest(self.prompt),
+            calls_asked=self.calls_asked,
+            session=self.session,
+            seconds=time.monotonic() - self.began,
+            **fields,
+        )
+        self._all_is_kept()
+        await self.log.save(turn)
+
+    def _all_is_kept(self) -> None:
+        self.kept = (len(self.trajectory), len(self.trajectory.calls), len(self.trajectory.messages))
 
     def _budget(self) -> tuple[int, StopReason]:
         """Tokens that the next reply may have, and what it means when that is less than it wants."""

@@ -38,6 +38,7 @@ __all__ = [
     "FilterFailure",
     "ForeignFailure",
     "GenerateFailure",
+    "JournalError",
     "RewardFailure",
     "RolloutsError",
     "TokenMismatchError",
@@ -104,6 +105,10 @@ class FilterFailure(ForeignFailure):
 
 class DataExhausted(RolloutsError):
     """The data buffer ran dry before a batch was full. What is finished stays with the manager."""
+
+
+class JournalError(RolloutsError):
+    """The journal of a run cannot be written (a full disk, say), or is damaged: file and offset are in the message."""
 
 
 class TokenMismatchError(RolloutsError):

@@ -18,7 +18,9 @@ import attrs
 
 from rollouts.errors import RolloutsError
 from rollouts.recipe import Recipe
+from rollouts.training.ledger import Ledger
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.sinks import RunStatus, RunWriter
 
@@ -64,8 +66,24 @@ Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
 """An observer that runs beside the work and is cancelled at its end."""
 
 
-async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, watch: Watch | None = None) -> RunResult:
+async def run(
+    recipe: Recipe,
+    writer: RunWriter,
+    *,
+    stop: Stop | None = None,
+    watch: Watch | None = None,
+    ledger: Ledger | None = None,
+    state: ManagerState | None = None,
+) -> RunResult:
     """Fill ``recipe.batches`` batches and write them; end early when asked, when data run dry, or at an error.
+
+    Args:
+        recipe: what to do.
+        writer: where batches and groups go.
+        stop: asks for an early end.
+        watch: an observer.
+        ledger: where everything is journaled before it counts; without one the run cannot be resumed.
+        state: where an earlier process left off, with the recipe's buffer set accordingly.
 
     Returns:
         How it ended; the reason of an early end is in ``error``, and in ``run.json``.
@@ -75,7 +93,9 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
     error: BaseException | None = None
     finished = False
     metrics: list[Mapping[str, float]] = []
-    manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group)
+    manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group, ledger=ledger)
+    if state is not None:
+        manager.go_on_from(state)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
@@ -83,8 +103,8 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
                 tasks.start_soon(_observe, watch, manager)
             try:
                 async with manager:
-                    for _ in range(recipe.batches):
-                        await _one_batch(manager, writer)
+                    for _ in range(manager.batches, recipe.batches):
+                        await _one_batch(manager, writer, ledger)
                         metrics.append(manager.metrics)
                 finished = True
             except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
@@ -104,9 +124,11 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
     return RunResult(status, accounting, unbatched, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
 
 
-async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter) -> None:
+async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, ledger: Ledger | None) -> None:
     samples = await manager.generate_batch()
     with anyio.CancelScope(shield=True):  # what is handed out is written, whoever stops us now
+        if ledger is not None:
+            await ledger.journal.commit()  # a batch that has a file is sealed in the journal
         try:
             await anyio.to_thread.run_sync(
                 writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)

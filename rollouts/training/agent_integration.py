@@ -62,7 +62,7 @@ async def agent_rollout_to_sample(
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     renderer = await _renderer(tokenizer)
-    policy = policy if policy is not None else shared_policy(endpoint)
+    policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     trajectory = await run_agent(
         prompt,
         environment_cls,
