@@ -25,6 +25,7 @@ from rollouts.errors import (
     HistoryRewritten,
     boundary,
     call_foreign,
+    deadline,
     function_name,
 )
 from rollouts.inference.base import Policy
@@ -104,7 +105,7 @@ async def run_branches(
     stop_reason = StopReason.DEADLINE
     name = function_name(environment_cls)
     try:
-        with anyio.move_on_after(limits.episode_seconds - episode.seconds_before):
+        with deadline(limits.episode_seconds - episode.seconds_before):
             with boundary(EnvironmentFailure, f"{name}()"):
                 environment = environment_cls()
             stop_reason = await episode.play(environment, name, past)

@@ -27,6 +27,7 @@ from rollouts.checking import Subject, check
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
+from rollouts.integrations.slime.debug_data import export_run
 from rollouts.launching import Aim, launch, resumed_aim
 from rollouts.serving import READY
 from rollouts.training.sinks import check_free
@@ -114,6 +115,12 @@ def _verify(args: argparse.Namespace) -> int:
     if left > 0:
         print(f"... and {left} more", file=sys.stderr)
     return 0 if report.ok else BROKEN
+
+
+def _export(args: argparse.Namespace) -> int:
+    for path in export_run(args.run, args.out):
+        print(path)
+    return 0
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -261,6 +268,13 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = _verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
     verify.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+
+    export = _verb(
+        verbs, "export", _export, "write a stored run for a trainer", "export runs/a --to slime data_{rollout_id}.pt"
+    )
+    export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    export.add_argument("--to", required=True, choices=("slime",), help="slime: what --load-debug-rollout-data reads")
+    export.add_argument("out", metavar="OUT", help="the file; with {rollout_id} in its name, one for each batch")
 
     exam = _verb(verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam")
     _add_aim(exam)

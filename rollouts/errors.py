@@ -51,8 +51,10 @@ __all__ = [
     "at",
     "boundary",
     "call_foreign",
+    "deadline",
     "function_name",
     "shortened",
+    "stopped_clocks",
     "waits",
 ]
 
@@ -194,6 +196,7 @@ _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", d
 _WAITS: dict[int, Wait] = {}
 _ABANDONED: dict[int, Wait] = {}
 _NUMBERS = itertools.count()
+_CLOCKS: contextvars.ContextVar[tuple[anyio.CancelScope, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
 
 
 def abandoned() -> list[Wait]:
@@ -220,6 +223,36 @@ def at(place: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def deadline(seconds: float | None) -> Iterator[anyio.CancelScope]:
+    """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop."""
+    with anyio.move_on_after(seconds) as scope:
+        token = _CLOCKS.set((*_CLOCKS.get(), scope))
+        try:
+            yield scope
+        finally:
+            _CLOCKS.reset(token)
+
+
+@contextlib.contextmanager
+def stopped_clocks() -> Iterator[None]:
+    """Stop the deadlines around us while inside: for a wait that somebody outside the run has asked for.
+
+    A deadline that has passed already stays passed.
+    """
+    now = anyio.current_time()
+    running = [scope for scope in _CLOCKS.get() if now < scope.deadline < math.inf]
+    left = [scope.deadline - now for scope in running]
+    for scope in running:
+        scope.deadline = math.inf
+    try:
+        yield
+    finally:
+        now = anyio.current_time()
+        for scope, seconds in zip(running, left, strict=True):
+            scope.deadline = now + seconds
+
+
+@contextlib.contextmanager
 def boundary(
     failure: type[RolloutsError], what: str, *, seconds: float | None = None, thread: WorkerThread | None = None
 ) -> Iterator[None]:
@@ -236,11 +269,11 @@ def boundary(
     """
     now = time.monotonic()
     number = next(_NUMBERS)
-    deadline = None if seconds is None else now + seconds
-    _WAITS[number] = wait = Wait(_PLACE.get(), what, now, deadline, asyncio.current_task(), thread)
+    until = None if seconds is None else now + seconds
+    _WAITS[number] = wait = Wait(_PLACE.get(), what, now, until, asyncio.current_task(), thread)
     before = _cancellations()
     try:
-        with anyio.move_on_after(seconds) as scope:
+        with deadline(seconds) as scope:
             yield
             if _cancellations() > before and not scope.cancel_called and _is_cancelled():
                 raise asyncio.CancelledError  # swallowed inside: what it answered is no answer

@@ -101,6 +101,7 @@ LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_f
 LAW_BOOKS = {
     "test_architecture.py",
     "test_documents.py",
+    "integrations/slime/test_with_slime.py",
     "test_founding_bugs.py",
     "test_families.py",
     "test_manager_semantics.py",

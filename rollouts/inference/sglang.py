@@ -35,6 +35,7 @@ from rollouts.inference.workers import Worker, Workers
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
 
 DESCRIBE_SECONDS = 30.0
+ABORTS_AT_ONCE = 64
 
 
 def full_jitter(failures: int) -> float:
@@ -104,6 +105,8 @@ class SGLangPolicy:
         self._sequences = SequenceCache(vocab_size)
         self._workers = Workers([Worker(url, shown(url)) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
+        self._running: dict[str, Worker] = {}
+        """By rid, what was sent and is not answered yet."""
 
     def __repr__(self) -> str:
         urls = ", ".join(worker.name for worker in self._workers.all)
@@ -163,6 +166,25 @@ class SGLangPolicy:
                 raise error from call.last  # too late: say what went wrong before
             raise
 
+    async def interrupt(self) -> None:
+        """Abort what is in flight, each by its rid: it is answered at once with what it has; nobody else's is touched.
+
+        A request that has not reached its server yet is not known there: call again while one is in flight.
+        """
+        limiter = anyio.CapacityLimiter(ABORTS_AT_ONCE)
+
+        async def abort(rid: str, worker: Worker) -> None:
+            async with limiter:
+                try:
+                    await abort_generation(self._transport, worker.url, rid, self._headers)
+                except EndpointUnavailable:
+                    return  # its own call finds out what became of it
+                self.totals.aborts += 1
+
+        async with anyio.create_task_group() as aborts:
+            for rid, worker in list(self._running.items()):
+                aborts.start_soon(abort, rid, worker)
+
     async def describe(self) -> ServerInfo:
         """Ask the servers what they are. Several are asked in turn: what they agree on, and the shortest context.
 
@@ -214,6 +236,7 @@ class SGLangPolicy:
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1
+        self._running[rid] = worker
         try:
             status, payload = await self._transport.post(
                 f"{worker.url}/generate", wire.with_rid(rid, call.tail), call.headers, fresh=fresh
@@ -227,6 +250,7 @@ class SGLangPolicy:
             raise
         finally:
             worker.in_flight -= 1
+            del self._running[rid]
         try:
             if status != 200:
                 error = error_of(status, f"{message_of(payload)} (POST {worker.name}/generate)")

@@ -54,7 +54,7 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rewards import score, score_group
 from rollouts.training.staleness import Staleness, StalenessPolicy
-from rollouts.training.types import Group, Outcome, Sample, Status
+from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 from rollouts.turns import keeping_turns
 
 __all__ = ["AsyncRolloutManager"]
@@ -153,6 +153,26 @@ class AsyncRolloutManager:
     def ready_groups(self) -> tuple[Group, ...]:
         """Accepted groups that are in no batch yet, oldest first."""
         return tuple(sorted(self._ready, key=lambda group: group.group_index))
+
+    def withdraw(self, is_stale: Callable[[Group], bool]) -> list[Group]:
+        """Take accepted groups that are in no batch out again; they count as dropped, with the reason ``"stale"``."""
+        stale = [group for group in self._ready if is_stale(group)]
+        taken = {group.group_index for group in stale}
+        self._ready = [group for group in self._ready if group.group_index not in taken]
+        self.accounting.ready -= len(stale)
+        self.accounting.dropped += len(stale)
+        for group in stale:
+            self.data_buffer.settle(group.prompt)
+        self.run_metrics.reasons["stale"] += len(stale)
+        return stale
+
+    def finished_rollouts(self, group_index: int) -> dict[int, list[Sample]]:
+        """The finished rollouts of a group that went back to the buffer, by their number in the group."""
+        return dict(self._finished_rollouts.get(group_index, {}))
+
+    def adopt(self, group_index: int, rollouts: Mapping[int, list[Sample]]) -> None:
+        """Give rollouts that were finished elsewhere; the group goes on with those that are missing."""
+        self._finished_rollouts[group_index] = dict(rollouts)
 
     def waiting_for(self, count: int = 1) -> list[str]:
         """What is waited for longest at this moment: who, what, since when."""
@@ -482,8 +502,10 @@ class AsyncRolloutManager:
             if config.group_rm and config.reward_fn is not None:
                 await score_group(_ends(samples), config.reward_fn, seconds=config.reward_seconds)
                 _share_rewards(samples)
-            if config.filter_fn is not None and not await self._accepts(samples):
-                outcome, reason = "dropped", function_name(config.filter_fn)
+            if config.filter_fn is not None:
+                kept, why = await self._ask_filter(config.filter_fn, samples)
+                if not kept:
+                    outcome, reason = "dropped", why
             _pack(samples, GenerateFailure, "after reward and filter")
         except (TokenMismatchError, ConfigError):
             raise
@@ -494,17 +516,24 @@ class AsyncRolloutManager:
             outcome, reason = "failed", f"{failure.kind}: {failure.message}"
         return Group(prompt, samples, outcome, reason)
 
-    async def _accepts(self, samples: Sequence[Sample]) -> bool:
-        filter_fn = self.config.filter_fn
-        assert filter_fn is not None
+    async def _ask_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
+        """The filter's answer, and why it dropped the group: its own reason where it gives one, else its name.
+
+        A bool, or an object with ``keep`` and perhaps ``reason`` and ``keep_when_insufficient``, which keeps a group
+        that a batch could not be filled without.
+        """
         name = f"filter {function_name(filter_fn)}"
         seconds = self.config.filter_seconds
         answer: Any = await call_foreign(FilterFailure, name, filter_fn, list(samples), seconds=seconds)
         with boundary(FilterFailure, name):
-            answer = answer.item() if hasattr(answer, "item") else answer  # a NumPy or torch scalar
-        if not isinstance(answer, bool):
+            keep: Any = getattr(answer, "keep", answer)
+            keep = keep.item() if hasattr(keep, "item") else keep  # a NumPy or torch scalar
+            reason = str(getattr(answer, "reason", None) or function_name(filter_fn))
+            if keep is False and getattr(answer, "keep_when_insufficient", False):
+                keep = len(self._ready) + self.accounting.in_flight <= self.config.batch_size
+        if not isinstance(keep, bool):
             raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
-        return answer
+        return keep, reason
 
     # -- one rollout --
 

@@ -329,4 +329,5 @@ RewardFn: TypeAlias = Callable[[Sample], float | Awaitable[float]]
 """Scores a sample; with ``group_rm`` it takes the group and gives a list of rewards. A sync one runs in a thread."""
 
 FilterFn: TypeAlias = Callable[[list[Sample]], bool]
-"""Keeps (True) or drops (False) a group: same prompt, rewards set. Pure."""
+"""Keeps (True) or drops (False) a group: same prompt, rewards set. Pure. An object with ``keep`` and ``reason``, such
+as slime's ``DynamicFilterOutput``, is an answer too."""

@@ -1,0 +1,188 @@
+"""A policy that can be stopped between two tokens, and goes on from there: pauses, and aborts that a server makes.
+
+Invariant: a completion that was interrupted is continued from exactly its own ids, so what comes back is one sequence,
+each token with the logprob and the version that it was sampled with. While the gate is closed nothing is sampled, and
+the deadlines of whoever waits at it do not run.
+
+It knows no trainer: somebody closes the gate and opens it again. It knows no message and no sample.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import anyio
+import attrs
+import numpy as np
+
+from rollouts.dtypes import Completion, SamplingParams, TokenColumn, VersionSpan
+from rollouts.errors import EndpointUnavailable, boundary, stopped_clocks
+from rollouts.inference.base import Policy, ServerInfo
+
+__all__ = ["InterruptiblePolicy", "ResumablePolicy", "recorded_sessions"]
+
+_EMPTY_ABORTS = 30
+"""Aborts in a row without a single token after which a server counts as broken."""
+_CALL_AGAIN_SECONDS = 0.5
+"""A request that was on its way when the abort was sent is aborted again after this long."""
+
+_SESSIONS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("rollouts_sessions", default=None)
+
+
+class InterruptiblePolicy(Policy, Protocol):
+    """A policy whose requests can be made to answer at once with what they have."""
+
+    async def interrupt(self) -> None: ...
+
+
+@contextmanager
+def recorded_sessions() -> Iterator[list[str]]:
+    """Collect the sessions that are named inside, in order of first use: the routing keys of what ran."""
+    sessions: list[str] = []
+    token = _SESSIONS.set(sessions)
+    try:
+        yield sessions
+    finally:
+        _SESSIONS.reset(token)
+
+
+class ResumablePolicy:
+    """Puts a gate before a policy.
+
+    Args:
+        inner: samples.
+        at_most: requests in flight at once; ``None`` for no limit.
+        stop_token_ids: ids that end a reply, beside those that the caller names.
+        backoff_seconds: between two attempts when a server aborts before the first token.
+    """
+
+    def __init__(
+        self,
+        inner: InterruptiblePolicy,
+        *,
+        at_most: int | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        backoff_seconds: float = 0.5,
+    ) -> None:
+        self._backoff_seconds = backoff_seconds
+        self.inner = inner
+        self.stop_token_ids = stop_token_ids
+        self.resumed = 0
+        """How often a completion was continued after an interruption."""
+        self.in_flight = 0
+        self._open = anyio.Event()
+        self._open.set()
+        self._idle = anyio.Event()
+        self._limiter = None if at_most is None else anyio.CapacityLimiter(at_most)
+
+    def __repr__(self) -> str:
+        state = "paused" if self.paused else "open"
+        return f"<ResumablePolicy {state}: {self.in_flight} in flight, {self.resumed} resumed>"
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    def resume(self) -> None:
+        """Open the gate."""
+        self._open.set()
+
+    async def pause(self, *, seconds: float = 60.0) -> None:
+        """Close the gate, and return when nothing is sampled any more.
+
+        Raises:
+            EndpointUnavailable: requests were still unanswered after ``seconds``.
+        """
+        if not self.paused:
+            self._open = anyio.Event()
+        with boundary(EndpointUnavailable, f"stopping {self.in_flight} requests", seconds=seconds):
+            while self.in_flight:
+                self._idle = anyio.Event()
+                await self.inner.interrupt()
+                with anyio.move_on_after(_CALL_AGAIN_SECONDS):
+                    if self.in_flight:
+                        await self._idle.wait()
+
+    async def complete(
+        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
+    ) -> Completion:
+        """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``."""
+        sessions = _SESSIONS.get()
+        if sessions is not None and session not in sessions:
+            sessions.append(session)
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
+        parts: list[Completion] = []
+        sampled, empty = 0, 0
+        while sampled < sampling.max_new_tokens:
+            rest = attrs.evolve(sampling, max_new_tokens=sampling.max_new_tokens - sampled)
+            ids = np.concatenate([tokens, *(part.tokens for part in parts)]) if parts else tokens
+            part = await self._send(ids, rest, stop_token_ids, session)
+            parts.append(part)
+            sampled += len(part.tokens)
+            if part.finish_reason != "abort":
+                break
+            self.resumed += 1
+            empty = 0 if len(part.tokens) or self.paused else empty + 1
+            if empty:
+                if empty >= _EMPTY_ABORTS:
+                    raise EndpointUnavailable(f"the server aborted a request {empty} times before its first token")
+                await anyio.sleep(self._backoff_seconds)
+        return parts[0] if len(parts) == 1 and parts[0].finish_reason != "abort" else _joined(parts)
+
+    async def _send(
+        self, ids: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Completion:
+        while True:
+            await self._at_the_gate()
+            if self._limiter is None:
+                break
+            with stopped_clocks():
+                await self._limiter.acquire()
+            if not self.paused:
+                break
+            self._limiter.release()
+        self.in_flight += 1
+        try:
+            return await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session)
+        finally:
+            self.in_flight -= 1
+            if self._limiter is not None:
+                self._limiter.release()
+            if not self.in_flight:
+                self._idle.set()
+
+    async def _at_the_gate(self) -> None:
+        if self.paused:
+            with boundary(EndpointUnavailable, "paused between batches"), stopped_clocks():
+                while self.paused:
+                    await self._open.wait()
+
+    async def describe(self) -> ServerInfo:
+        return await self.inner.describe()
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+def _joined(parts: list[Completion]) -> Completion:
+    """The parts of one reply as one completion; its request is that of the first."""
+    versions: list[VersionSpan] = []
+    start = 0
+    for part in parts:
+        versions += [VersionSpan(span.version, start + span.start, start + span.stop) for span in part.versions]
+        start += len(part.tokens)
+    last = parts[-1]
+    return Completion(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        finish_reason="length" if last.finish_reason == "abort" else last.finish_reason,
+        versions=versions,
+        prompt_tokens=parts[0].prompt_tokens,
+        prompt_digest=parts[0].prompt_digest,
+        request_id=last.request_id,
+        cached_tokens=parts[0].cached_tokens,
+        seconds=sum(part.seconds for part in parts),
+    )

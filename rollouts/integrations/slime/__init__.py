@@ -1,0 +1,36 @@
+"""The door to slime: whole groups of trusted samples for its trainer, at each of its plug-in points.
+
+    --rollout-function-path            ....generate_rollout_batch   all that a user has to change
+    --custom-reward-post-process-path  ....normalise_rewards        groups by number, not by position
+    --data-source-path                 ....CheckpointedDataSource   saves groups that are under way
+    --custom-generate-function-path    ....generate                 one rollout, in slime's own loop
+    --custom-rm-path                   ....reward                   the recipe's reward, likewise
+    --dynamic-sampling-filter-path     ....filters.check_...
+    --buffer-filter-path               ....filters.pop_...
+
+(each begins with ``rollouts.integrations.slime``)
+
+slime is imported nowhere when this package is; torch only where a file of its format is written.
+"""
+
+from rollouts.integrations.slime.convert import from_slime, to_slime
+from rollouts.integrations.slime.data_source import CheckpointedDataSource
+from rollouts.integrations.slime.debug_data import export_run, write_debug_data
+from rollouts.integrations.slime.normalisation import normalise_rewards
+from rollouts.integrations.slime.plugins import generate, group_reward, policy_for, reward
+from rollouts.integrations.slime.rollout import close_rollouts, generate_rollout_batch
+
+__all__ = [
+    "CheckpointedDataSource",
+    "close_rollouts",
+    "export_run",
+    "from_slime",
+    "generate",
+    "generate_rollout_batch",
+    "group_reward",
+    "normalise_rewards",
+    "policy_for",
+    "reward",
+    "to_slime",
+    "write_debug_data",
+]

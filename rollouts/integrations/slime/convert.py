@@ -1,0 +1,222 @@
+"""Our sample to slime's and back.
+
+Invariant: what :func:`to_slime` gives back trains exactly the tokens that the policy sampled: ``loss_mask`` and
+``rollout_log_probs`` are the last ``response_length`` entries of ours, and prompt and response have at least one token.
+A sample that slime would choke on is refused here by name, never repaired. ``check_training_batch`` is what every batch
+passes before slime sees it.
+
+This module knows nothing of how samples come about.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollouts.dtypes import Message
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime.records import records
+from rollouts.training.types import Sample, Status
+
+__all__ = ["REWARDS", "check_trainable", "check_training_batch", "from_slime", "leaves", "to_slime", "trained_versions"]
+
+REWARDS = "slime_rewards"
+"""Metadata key under which a reward of several parts travels to :func:`to_slime`."""
+
+_TRAINABLE = (Status.COMPLETED, Status.TRUNCATED)
+
+
+def to_slime(
+    sample: Sample,
+    *,
+    template: Any = None,
+    mask_earlier_versions: bool = False,
+    session: str = "",
+    reward_key: str | None = None,
+    scored: bool = True,
+) -> Any:
+    """Make slime's sample of ours; the conversation goes along as its attribute ``messages``.
+
+    Args:
+        sample: finished and scored; its columns are as wide as its tokens.
+        template: slime's sample that the rollout came from: what it holds beside the rollout is kept.
+        mask_earlier_versions: train only what the sample's last policy version sampled.
+        session: the routing key that its requests were sent with.
+        reward_key: slime's ``--reward-key``: the reward is then a dict that has it.
+        scored: whether there has to be a reward.
+
+    Raises:
+        ConfigError: no sampled token, no prompt token, no logprobs, or a reward that is not a finite number.
+    """
+    check_trainable(sample)
+    if scored and (sample.reward is None or not math.isfinite(sample.reward)):
+        raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
+    width, mask, logprobs = sample.response_length, sample.mask_column, sample.logprob_column
+    assert logprobs is not None  # just checked
+    if mask_earlier_versions:
+        mask = mask & _of_last_version(sample)
+    kind = records().sample
+    made = kind() if template is None else copy.copy(template)
+    made.metadata = {**(made.metadata or {}), **sample.metadata}
+    rewards = made.metadata.pop(REWARDS, None)
+    made.prompt = made.prompt if template is not None else _plain_prompt(sample.prompt)
+    made.label = sample.label if template is None else made.label
+    made.group_index = sample.group_index if made.group_index is None else made.group_index
+    made.index = sample.index if made.index is None else made.index
+    made.rollout_id = made.index if made.rollout_id is None else made.rollout_id
+    made.tokens = sample.token_column.tolist()
+    made.response = sample.response
+    made.response_length = width
+    made.loss_mask = mask[-width:].astype(int).tolist()
+    made.rollout_log_probs = np.where(sample.mask_column, logprobs, 0.0)[-width:].tolist()
+    has_parts = reward_key is not None and sample.reward is not None
+    made.reward = {**(rewards or {}), reward_key: sample.reward} if has_parts else sample.reward
+    made.status = kind.Status(sample.status.value)
+    made.weight_versions = _versions_of_calls(sample)
+    made.prefix_cache_info = kind.PrefixCacheInfo(
+        cached_tokens=sum(call.cached_tokens for call in sample.calls),
+        total_prompt_tokens=sum(call.start for call in sample.calls),
+    )
+    made.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
+    made.messages = sample.messages
+    made.session_id = made.session_id or session or None
+    return made
+
+
+def check_trainable(sample: Sample) -> None:
+    """Check what must hold before a rollout is worth scoring.
+
+    Raises:
+        ConfigError: no sampled token, no prompt token, or logprobs that are missing or not finite.
+    """
+    sample.check()
+    width = sample.response_length
+    if not width:
+        raise ConfigError.of(f"{sample!r}.loss_mask", "no 1", "at least one sampled token")
+    if width == len(sample):
+        raise ConfigError.of(f"{sample!r}.tokens", width, "at least one prompt token before the first sampled one")
+    logprobs = sample.logprob_column
+    if logprobs is None or not np.isfinite(logprobs).all():
+        got = None if logprobs is None else "not all finite"
+        raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a finite logprob for each sampled token")
+
+
+def from_slime(sample: Any, request: Any = None) -> Sample:
+    """Make our sample of slime's: its response columns widened over the prompt.
+
+    Args:
+        sample: slime's, as a custom generate function or a sample hook left it.
+        request: the prompt that it answers, for its numbers.
+
+    Raises:
+        ConfigError: columns that do not fit the response.
+    """
+    tokens = [int(token) for token in sample.tokens]
+    width = int(sample.response_length)
+    mask = [1] * width if sample.loss_mask is None else list(sample.loss_mask)
+    logprobs = sample.rollout_log_probs
+    lengths = {"loss_mask": len(mask), "rollout_log_probs": width if logprobs is None else len(logprobs)}
+    if width > len(tokens) or set(lengths.values()) != {width}:
+        raise ConfigError.of(f"slime sample {sample.index}", lengths, f"columns of its response_length, {width}")
+    before = len(tokens) - width
+    reward = sample.reward
+    return Sample(
+        prompt=sample.prompt,
+        response=sample.response,
+        tokens=tokens,
+        loss_mask=[0] * before + mask,
+        rollout_log_probs=None if logprobs is None else [0.0] * before + list(logprobs),
+        reward=float(reward) if isinstance(reward, int | float) else None,
+        metadata=dict(sample.metadata or {}),
+        label=sample.label,
+        status=getattr(sample.status, "value", sample.status),
+        group_index=None if request is None else request.group_index,
+        index=None if request is None else request.index,
+        messages=list(getattr(sample, "messages", ())),
+        metrics={"environment_seconds": float(sample.non_generation_time)},
+    )
+
+
+def leaves(groups: Any) -> Iterator[Any]:
+    """The samples of nested lists, in order."""
+    if isinstance(groups, list):
+        for entry in groups:
+            yield from leaves(entry)
+    else:
+        yield groups
+
+
+def trained_versions(samples: Sequence[Sample], *, mask_earlier_versions: bool = False) -> list[str]:
+    """The policy versions whose tokens a group would train."""
+    if mask_earlier_versions:
+        return [sample.versions[-1].version for sample in samples if sample.versions]
+    return [span.version for sample in samples for span in sample.versions]
+
+
+def check_training_batch(groups: Sequence[Any], *, groups_wanted: int, rollouts_in_group: int) -> None:
+    """Check a whole batch for what slime assumes and does not check.
+
+    Raises:
+        ConfigError: another number of groups, an unequal group, a shape that changes between groups, rollout ids that
+            are shared by two rollouts, or a sample that cannot be trained.
+    """
+    if len(groups) != groups_wanted:
+        raise ConfigError.of("batch", f"{len(groups)} groups", f"{groups_wanted} groups")
+    seen: dict[Any, int] = {}
+    fans_out = isinstance(groups[0][0], list)
+    for number, group in enumerate(groups):
+        if len(group) != rollouts_in_group:
+            raise ConfigError.of(f"groups[{number}]", f"{len(group)} rollouts", f"{rollouts_in_group} rollouts")
+        for rollout in group:
+            if isinstance(rollout, list) is not fans_out:
+                raise ConfigError.of(f"groups[{number}]", rollout, "one shape of groups throughout the batch")
+            samples = rollout if fans_out else [rollout]
+            ids = {sample.rollout_id for sample in samples}
+            if len(ids) != 1 or None in ids or not seen.keys().isdisjoint(ids):
+                raise ConfigError.of(f"groups[{number}].rollout_id", ids, "one number that no other rollout has")
+            seen |= dict.fromkeys(ids, number)
+            for sample in samples:
+                _check(sample, f"groups[{number}], sample {sample.index}")
+
+
+def _check(sample: Any, place: str) -> None:
+    width = sample.response_length
+    lengths = {"loss_mask": len(sample.loss_mask or ()), "rollout_log_probs": len(sample.rollout_log_probs or ())}
+    if set(lengths.values()) != {width} or not 1 <= width < len(sample.tokens):
+        raise ConfigError.of(
+            place, {**lengths, "tokens": len(sample.tokens)}, f"columns of the response's length, {width}"
+        )
+    if not isinstance(sample.status, records().sample.Status) or Status(sample.status.value) not in _TRAINABLE:
+        raise ConfigError.of(f"{place}.status", sample.status, "COMPLETED or TRUNCATED")
+    rewards = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
+    if not all(isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards):
+        raise ConfigError.of(f"{place}.reward", sample.reward, "a finite number")
+
+
+def _of_last_version(sample: Sample) -> Any:
+    """Where the sample's last version sampled: with no versions at all, everywhere."""
+    if not sample.versions:
+        return np.ones(len(sample), bool)
+    last = np.zeros(len(sample), bool)
+    for span in sample.versions:
+        if span.version == sample.versions[-1].version:
+            last[span.start : span.stop] = True
+    return last
+
+
+def _versions_of_calls(sample: Sample) -> list[str]:
+    """One entry for each completion and version, as slime appends them: a resumed completion has several."""
+    spans = sample.versions
+    return [
+        span.version for call in sample.calls for span in spans if span.start < call.stop and span.stop > call.start
+    ] or sample.weight_versions
+
+
+def _plain_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    return [entry.to_chat() if isinstance(entry, Message) else entry for entry in prompt]

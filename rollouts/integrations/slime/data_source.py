@@ -1,0 +1,107 @@
+"""A data source that loses nothing: ``--data-source-path rollouts.integrations.slime.CheckpointedDataSource``.
+
+Invariant: every group that came from the data set and is in no batch yet is in the checkpoint, with the rollouts of it
+that are finished: those that wait in the buffer, and those that are out with the rollout function. slime's own keeps
+its cursor only.
+
+It reads no prompts itself: slime's data source, or the one that ``args.rollouts_inner_data_source_path`` names, does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime import filters
+from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.settings import load_function
+
+__all__ = ["CheckpointedDataSource"]
+
+_SLIME = "slime.rollout.data_source.RolloutDataSource"
+
+
+class CheckpointedDataSource:
+    """slime's data source with a buffer that is saved.
+
+    Attributes:
+        buffer: groups that were handed back.
+        in_progress: tells what a group that is out has come to; set by the rollout function.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.inner = load_function(getattr(args, "rollouts_inner_data_source_path", None) or _SLIME)(args)
+        path = getattr(args, "buffer_filter_path", None)
+        self.buffer_filter = filters.pop_first if path is None else load_function(path)
+        self.buffer: list[list[Any]] = []
+        self.in_progress: Callable[[list[Any]], list[Any]] = list
+        self._out: list[list[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        """Groups from the buffer, then from the data set."""
+        groups = self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
+        if len(groups) < num_samples:
+            groups = [*groups, *self.inner.get_samples(num_samples - len(groups))]
+        self._out += groups
+        return groups
+
+    def add_samples(self, samples: Sequence[list[Any]]) -> None:
+        """Take groups back.
+
+        Raises:
+            ConfigError: a group that is not ``n_samples_per_prompt`` samples.
+        """
+        size = self.args.n_samples_per_prompt
+        for group in samples:
+            if not isinstance(group, list) or len(group) != size:
+                raise ConfigError.of("add_samples(samples)", group, f"groups of {size} samples")
+        self.done(samples)
+        self.buffer += samples
+
+    def done(self, groups: Sequence[list[Any]]) -> None:
+        """Say that groups are in a batch, or lost: a checkpoint need not bring them back."""
+        ended = {_key(group) for group in groups}
+        self._out = [group for group in self._out if _key(group) not in ended]
+
+    def save(self, rollout_id: int) -> None:
+        """Write the cursor of the data set, and every group that is in no batch yet."""
+        import torch
+
+        self.inner.save(rollout_id)
+        groups = [*(self.in_progress(group) for group in self._out), *self.buffer]
+        path = _path(self.args.save, rollout_id)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save({"groups": [[sample.to_dict() for sample in group] for group in groups]}, path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on where :meth:`save` left off; what was out comes out first."""
+        import torch
+
+        self.inner.load(rollout_id)
+        if self.args.load is None or not os.path.exists(path := _path(self.args.load, rollout_id)):
+            return
+        kind = records().sample
+        saved = torch.load(path, weights_only=False)["groups"]
+        self.buffer = [[kind.from_dict(sample) for sample in group] for group in saved]
+        self._out = []
+
+
+def _key(group: list[Any]) -> Any:
+    """What a group is known by: its number, or else itself."""
+    first = group[0]
+    return ("object", id(first)) if first.group_index is None else ("group", first.group_index)
+
+
+def _path(folder: str, rollout_id: int | None) -> str:
+    return os.path.join(folder, f"rollout/rollouts_buffer_{rollout_id}.pt")

@@ -1,0 +1,151 @@
+"""Evaluation: every prompt of every configured data set, as often as it asks for.
+
+Invariant: the lists of a data set are equally long and in the order of its rows. A rollout that failed for good is left
+out and counted in the metrics, never given a number; where all failed, the evaluation raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
+from rollouts.integrations.slime.convert import to_slime
+from rollouts.integrations.slime.pipeline import Pipeline
+from rollouts.integrations.slime.settings import EvalSet, Settings
+from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.types import Group, Sample, Status
+
+__all__ = ["evaluate", "load_eval_prompts"]
+
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>\d*):(?P<stop>\d*)\]$")
+
+
+async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Play all data sets at once.
+
+    Returns:
+        By name ``rewards``, ``truncated`` and ``samples``; and metrics.
+
+    Raises:
+        ConfigError: no data set is configured, or one cannot be read.
+        GenerateFailure: not one rollout of a data set succeeded.
+    """
+    if not settings.eval_sets:
+        raise ConfigError.of("args.eval_datasets", [], "at least one data set: --eval-prompt-data or --eval-config")
+    data: dict[str, dict[str, Any]] = {entry.name: {} for entry in settings.eval_sets}
+    metrics: dict[str, float] = {}
+    errors: list[Exception] = []
+    async with anyio.create_task_group() as sets:
+
+        async def play(entry: EvalSet) -> None:
+            try:
+                with at(f"evaluation {entry.name}"):
+                    prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
+                    samples, failed = await _play(entry, prompts, pipeline)
+            except Exception as error:  # noqa: BLE001 - raised below as it is, in no exception group
+                errors.append(error)
+                sets.cancel_scope.cancel()
+                return
+            data[entry.name] = {
+                "rewards": [sample.reward for sample in samples],
+                "truncated": [sample.status is Status.TRUNCATED for sample in samples],
+                "samples": [to_slime(sample, reward_key=settings.reward_key) for sample in samples],
+            }
+            metrics[f"eval/{entry.name}/failed_samples"] = failed
+
+        for entry in settings.eval_sets:
+            sets.start_soon(play, entry)
+    if errors:
+        raise errors[0]
+    return data, metrics
+
+
+async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tuple[list[Sample], int]:
+    """Play the prompts; each rollout is a group, so a failure costs that rollout only."""
+    repeated = [prompt for prompt in prompts for _ in range(entry.n_samples)]
+    failures: list[Group] = []
+
+    def record(group: Group) -> None:
+        if group.outcome == "failed":
+            failures.append(group)
+
+    config = pipeline.evaluation(entry, len(repeated))
+    async with AsyncRolloutManager(config, DataBuffer(repeated, epochs=1), on_group=record) as manager:
+        try:
+            samples = await manager.generate_batch()
+        except DataExhausted:
+            samples = [sample for group in manager.ready_groups for sample in group.samples]
+    if not samples:
+        raise GenerateFailure(f"evaluation {entry.name}: all {len(repeated)} rollouts failed: {failures[0].reason}")
+    for sample in samples:
+        assert sample.group_index is not None  # the buffer numbers its prompts
+        sample.group_index //= entry.n_samples
+    return samples, len(failures)
+
+
+def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
+    """Read a data set as slime's flags describe it.
+
+    Raises:
+        ConfigError: no such file, another format, or a row without its prompt.
+    """
+    as_chat = getattr(entry.source, "apply_chat_template", None)
+    as_chat = settings.apply_chat_template if as_chat is None else as_chat
+    prompts = []
+    for number, row in enumerate(_rows(entry.path)):
+        if entry.input_key not in row:
+            raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {entry.input_key!r}")
+        prompt = row[entry.input_key]
+        if as_chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        metadata = row.get(entry.metadata_key) or {}
+        if entry.tool_key and entry.tool_key in row:
+            metadata = {**metadata, "tools": row[entry.tool_key]}
+        if hasattr(entry.source, "inject_metadata"):
+            metadata = entry.source.inject_metadata(metadata)
+        prompts.append(Prompt(prompt, label=row.get(entry.label_key) if entry.label_key else None, metadata=metadata))
+    if not prompts:
+        raise ConfigError.of(f"eval data set {entry.name}", entry.path, "a file with at least one row")
+    return prompts
+
+
+def _rows(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL or Parquet file; ``path@[a:b]`` takes a slice."""
+    found = _SLICE.match(path)
+    start, stop = None, None
+    if found is not None:
+        path = found["path"]
+        start, stop = (int(found[name]) if found[name] else None for name in ("start", "stop"))
+    if not Path(path).is_file():
+        raise ConfigError.of("eval data set", path, "a file that exists")
+    return islice(_parquet_rows(path) if path.endswith(".parquet") else _json_rows(path), start, stop)
+
+
+def _json_rows(path: str) -> Iterator[dict[str, Any]]:
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield msgspec.json.decode(line, type=dict[str, Any])
+                except msgspec.DecodeError as error:
+                    raise ConfigError(f"{path}, line {number}: not a JSON object ({error})") from None
+
+
+def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ConfigError.of("eval data set", path, 'pyarrow installed: pip install "rollouts[parquet]"') from None
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()

@@ -1,0 +1,78 @@
+"""Filters for slime's flags: ours as dynamic sampling filters, and orders in which waiting groups come out.
+
+Dynamic: ``--dynamic-sampling-filter-path rollouts.integrations.slime.filters.check_reward_nonzero_std``; groups that
+fan out are taken flat. Buffer: ``--buffer-filter-path rollouts.integrations.slime.filters.pop_stalest``.
+
+Invariant of the buffer filters: what they return is removed from the buffer, at most ``num_samples`` groups, and the
+rest stays in its order.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.scoring import as_slime_filter, plain_reward
+from rollouts.training import filters as ours
+
+__all__ = [
+    "check_any_success",
+    "check_min_reward",
+    "check_quality_and_diversity",
+    "check_reasonable_length",
+    "check_response_diversity",
+    "check_reward_nonzero_std",
+    "pop_first",
+    "pop_hardest",
+    "pop_most_advanced",
+    "pop_stalest",
+]
+
+check_any_success = as_slime_filter(ours.check_any_success)
+check_min_reward = as_slime_filter(ours.check_min_reward)
+check_quality_and_diversity = as_slime_filter(ours.check_quality_and_diversity)
+check_reasonable_length = as_slime_filter(ours.check_reasonable_length)
+check_response_diversity = as_slime_filter(ours.check_response_diversity)
+check_reward_nonzero_std = as_slime_filter(ours.check_reward_nonzero_std)
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """The groups that have waited longest."""
+    return _pop(buffer, num_samples, lambda group: 0)
+
+
+def pop_stalest(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """The groups that were begun in the earliest rollout, so that they are used before they are too old."""
+    return _pop(buffer, num_samples, _begun)
+
+
+def pop_most_advanced(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """The groups with the most response tokens: they cost the least to finish."""
+    return _pop(buffer, num_samples, lambda group: -sum(sample.response_length for sample in leaves(group)))
+
+
+def pop_hardest(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """The groups with the lowest mean reward so far; ``metadata["difficulty"]`` counts where nothing is scored yet."""
+
+    def ease(group: list[Any]) -> float:
+        rewards = [plain_reward(sample, args) for sample in leaves(group) if sample.reward is not None]
+        if rewards:
+            return statistics.fmean(rewards)
+        return 1.0 - float((next(leaves(group)).metadata or {}).get("difficulty", 0.0))
+
+    return _pop(buffer, num_samples, ease)
+
+
+def _begun(group: list[Any]) -> float:
+    begun = [(sample.metadata or {}).get("start_rollout_id") for sample in leaves(group)]
+    return min((number for number in begun if number is not None), default=float("inf"))
+
+
+def _pop(buffer: list[list[Any]], count: int, key: Callable[[list[Any]], float]) -> list[list[Any]]:
+    chosen = sorted(range(len(buffer)), key=lambda position: (key(buffer[position]), position))[:count]
+    groups = [buffer[position] for position in chosen]
+    for position in sorted(chosen, reverse=True):
+        del buffer[position]
+    return groups

@@ -1,0 +1,69 @@
+"""Group advantages by group, not by position: ``--custom-reward-post-process-path ...slime.normalise_rewards``.
+
+Invariant: a sample's group is what its ``group_index`` says and its rollout what its ``rollout_id`` says, wherever it
+stands in the batch; each rollout counts once, however many samples it forked into, and removed samples do not count.
+Where groups are equal and in order, the numbers are slime's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime.scoring import plain_reward
+
+__all__ = ["normalise_rewards"]
+
+_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+_SCALED = ("grpo", "gspo", "cispo")
+_EPSILON = 1e-6
+
+
+def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Rewards as they are, and as advantages.
+
+    Args:
+        args: slime's namespace: ``advantage_estimator``, ``rewards_normalization``, ``grpo_std_normalization``.
+        samples: slime's samples, flat.
+
+    Returns:
+        Two flat lists as long as ``samples``.
+
+    Raises:
+        ConfigError: some samples have a ``group_index`` and others have none.
+    """
+    raw = [float(plain_reward(sample, args)) for sample in samples]
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in _CENTRED or not getattr(args, "rewards_normalization", True):
+        return raw, list(raw)
+    indices = {sample.group_index is None for sample in samples}
+    if len(indices) == 2:
+        raise ConfigError.of("group_index", "None on some samples", "a number on every sample, or on none")
+    scale = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
+    groups: dict[Any, list[int]] = {}
+    for position, sample in enumerate(samples):
+        groups.setdefault(sample.group_index, []).append(position)
+    rewards = [0.0] * len(raw)
+    for positions in groups.values():
+        mean, spread = _statistics([(samples[position], raw[position]) for position in positions])
+        for position in positions:
+            centred = np.float32(raw[position]) - mean
+            rewards[position] = float(centred / (spread + np.float32(_EPSILON)) if scale else centred)
+    return raw, rewards
+
+
+def _statistics(group: Sequence[tuple[Any, float]]) -> tuple[np.float32, np.float32]:
+    """Mean and unbiased spread over the rollouts of a group; the spread of one rollout is taken as 1."""
+    rollouts: dict[Any, list[float]] = {}
+    for number, (sample, reward) in enumerate(group):
+        if not sample.remove_sample:
+            key = ("alone", number) if sample.rollout_id is None else sample.rollout_id
+            rollouts.setdefault(key, []).append(reward)
+    if not rollouts:
+        return np.float32(0.0), np.float32(1.0)
+    values = np.array([np.mean(rewards) for rewards in rollouts.values()], np.float32)
+    spread = values.std(ddof=1, dtype=np.float32) if len(values) > 1 else np.float32(1.0)
+    return values.mean(dtype=np.float32), np.float32(spread)

@@ -1,0 +1,285 @@
+"""From a launch to a :class:`RolloutConfig`: who generates, who scores, who filters.
+
+Invariant: a rollout leaves :meth:`Pipeline.generate` only if it can be trained on: what slime would choke on is a
+failure of that rollout, retried and counted like any other. The flags of the launch win over the recipe.
+
+It schedules nothing, and talks to no server but through the policy that it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from rollouts.dtypes import Limits, Prompt, SamplingParams
+from rollouts.errors import ConfigError, GenerateFailure, function_name
+from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
+from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
+from rollouts.integrations.slime.plain import generate_single_turn, generate_with_slime
+from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
+from rollouts.integrations.slime.settings import EvalSet, Settings, load_function
+from rollouts.integrations.slime.source import Taken
+from rollouts.recipe import Recipe, build, load_recipe
+from rollouts.training.config import RolloutConfig
+from rollouts.training.types import GenerateFn, RewardFn, Sample, Status
+
+__all__ = ["Pipeline", "find_recipe"]
+
+_OVER_SAMPLING = 2.0
+"""Without a recipe: as many groups in work as slime has after its first refill; ours are carried, not thrown away."""
+
+_LOST = (Status.FAILED, Status.ABORTED)
+
+
+def find_recipe(settings: Settings) -> Recipe | None:
+    """The recipe that the launch names, made for the launch's endpoint.
+
+    Raises:
+        ConfigError: it cannot be loaded, or does not return a recipe.
+    """
+    if settings.recipe is None:
+        return None
+    path, _, function = settings.recipe.partition(":")
+    make: Any
+    if path.endswith(".py"):
+        make = load_recipe(Path(path))
+        if function:
+            make = getattr(inspect.getmodule(make), function, None)
+    else:
+        make = load_function(path)
+    if not callable(make):
+        raise ConfigError.of("rollouts_recipe", settings.recipe, "file.py, file.py:function or package.module.function")
+    texts = {
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in settings.recipe_options.items()
+    }
+    return build(make, settings.endpoint, texts)
+
+
+class Pipeline:
+    """What a launch asks for, as functions.
+
+    Args:
+        args: slime's namespace, for functions of slime's.
+        settings: the same, read.
+        policy: samples, for whatever goes through our agent loop.
+        taken: finds the group that a prompt came from.
+    """
+
+    def __init__(
+        self, args: Any, settings: Settings, policy: ResumablePolicy, taken: Callable[[int], Taken | None]
+    ) -> None:
+        self.args = args
+        self.settings = settings
+        self.policy = policy
+        self.recipe = find_recipe(settings)
+        self.rollout_id = 0
+        self._taken = taken
+        if self.recipe is not None and settings.apply_chat_template:
+            raise ConfigError.of(
+                "args.apply_chat_template", True, "off with a recipe: its prompts are rendered with their tools, once"
+            )
+
+    def with_policy(self, policy: ResumablePolicy) -> Pipeline:
+        """The same pipeline over another policy, e.g. one that does not stop when training rollouts do."""
+        other = copy.copy(self)
+        other.policy = policy
+        return other
+
+    def training(self) -> RolloutConfig:
+        """The config of training rollouts."""
+        settings = self.settings
+        base = self.recipe.config if self.recipe is not None else None
+        options: dict[str, Any] = {
+            "batch_size": settings.batch_size,
+            "n_samples_per_prompt": settings.n_samples_per_prompt,
+            "generate_fn": functools.partial(self.generate, evaluation=False),
+        }
+        factor = settings.over_sampling_factor
+        if factor is not None or base is None:
+            options["over_sampling_factor"] = factor if factor is not None else _OVER_SAMPLING
+        if settings.max_attempts is not None:
+            options["max_attempts"] = settings.max_attempts
+        if settings.scored_by_slime:
+            reward = SlimeReward(self.args, settings.custom_rm, settings.reward_key, self.dress)
+            options |= {"reward_fn": reward, "group_rm": settings.group_rm}
+        elif settings.group_rm and base is None:
+            raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
+        if settings.filter_path is not None:
+            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.dress)
+        return attrs.evolve(base, **options) if base is not None else RolloutConfig(**options)
+
+    def evaluation(self, data: EvalSet, prompts: int) -> RolloutConfig:
+        """The config of an evaluation: each rollout is a group of its own, and none is filtered."""
+        source = data.source
+        path = getattr(source, "custom_rm_path", None) or self.settings.custom_rm
+        reward: RewardFn | None = None
+        if self.settings.scored_by_slime or path is not None or getattr(source, "rm_type", None):
+            dress = functools.partial(self.dress, evaluation=True)
+            reward = SlimeReward(self.args, path, self.settings.eval_reward_key, dress)
+        elif self.recipe is not None and not self.recipe.config.group_rm:
+            reward = self.recipe.config.reward_fn
+        return RolloutConfig(
+            batch_size=prompts,
+            n_samples_per_prompt=1,
+            over_sampling_factor=1.0,
+            generate_fn=functools.partial(self.generate, evaluation=True, data=data),
+            reward_fn=reward,
+            patience=prompts + 1,
+            max_attempts=self.settings.max_attempts or 2,
+        )
+
+    # -- one rollout --
+
+    async def generate(
+        self, prompts: Sequence[Prompt], *, evaluation: bool, data: EvalSet | None = None
+    ) -> list[Sample]:
+        """Play one rollout: generate, see that it can be trained on, and run slime's sample hooks."""
+        (prompt,) = prompts
+        taken, number = self._place(prompt, evaluation)
+        with recorded_sessions() as sessions:
+            samples = list(await self._generator(data)([prompt]))
+        if taken is not None and sessions:
+            taken.sessions[number] = sessions[0]
+        if any(sample.status in _LOST for sample in samples):
+            return samples
+        for branch, sample in enumerate(samples):
+            try:
+                check_trainable(sample)
+                if self.settings.sample_hooks:
+                    samples[branch] = await self._hooked(sample, prompt, taken, number, branch, evaluation)
+            except ConfigError as error:
+                raise GenerateFailure(str(error)) from error
+        return samples
+
+    def sampled_like(self, params: Mapping[str, Any]) -> GenerateFn:
+        """The generator with sampling parameters as slime hands them to a generate function."""
+        stop = params.get("stop") or ()
+        known = {name: params[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens") if params.get(name)}
+        seed = params.get("sampling_seed")
+        sampling = attrs.evolve(self.settings.endpoint.sampling, **known, seed=seed)
+        if stop:
+            sampling = attrs.evolve(sampling, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+        return self._sampled(sampling, None)
+
+    def dress(self, sample: Sample, *, evaluation: bool = False) -> Any:
+        """Make slime's sample of one of ours that is not scored yet, or not to be trained on."""
+        template = None if evaluation else self._template_of(sample)
+        return to_slime(sample, template=template, scored=False, **self._dressing)
+
+    def finished(self, sample: Sample, taken: Taken, number: int, branch: int) -> Any:
+        """Make slime's sample of one that is in a batch."""
+        template = taken.hooked.get((number, branch), taken.group[number])
+        return to_slime(
+            sample,
+            template=template,
+            mask_earlier_versions=self.settings.mask_earlier_versions,
+            session=taken.sessions.get(number, ""),
+            **self._dressing,
+        )
+
+    @property
+    def _dressing(self) -> dict[str, Any]:
+        return {"reward_key": self.settings.reward_key}
+
+    def _place(self, prompt: Prompt, evaluation: bool) -> tuple[Taken | None, int]:
+        if evaluation or prompt.group_index is None or prompt.index is None:
+            return None, 0
+        return self._taken(prompt.group_index), prompt.index % self.settings.n_samples_per_prompt
+
+    def _template_of(self, sample: Sample) -> Any:
+        if sample.group_index is None or sample.index is None:
+            return None
+        taken = self._taken(sample.group_index)
+        return None if taken is None else taken.group[sample.index % self.settings.n_samples_per_prompt]
+
+    def _template(self, prompt: Prompt, evaluation: bool) -> Any:
+        taken, number = self._place(prompt, evaluation)
+        if taken is not None:
+            return taken.group[number]
+        asked = prompt.prompt if isinstance(prompt.prompt, str) else [message.to_chat() for message in prompt.messages]
+        return records().sample(prompt=asked, label=prompt.label, metadata=dict(prompt.metadata), index=prompt.index)
+
+    def _generator(self, data: EvalSet | None) -> GenerateFn:
+        """Who generates: the recipe, a custom generate function, or one reply to the prompt."""
+        return self._sampled(self.settings.endpoint.sampling if data is None else data.sampling, data)
+
+    def _sampled(self, sampling: SamplingParams, data: EvalSet | None) -> GenerateFn:
+        settings = self.settings
+        if self.recipe is not None:
+            return self._recipe_generator(self.recipe.config.generate_fn, sampling)
+        path = getattr(data and data.source, "custom_generate_function_path", None) or settings.custom_generate
+        if path is not None:
+            return functools.partial(
+                generate_with_slime,
+                args=self.args,
+                path=path,
+                template=functools.partial(self._template, evaluation=data is not None),
+                sampling=sampling,
+                evaluation=data is not None,
+            )
+        return functools.partial(
+            generate_single_turn,
+            policy=self.policy,
+            model=settings.endpoint.model,
+            sampling=sampling,
+            endpoint=settings.endpoint,
+        )
+
+    def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams) -> GenerateFn:
+        """The recipe's own, with our policy and the launch's sampling and context where it is our agent loop."""
+        if not isinstance(generate_fn, functools.partial) or not _takes_a_policy(generate_fn.func):
+            return generate_fn
+        options: dict[str, Any] = {"policy": self.policy, "sampling": sampling}
+        context = getattr(self.args, "rollout_max_context_len", None)
+        if context is not None:
+            bound = generate_fn.keywords
+            turns = bound.get("max_turns")
+            limits = bound.get("limits") or (Limits() if turns is None else Limits(max_turns=turns))
+            options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
+        return functools.partial(generate_fn, **options)
+
+    async def _hooked(
+        self, sample: Sample, prompt: Prompt, taken: Taken | None, number: int, branch: int, evaluation: bool
+    ) -> Sample:
+        """Run the sample hooks; where they changed the tokens, the columns are theirs from now on."""
+        dressed = to_slime(
+            sample, template=taken.group[number] if taken is not None else None, scored=False, **self._dressing
+        )
+        before = (list(dressed.tokens), list(dressed.loss_mask), list(dressed.rollout_log_probs))
+        for path in self.settings.sample_hooks:
+            hook = load_function(path)
+            options = {"rollout_id": self.rollout_id, "evaluation": evaluation}
+            parameters = inspect.signature(hook).parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                options = {name: value for name, value in options.items() if name in parameters}
+            answer = hook(self.args, dressed, **options)
+            answer = await answer if inspect.isawaitable(answer) else answer
+            if answer is not None:
+                dressed = answer
+            if not isinstance(dressed, records().sample):
+                raise GenerateFailure(f"sample hook {function_name(hook)}: got {dressed!r}; expected a Sample or None")
+        if taken is not None:
+            taken.hooked[number, branch] = dressed
+        if before == (dressed.tokens, dressed.loss_mask, dressed.rollout_log_probs):
+            sample.metadata = dict(dressed.metadata)
+            sample.response, sample.label = dressed.response, dressed.label
+            sample.reward = dressed.reward if isinstance(dressed.reward, int | float) else sample.reward
+            return sample
+        changed = from_slime(dressed, prompt)
+        check_trainable(changed)
+        return changed
+
+
+def _takes_a_policy(function: Callable[..., Any]) -> bool:
+    """Whether it passes ``policy`` and ``sampling`` on to our agent loop, as ``generate_rollout_batch`` does."""
+    parameters = inspect.signature(function).parameters
+    return "policy" in parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())

@@ -1,0 +1,158 @@
+"""One rollout at a time, for slime's own rollout function: its custom generate function and its custom reward.
+
+Invariant: ``generate`` gives back samples that slime can score, filter and train on, whatever happened: a rollout that
+failed for good is one that slime removes from the loss, with its reason in ``metadata["failure"]``.
+
+It needs a recipe (``args.rollouts_recipe`` or the variable ``ROLLOUTS_RECIPE``); with ``generate_rollout_batch`` as the
+rollout function neither is needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from asyncio import AbstractEventLoop, get_running_loop
+from typing import Any
+
+from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError, Failure, GenerateFailure
+from rollouts.inference.resumable import ResumablePolicy
+from rollouts.inference.sglang import SGLangPolicy, shared_policy
+from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
+from rollouts.integrations.slime.pipeline import Pipeline
+from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings
+from rollouts.recipe import Recipe
+from rollouts.training.rewards import score, score_group
+from rollouts.training.types import Sample, Status
+
+__all__ = ["generate", "group_reward", "policy_for", "reward"]
+
+_ATTEMPTS = 2
+
+
+def policy_for(args: Any) -> SGLangPolicy:
+    """The client of slime's router, shared by every rollout of the running event loop."""
+    return shared_policy(Settings.from_args(args).endpoint)
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """Play the recipe's agent for one of slime's samples.
+
+    Args:
+        args: slime's namespace.
+        sample: what slime took from its data source; ``prompt``, ``label`` and ``metadata`` are read.
+        sampling_params: slime's; temperature, top_p, top_k, max_new_tokens and stop count.
+        evaluation: whether it is for an evaluation.
+
+    Returns:
+        One sample, or a list where the rollout forks. The reward is set where the recipe has one for single samples.
+    """
+    pipeline = _pipeline(args)
+    config = _recipe(pipeline).config
+    prompt = Prompt(
+        sample.prompt,
+        label=sample.label,
+        metadata=sample.metadata or {},
+        group_index=sample.group_index,
+        index=sample.index,
+    )
+    samples: list[Sample] = []
+    failure: Failure | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            samples = list(await pipeline.sampled_like(sampling_params)([prompt]))
+            lost = [entry for entry in samples if entry.status is Status.FAILED]
+            if lost:
+                failure = lost[0].failure
+                continue
+            if any(entry.status is Status.ABORTED for entry in samples):
+                return _aborted(sample)  # slime itself stopped the engines: it will ask again
+            for entry in samples:
+                check_trainable(entry)
+                if config.reward_fn is not None and not config.group_rm:
+                    await score(entry, config.reward_fn, seconds=config.reward_seconds)
+            return _answer(sample, samples, args)
+        except ConfigError as error:
+            failure = Failure.of(GenerateFailure(str(error)))
+        except Exception as error:  # noqa: BLE001 - slime's loop would lose every rollout in flight to it
+            failure = Failure.of(error)
+    return _removed(sample, failure)
+
+
+async def reward(args: Any, sample: Any, **_: Any) -> Any:
+    """The recipe's reward for one of slime's samples, or for each of a list of them."""
+    if isinstance(sample, list):
+        return await group_reward(args, sample)
+    return (await group_reward(args, [sample]))[0]
+
+
+async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
+    """The recipe's rewards for a group of slime's samples."""
+    config = _recipe(_pipeline(args)).config
+    ours = [from_slime(sample) for sample in samples]
+    if config.reward_fn is None:
+        raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path asks for the recipe's")
+    if config.group_rm:
+        await score_group(ours, config.reward_fn, seconds=config.reward_seconds)
+    else:
+        for sample in ours:
+            await score(sample, config.reward_fn, seconds=config.reward_seconds)
+    return [float(sample.reward or 0.0) for sample in ours]
+
+
+_PIPELINES: weakref.WeakKeyDictionary[AbstractEventLoop, list[Pipeline]] = weakref.WeakKeyDictionary()
+
+
+def _pipeline(args: Any) -> Pipeline:
+    """What the launch asks for, made once for each event loop and each set of flags."""
+    if not hasattr(args, "sglang_router_ip"):
+        from rollouts.integrations.slime import demo  # here: it needs the extra "engine", and only this call does
+
+        args = demo.args(args)
+    settings = Settings.from_args(args)
+    made = _PIPELINES.setdefault(get_running_loop(), [])
+    for pipeline in made:
+        if pipeline.settings == settings:
+            return pipeline
+    policy = ResumablePolicy(shared_policy(settings.endpoint), at_most=settings.at_most)
+    made.append(Pipeline(args, settings, policy, lambda index: None))
+    return made[-1]
+
+
+def _recipe(pipeline: Pipeline) -> Recipe:
+    if pipeline.recipe is None:
+        raise ConfigError.of("args.rollouts_recipe", None, f"a recipe there, or in {RECIPE_VARIABLE}")
+    return pipeline.recipe
+
+
+def _answer(sample: Any, samples: list[Sample], args: Any) -> Any:
+    key = getattr(args, "reward_key", None)
+    made = [to_slime(entry, template=sample, reward_key=key, scored=False) for entry in samples]
+    if len(made) == 1:
+        return _onto(sample, made[0])
+    return made
+
+
+def _onto(sample: Any, made: Any) -> Any:
+    """slime hands out one object for each rollout, and others may hold it."""
+    sample.__dict__.update(made.__dict__)
+    return sample
+
+
+def _aborted(sample: Any) -> Any:
+    sample.status = records().sample.Status.ABORTED
+    return sample
+
+
+def _removed(sample: Any, failure: Failure | None) -> Any:
+    """A rollout that failed: the smallest sample that slime can carry, out of the loss."""
+    sample.tokens, sample.response, sample.response_length = [0, 0], "", 1
+    sample.loss_mask, sample.rollout_log_probs = [0], [0.0]
+    sample.reward, sample.remove_sample = 0.0, True
+    sample.status = records().sample.Status.FAILED
+    sample.metadata = {**(sample.metadata or {}), "failure": _said(failure)}
+    return sample
+
+
+def _said(failure: Failure | None) -> str:
+    return "" if failure is None else f"{failure.kind}: {failure.message}"

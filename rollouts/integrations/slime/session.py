@@ -1,0 +1,299 @@
+"""The rollouts of one trainer: an event loop in a thread of its own, and one manager that lives from call to call.
+
+Invariant: what is in flight or accepted when a call returns is carried into the next; nothing finished is thrown away.
+Unless the launch asks for fully asynchronous rollouts, nothing is sampled between two calls: replies are stopped
+between two tokens, and go on from their own ids. An error ends its call, and the next one starts sound.
+
+It knows slime's data source and samples through the modules beside it, and neither Ray nor slime's engines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import anyio
+import attrs
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from rollouts.errors import ConfigError, EndpointError, at
+from rollouts.inference.resumable import ResumablePolicy
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.integrations.slime.convert import check_trainable, check_training_batch, from_slime, trained_versions
+from rollouts.integrations.slime.evaluation import evaluate
+from rollouts.integrations.slime.pipeline import Pipeline
+from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.settings import Settings, load_function
+from rollouts.integrations.slime.source import Taken, TrainerBuffer
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.types import Group, Sample
+
+__all__ = ["TrainerRollouts"]
+
+
+class TrainerRollouts:
+    """Serves the calls of one trainer; every public method is called from the trainer's thread.
+
+    Args:
+        args: slime's namespace.
+        settings: the same, read.
+        data_source: slime's data source.
+    """
+
+    def __init__(self, args: Any, settings: Settings, data_source: Any) -> None:
+        self.args = args
+        self.settings = settings
+        self.data_source = data_source
+        self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt)
+        self.buffer.on_new = self._adopt
+        self._versions: list[str] = []
+        """Every policy version seen so far, oldest first."""
+        self._settled: list[Group] = []
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
+        try:
+            self.policy, self.pipeline, self.manager = self._portal.call(self._make)
+            self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
+        except BaseException:
+            self._stack.close()
+            raise
+        if hasattr(data_source, "in_progress"):
+            data_source.in_progress = self._in_progress
+
+    def __repr__(self) -> str:
+        return f"<TrainerRollouts {self.manager!r} · {self.policy!r}>"
+
+    async def _make(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
+        settings = self.settings
+        client = SGLangPolicy(settings.endpoint)
+        policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=settings.stop_token_ids)
+        pipeline = Pipeline(self.args, settings, policy, self.buffer.taken.get)
+        config = pipeline.training()
+        if settings.max_staleness is not None:
+            config = attrs.evolve(config, filter_fn=_FreshEnough(self._is_stale, config.filter_fn))
+        return policy, pipeline, AsyncRolloutManager(config, self.buffer, on_group=self._on_group)
+
+    # -- calls --
+
+    def train(self, rollout_id: int) -> Any:
+        """Fill one training batch; ``RolloutFnTrainOutput``."""
+        return self._call(self._train, rollout_id)
+
+    def evaluate(self, rollout_id: int) -> Any:
+        """Play every data set of the evaluation; ``RolloutFnEvalOutput``."""
+        return self._call(self._evaluate, rollout_id)
+
+    def _call(self, function: Callable[[int], Any], rollout_id: int) -> Any:
+        future = self._portal.start_task_soon(function, rollout_id, name=f"rollout {rollout_id}")
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End what is in flight; every group goes back to the data source with its finished rollouts."""
+        self._stack.pop_all().close()
+        groups = []
+        for ready in self.manager.ready_groups:
+            taken = self.buffer.taken.pop(ready.group_index)
+            groups.append(self._dressed_group(taken, _by_number(ready.samples, len(taken.group))))
+        for returned, group in self.buffer.drain():
+            finished = {} if returned is None else self.manager.finished_rollouts(returned)
+            groups.append(self._dressed_group(Taken(group), finished))
+        if groups and hasattr(self.data_source, "add_samples"):
+            self.data_source.add_samples(groups)
+
+    # -- in the loop --
+
+    async def _train(self, rollout_id: int) -> Any:
+        self.pipeline.rollout_id = rollout_id
+        resumed = self.policy.resumed
+        self.policy.resume()
+        problems: dict[str, float] = {}
+        try:
+            with at(f"rollout {rollout_id}"):
+                await self._see_version()
+                stale = self.manager.withdraw(lambda group: self._is_stale(list(group.samples)))
+                for group in stale:
+                    self.buffer.play_again(group.group_index)
+                samples = await self.manager.generate_batch()
+        finally:
+            if not self.settings.fully_async:
+                with anyio.CancelScope(shield=True):
+                    try:
+                        await self.policy.pause()
+                    except EndpointError:
+                        problems["rollouts/pause_failed"] = 1
+        settled = self._take_settled()
+        groups = self._assemble(samples)
+        if self.settings.all_samples_process is not None:
+            process = load_function(self.settings.all_samples_process)
+            process(self.args, [*groups, *self._dropped_groups(settled)], self.data_source.get_samples)
+        self._let_go(settled)
+        if self.settings.sample_filter is not None:
+            load_function(self.settings.sample_filter)(self.args, groups)
+        metrics = {**self._metrics(settled, len(stale)), "rollouts/resumed": self.policy.resumed - resumed, **problems}
+        return records().train_output(samples=groups, metrics=metrics)
+
+    async def _evaluate(self, rollout_id: int) -> Any:
+        pipeline = self.pipeline.with_policy(ResumablePolicy(self.policy.inner, at_most=self.settings.at_most))
+        pipeline.rollout_id = rollout_id
+        data, metrics = await evaluate(self.settings, pipeline)
+        return records().eval_output(data=data, metrics=metrics)
+
+    # -- groups --
+
+    def _assemble(self, samples: list[Sample]) -> list[Any]:
+        """The batch as slime takes it: groups of samples, or groups of rollouts of samples where any rollout forks."""
+        size = self.settings.n_samples_per_prompt
+        by_group: dict[int, list[Sample]] = {}
+        for sample in samples:
+            assert sample.group_index is not None  # the manager numbers them
+            by_group.setdefault(sample.group_index, []).append(sample)
+        fans_out = len(samples) != len(by_group) * size
+        groups: list[Any] = []
+        for index, members in by_group.items():
+            rollouts = self._dressed_rollouts(self.buffer.pop(index), _by_number(members, size))
+            groups.append(rollouts if fans_out else [samples_of[0] for samples_of in rollouts])
+        check_training_batch(groups, groups_wanted=self.settings.batch_size, rollouts_in_group=size)
+        return groups
+
+    def _dressed_rollouts(self, taken: Taken, rollouts: dict[int, list[Sample]]) -> list[list[Any]]:
+        return [
+            [self.pipeline.finished(sample, taken, number, branch) for branch, sample in enumerate(rollouts[number])]
+            for number in sorted(rollouts)
+        ]
+
+    def _dressed_group(self, taken: Taken, finished: dict[int, list[Sample]]) -> list[Any]:
+        """A group to hand back: finished rollouts where there are any, else what slime gave."""
+        group = list(taken.group)
+        for number, samples in finished.items():
+            if len(samples) == 1 and samples[0].reward is not None:  # a fork is no element of slime's buffer
+                group[number] = self.pipeline.finished(samples[0], taken, number, 0)
+                group[number].metadata.setdefault("start_rollout_id", self.pipeline.rollout_id)
+        return group
+
+    def _adopt(self, index: int, group: list[Any]) -> None:
+        """Take over the rollouts of a new group that were finished before: in the last process, by a checkpoint."""
+        finished: dict[int, list[Sample]] = {}
+        for number, given in enumerate(group):
+            if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
+                continue
+            try:
+                sample = from_slime(given)
+                check_trainable(sample)
+            except ConfigError:
+                continue  # not ours: it is played anew
+            sample.group_index = index
+            sample.index = sample.rollout_id = index * self.settings.n_samples_per_prompt + number
+            finished[number] = [sample]
+        if finished:
+            self.manager.adopt(index, finished)
+
+    def _in_progress(self, group: list[Any]) -> list[Any]:
+        """A group that is out, as a checkpoint should keep it: accepted ones with all that they have."""
+        for ready in self.manager.ready_groups:
+            taken = self.buffer.taken.get(ready.group_index)
+            if taken is not None and taken.group[0] is group[0]:
+                return self._dressed_group(taken, _by_number(ready.samples, len(group)))
+        return group
+
+    # -- staleness --
+
+    async def _see_version(self) -> None:
+        """Ask the engines which weights they serve; if nobody says, the versions that come with the tokens count."""
+        try:
+            version = (await self.policy.describe()).weight_version
+        except EndpointError:
+            return
+        if version is not None and version not in self._versions:
+            self._versions.append(version)
+
+    def _is_stale(self, samples: list[Sample]) -> bool:
+        """Whether the oldest token that would be trained lies more than ``max_staleness`` versions behind."""
+        bound = self.settings.max_staleness
+        used = trained_versions(samples, mask_earlier_versions=self.settings.mask_earlier_versions)
+        for version in used:
+            if version not in self._versions:
+                self._versions.append(version)
+        if bound is None or not used:
+            return False
+        return len(self._versions) - 1 - min(self._versions.index(version) for version in used) > bound
+
+    # -- what became of groups --
+
+    def _on_group(self, group: Group) -> None:
+        with self._lock:
+            self._settled.append(group)
+
+    def _take_settled(self) -> list[Group]:
+        """The groups that came to their end since the last batch."""
+        with self._lock:
+            settled, self._settled = self._settled, []
+        return settled
+
+    def _dropped_groups(self, settled: list[Group]) -> list[Any]:
+        """What the filter dropped, as slime's groups."""
+        found = [(self.buffer.taken.get(group.group_index), group) for group in settled if group.outcome == "dropped"]
+        return [
+            self._dressed_group(taken, _by_number(group.samples, len(taken.group)))
+            for taken, group in found
+            if taken is not None
+        ]
+
+    def _let_go(self, settled: list[Group]) -> None:
+        """Groups that are in no batch: what was only late is played again, the rest is done with."""
+        for group in settled:
+            if group.outcome == "kept":
+                continue
+            if group.reason == _STALE:
+                self.buffer.play_again(group.group_index)
+            else:
+                self.buffer.pop(group.group_index)
+
+    def _metrics(self, settled: list[Group], stale: int) -> dict[str, float]:
+        """Numbers of this call; ``rollout/dynamic_filter/drop_...`` is slime's own name."""
+        drops = Counter(group.reason for group in settled if group.outcome == "dropped")
+        drops[_STALE] += stale
+        failures = Counter(group.reason.partition(":")[0] for group in settled if group.outcome == "failed")
+        return {
+            **{f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(drops.items()) if count},
+            **{f"rollouts/failed_groups/{kind}": count for kind, count in sorted(failures.items())},
+            **{f"rollouts/{name}": value for name, value in self.manager.metrics.items()},
+            "rollouts/groups_carried": len(self.manager.ready_groups) + self.manager.accounting.in_flight,
+        }
+
+
+_STALE = "stale"
+
+
+@attrs.frozen
+class _Answer:
+    keep: bool
+    reason: str
+
+
+@attrs.frozen
+class _FreshEnough:
+    """A filter that drops what is too stale, and asks another about the rest."""
+
+    is_stale: Callable[[list[Sample]], bool]
+    further: Any
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        if self.is_stale(samples):
+            return _Answer(False, _STALE)
+        return True if self.further is None else self.further(samples)
+
+
+def _by_number(samples: Any, size: int) -> dict[int, list[Sample]]:
+    """The samples of a group by the number of their rollout."""
+    rollouts: dict[int, list[Sample]] = {}
+    for sample in samples:
+        rollouts.setdefault(sample.index % size, []).append(sample)
+    return rollouts

@@ -1,0 +1,207 @@
+"""What slime's ``args`` ask for, read once and checked.
+
+Invariant: a :class:`Settings` that exists can be served; what slime would want of us and we cannot give is refused here
+by the flag's name. Flags of the launch win over the recipe: sizes, sampling, filter and reward.
+
+Keys of our own come through slime's ``--custom-config-path``; each stands in :data:`OWN_KEYS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.errors import ConfigError
+
+__all__ = ["OWN_KEYS", "RECIPE_VARIABLE", "EvalSet", "Settings", "load_function"]
+
+RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
+
+OWN_KEYS: Mapping[str, str] = {
+    "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
+    "rollouts_recipe_options": "keyword arguments for the recipe, as a mapping",
+    "rollouts_over_sampling_factor": "groups in work while a batch fills, as a multiple of the batch",
+    "rollouts_fully_async": "true: go on generating between calls, while the trainer works",
+    "rollouts_max_staleness": "policy versions that the oldest trained token may lie behind; no bound by default",
+    "rollouts_max_attempts": "how often a rollout is tried before its group is lost",
+}
+
+
+@attrs.frozen
+class EvalSet:
+    """One data set of an evaluation."""
+
+    name: str
+    path: str
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str | None
+    n_samples: int
+    sampling: SamplingParams
+    source: Any
+    """slime's own entry, for what it puts on samples."""
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """How rollouts are to be made for one trainer."""
+
+    batch_size: int
+    n_samples_per_prompt: int
+    over_sampling_factor: float | None
+    endpoint: Endpoint
+    at_most: int
+    """Requests in flight at once."""
+    recipe: str | None
+    recipe_options: Mapping[str, Any]
+    custom_generate: str | None
+    apply_chat_template: bool
+    stop_token_ids: tuple[int, ...]
+    scored_by_slime: bool
+    """Whether the launch names a reward: ``--custom-rm-path`` or ``--rm-type``."""
+    custom_rm: str | None
+    group_rm: bool
+    reward_key: str | None
+    filter_path: str | None
+    sample_hooks: tuple[str, ...]
+    sample_filter: str | None
+    all_samples_process: str | None
+    mask_earlier_versions: bool
+    fully_async: bool
+    max_staleness: int | None
+    max_attempts: int | None
+    eval_sets: tuple[EvalSet, ...]
+    eval_reward_key: str | None
+
+    @classmethod
+    def from_args(cls, args: Any) -> Settings:
+        """Read slime's namespace.
+
+        Raises:
+            ConfigError: a flag that is missing, or that asks for something rollouts cannot give.
+        """
+
+        def get(name: str, default: Any = None) -> Any:
+            value = getattr(args, name, None)
+            return default if value is None else value
+
+        _refuse(args, get)
+        batch_size = _needed(args, "rollout_batch_size")
+        refill = get("over_sampling_batch_size", batch_size)
+        factor = get("rollouts_over_sampling_factor", refill / batch_size if refill > batch_size else None)
+        sampling = _sampling(args, "rollout_", get("rollout_max_response_len", 1024), {})
+        endpoint = Endpoint(model=str(_needed(args, "hf_checkpoint")), base_url=_urls(args), sampling=sampling)
+        return cls(
+            batch_size=batch_size,
+            n_samples_per_prompt=get("n_samples_per_prompt", 1),
+            over_sampling_factor=factor,
+            endpoint=endpoint,
+            at_most=get("sglang_server_concurrency", 512) * _engines(get),
+            recipe=get("rollouts_recipe") or os.environ.get(RECIPE_VARIABLE) or None,
+            recipe_options=dict(get("rollouts_recipe_options", {})),
+            custom_generate=get("custom_generate_function_path"),
+            apply_chat_template=bool(get("apply_chat_template", False)),
+            stop_token_ids=tuple(get("rollout_stop_token_ids", ())),
+            scored_by_slime=get("custom_rm_path") is not None or bool(get("rm_type")),
+            custom_rm=get("custom_rm_path"),
+            group_rm=bool(get("group_rm", False)),
+            reward_key=get("reward_key"),
+            filter_path=get("dynamic_sampling_filter_path"),
+            sample_hooks=tuple(get("rollout_sample_hook_path", ())),
+            sample_filter=get("rollout_sample_filter_path"),
+            all_samples_process=get("rollout_all_samples_process_path"),
+            mask_earlier_versions=bool(get("mask_offpolicy_in_partial_rollout", False)),
+            fully_async=bool(get("rollouts_fully_async", False)),
+            max_staleness=get("rollouts_max_staleness"),
+            max_attempts=get("rollouts_max_attempts"),
+            eval_sets=tuple(_eval_set(args, entry) for entry in get("eval_datasets", ())),
+            eval_reward_key=get("eval_reward_key") or get("reward_key"),
+        )
+
+
+def load_function(path: str) -> Any:
+    """The object at a dotted path, as slime names its plug-ins.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError.of("path of a function", path, f"package.module.function ({error})") from error
+
+
+def _refuse(args: Any, get: Any) -> None:
+    """Say no to what would come out wrong further on."""
+    refusals = {
+        "rollout_top_p": (get("rollout_top_p", 1.0) != 1.0, "1.0: slime replays the nucleus of every token then"),
+        "use_rollout_routing_replay": (bool(get("use_rollout_routing_replay", False)), "off: routed experts are lost"),
+        "multimodal_keys": (bool(get("multimodal_keys")), "nothing: rollouts are text"),
+        "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
+        "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
+    }
+    for name, (refused, expected) in refusals.items():
+        if refused:
+            raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
+
+
+def _needed(args: Any, name: str) -> Any:
+    value = getattr(args, name, None)
+    if value is None:
+        raise ConfigError.of(f"args.{name}", None, "the value that slime's arguments have")
+    return value
+
+
+def _urls(args: Any) -> str:
+    host = str(_needed(args, "sglang_router_ip"))
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"http://{host}:{_needed(args, 'sglang_router_port')}"
+
+
+def _engines(get: Any) -> int:
+    """Number of inference engines: as slime counts them, at least one."""
+    counted = get("rollout_num_engines") or get("rollout_num_gpus", 1) // max(1, get("rollout_num_gpus_per_engine", 1))
+    return max(1, int(counted))
+
+
+def _sampling(args: Any, prefix: str, budget: int, overrides: Mapping[str, Any]) -> SamplingParams:
+    def get(name: str, default: Any) -> Any:
+        value = overrides.get(name)
+        value = getattr(args, prefix + name, None) if value is None else value
+        return default if value is None else value
+
+    stop = get("stop", ())
+    return SamplingParams(
+        temperature=get("temperature", 1.0),
+        top_p=get("top_p", 1.0),
+        top_k=get("top_k", -1),
+        max_new_tokens=budget,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+def _eval_set(args: Any, entry: Any) -> EvalSet:
+    def get(name: str, default: Any) -> Any:
+        value = getattr(entry, name, None)
+        return default if value is None else value
+
+    budget = get("max_response_len", getattr(args, "rollout_max_response_len", None) or 1024)
+    own = {name: getattr(entry, name, None) for name in ("temperature", "top_p", "top_k", "stop")}
+    return EvalSet(
+        name=entry.name,
+        path=entry.path,
+        input_key=get("input_key", getattr(args, "input_key", None) or "input"),
+        label_key=get("label_key", getattr(args, "label_key", None)),
+        metadata_key=get("metadata_key", getattr(args, "metadata_key", None) or "metadata"),
+        tool_key=get("tool_key", None),
+        n_samples=get("n_samples_per_eval_prompt", 1),
+        sampling=_sampling(args, "rollout_", budget, own),
+        source=entry,
+    )

@@ -1,0 +1,205 @@
+"""The gate before a policy: what is stopped goes on from its own ids, and nobody's deadline runs meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan, packed_tokens
+from rollouts.engine import DEMO_MODEL, running_server
+from rollouts.errors import EndpointUnavailable, GenerateFailure, boundary, deadline
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer.tokenizer import Codec, load_tokenizer
+from rollouts.trajectory import digest
+
+PROMPT = packed_tokens([1, 2, 3])
+
+
+class Counting:
+    """Samples the number of the token, one at a scheduling point, and stops between two when it is told to."""
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.requests: list[TokenColumn] = []
+        self.interruptions = 0
+        self.abort_at_once = 0
+        self.on_token: Callable[[int], None] = lambda count: None
+
+    async def complete(
+        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
+    ) -> Completion:
+        self.requests.append(tokens)
+        seen = self.interruptions
+        sampled: list[int] = []
+        reason = "length"
+        if self.abort_at_once:
+            self.abort_at_once -= 1
+            reason = "abort"
+        while reason == "length" and len(sampled) < sampling.max_new_tokens:
+            sampled.append(len(tokens) + len(sampled))
+            self.on_token(sampled[-1])
+            await anyio.lowlevel.checkpoint()
+            if self.interruptions > seen:
+                reason = "abort"
+        return Completion(
+            tokens=sampled,
+            logprobs=[-float(token) for token in sampled],
+            finish_reason=reason,  # type: ignore[arg-type]  # one of two
+            versions=[VersionSpan(str(self.version), 0, len(sampled))] if sampled else [],
+            prompt_tokens=len(tokens),
+            prompt_digest=digest(tokens),
+            request_id=f"r{len(self.requests)}",
+        )
+
+    async def interrupt(self) -> None:
+        self.interruptions += 1
+
+    async def describe(self) -> ServerInfo:
+        return ServerInfo()
+
+    async def aclose(self) -> None:
+        return None
+
+
+async def test_a_stopped_reply_goes_on_from_its_own_ids() -> None:
+    """Three parts, three versions, one completion: every id once, with the logprob it was sampled with."""
+    inner = Counting()
+    policy = ResumablePolicy(inner)
+    stops = {7, 9}
+    async with anyio.create_task_group() as tasks:
+
+        async def stop() -> None:
+            await policy.pause()
+            assert policy.in_flight == 0
+            inner.version += 1
+            policy.resume()
+
+        def watch(token: int) -> None:
+            if token in stops:
+                stops.remove(token)
+                tasks.start_soon(stop)
+
+        inner.on_token = watch
+        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=12))
+    assert completion.tokens.tolist() == list(range(3, 15))
+    assert completion.logprobs.tolist() == [-float(token) for token in range(3, 15)]
+    assert [span.version for span in completion.versions] == ["1", "2", "3"]
+    assert (completion.finish_reason, completion.prompt_tokens) == ("length", 3)
+    assert completion.prompt_digest == digest(PROMPT)
+    for request, following in zip(inner.requests, inner.requests[1:], strict=False):
+        assert following[: len(request)].tolist() == request.tolist()
+    assert policy.resumed == 2
+
+
+async def test_nothing_is_sampled_while_the_gate_is_closed() -> None:
+    """Requests that begin meanwhile wait for it."""
+    inner = Counting()
+    policy = ResumablePolicy(inner)
+    await policy.pause()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(policy.complete, PROMPT, SamplingParams(max_new_tokens=2))
+        for _ in range(20):
+            await anyio.lowlevel.checkpoint()
+        assert inner.requests == []
+        policy.resume()
+    assert len(inner.requests) == 1
+
+
+async def test_deadlines_do_not_run_at_the_gate() -> None:
+    """An episode that waits for a trainer's step is not cut by it; its own time goes on afterwards."""
+    inner = Counting()
+    policy = ResumablePolicy(inner)
+    await policy.pause()
+    async with anyio.create_task_group() as tasks:
+
+        async def episode() -> None:
+            with deadline(0.05) as scope, boundary(GenerateFailure, "a rollout", seconds=0.05):
+                await policy.complete(PROMPT, SamplingParams(max_new_tokens=2))
+            assert not scope.cancel_called
+
+        tasks.start_soon(episode)
+        await anyio.sleep(0.15)
+        policy.resume()
+    with pytest.raises(GenerateFailure, match="did not answer"), boundary(GenerateFailure, "a rollout", seconds=0.01):
+        await anyio.sleep(5)
+
+
+async def test_an_abort_of_the_servers_is_resumed_too() -> None:
+    """A weight update aborts what runs: nobody asked for it here, and the reply goes on all the same."""
+    inner = Counting()
+    inner.abort_at_once = 1
+    policy = ResumablePolicy(inner)
+    completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+    assert completion.tokens.tolist() == [3, 4, 5]
+    assert completion.finish_reason == "length"
+
+
+async def test_a_server_that_only_aborts_is_given_up() -> None:
+    """After a number of aborts in a row without a token."""
+    inner = Counting()
+    inner.abort_at_once = 1000
+    with pytest.raises(EndpointUnavailable, match="before its first token"):
+        await ResumablePolicy(inner, backoff_seconds=0.0).complete(PROMPT, SamplingParams(max_new_tokens=3))
+
+
+async def test_at_most_so_many_are_in_flight() -> None:
+    """The limit holds over pauses, and nobody is left behind."""
+    inner = Counting()
+    policy = ResumablePolicy(inner, at_most=2)
+    most = 0
+
+    def watch(_: int) -> None:
+        nonlocal most
+        most = max(most, policy.in_flight)
+
+    inner.on_token = watch
+    async with anyio.create_task_group() as tasks:
+        for _ in range(7):
+            tasks.start_soon(policy.complete, PROMPT, SamplingParams(max_new_tokens=4))
+        await anyio.lowlevel.checkpoint()
+        await policy.pause()
+        policy.resume()
+    assert most == 2
+    assert policy.in_flight == 0
+
+
+async def test_sessions_are_recorded_where_they_are_named() -> None:
+    """In order of first use, inside the block only."""
+    policy = ResumablePolicy(Counting())
+    with recorded_sessions() as sessions:
+        for name in ("b", "a", "b"):
+            await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session=name)
+    await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session="c")
+    assert sessions == ["b", "a"]
+
+
+async def test_the_real_protocol_gives_the_same_reply_in_pieces() -> None:
+    """Greedy, on the embedded engine: a reply that was stopped again and again is the one that was left alone."""
+    codec = Codec(load_tokenizer(DEMO_MODEL))
+    text = "<|im_start|>user\nWhat is (52 + 19) * 7?<|im_end|>\n<|im_start|>assistant\n"
+    ids = packed_tokens(codec.encode(text))
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=120)
+    async with (
+        running_server(DEMO_MODEL) as url,
+        SGLangPolicy(Endpoint(model=str(DEMO_MODEL), base_url=url)) as client,
+    ):
+        whole = await client.complete(ids, sampling)
+        policy = ResumablePolicy(client)
+        pieces: list[Completion] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                pieces.append(await policy.complete(ids, sampling))
+
+            tasks.start_soon(ask)
+            while not pieces:
+                await anyio.sleep(0.004)
+                await policy.pause()
+                policy.resume()
+    assert pieces[0].tokens.tolist() == whole.tokens.tolist()
+    assert pieces[0].logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    assert policy.resumed >= 1

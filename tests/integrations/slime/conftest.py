@@ -1,0 +1,50 @@
+"""What lives in the process between calls ends with the test that began it.
+
+With ``SLIME_PATH`` set to a checkout of slime (and its requirements installed, engines apart), slime is importable and
+every test of this folder runs on slime's own classes instead of the stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from rollouts.engine import DEMO_MODEL, running_server
+from rollouts.integrations.slime import close_rollouts
+
+SLIME = os.environ.get("SLIME_PATH")
+
+if SLIME:
+    sys.path.append(SLIME)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("slime.rollout.sglang_rollout")
+
+
+@pytest.fixture(scope="session")
+def slime_path() -> Path:
+    """The checkout of slime; a test that asks for it is skipped where there is none."""
+    if not SLIME:
+        pytest.skip("SLIME_PATH names no checkout of slime")
+    return Path(SLIME)
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_rollouts()
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[str]:
+    """The URL of an embedded engine with the demo model; few slots, so that there is work at any moment."""
+    with start_blocking_portal() as portal:
+        with portal.wrap_async_context_manager(running_server(DEMO_MODEL, slots=12)) as url:
+            yield url

@@ -1,0 +1,209 @@
+"""Our sample to slime's and back, and what slime's trainer then makes of it, derived again from the contract."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollouts.dtypes import VersionSpan
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime.convert import (
+    check_training_batch,
+    from_slime,
+    leaves,
+    to_slime,
+    trained_versions,
+)
+from rollouts.integrations.slime.records import records
+from rollouts.training import Prompt, Sample, Status
+from tests.integrations.slime.launches import made_sample
+
+PROMPT = Prompt("two and two", label="4", metadata={"row": 7}, group_index=3, index=13)
+
+
+def placed(**fields: Any) -> Sample:
+    values = {"reward": 1.0, "group_index": 3, "index": 13, "rollout_id": 13, **fields}
+    return made_sample(PROMPT, **values)
+
+
+def test_the_response_columns_are_the_tail_of_ours() -> None:
+    """The first prompt is cut off; a tool's answer between two replies stays, masked, with logprob 0."""
+    sample = placed()
+    made = to_slime(sample)
+    assert made.response_length == 10
+    assert made.tokens == sample.tokens
+    assert made.loss_mask == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert made.rollout_log_probs == [-0.5, -0.5, -0.5, -0.5, 0.0, 0.0, -0.5, -0.5, -0.5, -0.5]
+    assert made.tokens[-made.response_length :] == sample.tokens[3:]
+    assert (made.group_index, made.index, made.rollout_id) == (3, 13, 13)
+    assert (made.response, made.label, made.metadata) == ("reply 13/0", "4", {"row": 7})
+
+
+def test_what_the_template_holds_is_kept() -> None:
+    """slime's numbers, its own attributes and per-sample paths survive; the template itself is not changed."""
+    template = records().sample(group_index=90, index=900, prompt="asked", label="x", train_metadata={"loss": "a"})
+    template.custom = "mine"
+    made = to_slime(placed(), template=template, session="key")
+    assert (made.group_index, made.index, made.rollout_id) == (90, 900, 900)
+    assert (made.prompt, made.label, made.train_metadata, made.custom) == ("asked", "x", {"loss": "a"}, "mine")
+    assert made.session_id == "key"
+    assert (template.tokens, template.metadata, template.reward) == ([], {}, None)
+
+
+def test_there_and_back_again() -> None:
+    """Tokens, mask and logprobs come back as wide as the tokens."""
+    sample = placed()
+    back = from_slime(to_slime(sample), PROMPT)
+    assert (back.tokens, back.loss_mask, back.rollout_log_probs) == (
+        sample.tokens,
+        sample.loss_mask,
+        sample.rollout_log_probs,
+    )
+    assert (back.reward, back.status, back.metadata) == (1.0, Status.COMPLETED, {"row": 7})
+
+
+def test_tokens_of_earlier_versions_can_be_masked() -> None:
+    """``--mask-offpolicy-in-partial-rollout``: what the last version sampled is trained, the rest is shown."""
+    sample = placed(versions=[VersionSpan("1", 3, 7), VersionSpan("1", 9, 11), VersionSpan("2", 11, 13)])
+    made = to_slime(sample, mask_earlier_versions=True)
+    assert made.loss_mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert made.rollout_log_probs == to_slime(sample).rollout_log_probs
+    assert made.weight_versions == ["1", "1", "2"]
+    assert trained_versions([sample]) == ["1", "1", "2"]
+    assert trained_versions([sample], mask_earlier_versions=True) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss_mask": [0] * 13, "versions": []}, "at least one sampled token"),
+        ({"loss_mask": [1] * 13, "versions": []}, "at least one prompt token"),
+        ({"rollout_log_probs": None}, "a finite logprob"),
+        ({"reward": None}, "a finite number"),
+        ({"reward": float("inf")}, "a finite number"),
+    ],
+)
+def test_what_slime_would_choke_on_is_refused(fields: dict[str, Any], message: str) -> None:
+    """By the sample and the field."""
+    with pytest.raises(ConfigError, match=message):
+        to_slime(placed(**fields))
+
+
+def _unequal(groups: list[list[Any]]) -> None:
+    groups[1].pop()
+
+
+def _fewer(groups: list[list[Any]]) -> None:
+    groups.pop()
+
+
+def _mixed(groups: list[list[Any]]) -> None:
+    groups[1][0] = [groups[1][0]]
+
+
+def _shared(groups: list[list[Any]]) -> None:
+    groups[1][0].rollout_id = groups[0][0].rollout_id
+
+
+def _unnumbered(groups: list[list[Any]]) -> None:
+    groups[0][1].rollout_id = None
+
+
+def _text_status(groups: list[list[Any]]) -> None:
+    groups[0][1].status = "completed"
+
+
+def _aborted(groups: list[list[Any]]) -> None:
+    groups[0][1].status = records().sample.Status.ABORTED
+
+
+def _unrewarded(groups: list[list[Any]]) -> None:
+    groups[0][1].reward = None
+
+
+def _short_mask(groups: list[list[Any]]) -> None:
+    groups[1][1].loss_mask.pop()
+
+
+def _no_logprobs(groups: list[list[Any]]) -> None:
+    groups[1][1].rollout_log_probs = None
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _unequal,
+        _fewer,
+        _mixed,
+        _shared,
+        _unnumbered,
+        _text_status,
+        _aborted,
+        _unrewarded,
+        _short_mask,
+        _no_logprobs,
+    ],
+)
+def test_a_harmed_batch_does_not_leave(harm: Callable[[list[list[Any]]], None]) -> None:
+    """Each of these is a crash in slime, or a silent error."""
+    groups = [[to_slime(placed(index=i, rollout_id=i)) for i in (2 * group, 2 * group + 1)] for group in range(2)]
+    check_training_batch(groups, groups_wanted=2, rollouts_in_group=2)
+    harm(groups)
+    with pytest.raises(ConfigError):
+        check_training_batch(groups, groups_wanted=2, rollouts_in_group=2)
+
+
+# -- what slime's trainer makes of a batch, derived from the contract -------------------------------------------------
+
+
+def positional(rewards: list[float], groups: int, n: int) -> list[float]:
+    """slime's own normalisation: rows of ``n`` if the count fits, else one row."""
+    rows = np.array(rewards, np.float32)
+    rows = rows.reshape(-1, n) if len(rewards) == groups * n else rows.reshape(1, -1)
+    centred = rows - rows.mean(axis=1, keepdims=True)
+    flat: list[float] = (centred / (rows.std(axis=1, ddof=1, keepdims=True) + 1e-6)).ravel().tolist()
+    return flat
+
+
+def train_data(samples: list[Any], groups: int, n: int) -> dict[str, list[Any]]:
+    """The columns that slime's trainer gets."""
+    ids = [sample.rollout_id for sample in samples]
+    sums: dict[int, int] = {}
+    for sample, number in zip(samples, ids, strict=True):
+        sums[number] = sums.get(number, 0) + sum(sample.loss_mask)
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "rewards": positional([sample.get_reward_value(Namespace(reward_key=None)) for sample in samples], groups, n),
+        "rollout_ids": ids,
+        "rollout_mask_sums": [sums[number] for number in ids],
+        "truncated": [int(sample.status is records().sample.Status.TRUNCATED) for sample in samples],
+    }
+
+
+def test_equal_groups_survive_positional_normalisation() -> None:
+    """Three groups of four: rewards {0,1}, {1,2}, {2,3} become ±0.866; one sample less would ruin all of them."""
+    rewards = [group + member % 2 for group in range(3) for member in range(4)]
+    samples = [
+        to_slime(placed(index=i, rollout_id=i, group_index=i // 4, reward=float(r))) for i, r in enumerate(rewards)
+    ]
+    normalised = train_data(samples, 3, 4)["rewards"]
+    assert np.abs(normalised) == pytest.approx(np.full(12, 0.8660), abs=1e-4)
+    assert np.abs(train_data(samples[1:], 3, 4)["rewards"]) != pytest.approx(np.full(11, 0.8660), abs=1e-2)
+
+
+def test_forks_share_the_denominator_of_their_rollout() -> None:
+    """``rollout_mask_sums`` of siblings is their common sum, so a rollout weighs the same however it forks."""
+    forks = [to_slime(placed(reply=reply, branch=branch)) for branch, reply in enumerate((2, 5))]
+    alone = to_slime(placed(index=14, rollout_id=14))
+    data = train_data([*forks, alone], 1, 2)
+    assert data["rollout_ids"] == [13, 13, 14]
+    assert data["rollout_mask_sums"] == [14, 14, 8]
+
+
+def test_leaves_go_through_any_nesting() -> None:
+    """Groups of samples, or groups of rollouts of samples."""
+    assert list(leaves([[1, 2], [3]])) == list(leaves([[[1], [2, 3]]])) == [1, 2, 3]

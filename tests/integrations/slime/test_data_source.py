@@ -1,0 +1,103 @@
+"""The data source: what is under way is in the checkpoint, and comes out first after it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime import CheckpointedDataSource, close_rollouts, generate_rollout_batch
+from rollouts.integrations.slime.convert import leaves
+from tests.integrations.slime.launches import Launch, Source
+
+
+class Cursor(Source):
+    """slime's read-only data source: it saves where it stands, and nothing else."""
+
+    saved: dict[int | None, int] = {}  # noqa: RUF012 - one process, as one disk
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args.n_samples_per_prompt)
+
+    def save(self, rollout_id: int) -> None:
+        self.saved[rollout_id] = len(self.given)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.given = list(range(self.saved[rollout_id]))
+
+
+def with_source(launch: Launch, folder: Path, **overrides: Any) -> Namespace:
+    path = f"{__name__}.Cursor"
+    return launch.args(rollouts_inner_data_source_path=path, save=str(folder), load=str(folder), **overrides)
+
+
+def test_no_group_is_lost_over_a_checkpoint(tmp_path: Path) -> None:
+    """Batches before and after it, together with what is still carried, are every group that was taken; none twice."""
+    launch = Launch(batch_size=3, n=2, over_sampling_factor=2.0)
+    args = with_source(launch, tmp_path)
+    source = CheckpointedDataSource(args)
+    used = [
+        group[0].group_index
+        for rollout_id in range(3)
+        for group in generate_rollout_batch(args, rollout_id, source).samples
+    ]
+    source.save(2)
+    taken = len(source.inner.given)
+    assert taken > len(used)
+    close_rollouts()  # the process ends without a word to the data source that is loaded below
+
+    again = CheckpointedDataSource(args)
+    again.load(2)
+    assert {group[0].group_index for group in again.buffer} == set(range(taken)) - set(used)
+    after = [
+        group[0].group_index
+        for rollout_id in range(3, 6)
+        for group in generate_rollout_batch(args, rollout_id, again).samples
+    ]
+    assert len({*used, *after}) == 18
+    assert set(range(taken)) <= {*used, *after}
+
+
+def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
+    """What waits for the next batch comes back with tokens and rewards."""
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=4.0)
+    args = with_source(launch, tmp_path)
+    source = CheckpointedDataSource(args)
+    generate_rollout_batch(args, 0, source)
+    generate_rollout_batch(args, 1, source)
+    close_rollouts()
+    source.save(1)
+    again = CheckpointedDataSource(args)
+    again.load(1)
+    here, there = ([(s.index, s.tokens, s.reward) for s in leaves(it.buffer)] for it in (source, again))
+    assert sorted(here) == sorted(there)
+
+
+def test_the_buffer_filter_chooses(tmp_path: Path) -> None:
+    """``--buffer-filter-path`` holds for the groups that wait."""
+    launch = Launch(n=2)
+    path = "rollouts.integrations.slime.filters.pop_most_advanced"
+    source = CheckpointedDataSource(with_source(launch, tmp_path, buffer_filter_path=path))
+    groups = source.get_samples(3)
+    groups[1][0].response_length = 9
+    source.add_samples(groups)
+    assert source.get_samples(1) == [groups[1]]
+    assert [group[0].group_index for group in source.get_samples(3)] == [0, 2, 3]
+
+
+def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
+    """As slime refuses them."""
+    launch = Launch(n=2)
+    source = CheckpointedDataSource(with_source(launch, tmp_path))
+    with pytest.raises(ConfigError, match="groups of 2 samples"):
+        source.add_samples([source.get_samples(1)[0][:1]])
+
+
+def test_the_rest_is_the_inner_sources(tmp_path: Path) -> None:
+    """Length and whatever else slime asks it for."""
+    source = CheckpointedDataSource(with_source(Launch(n=2), tmp_path))
+    assert len(source) == 1000
+    assert source.n_samples_per_prompt == 2

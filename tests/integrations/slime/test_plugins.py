@@ -1,0 +1,94 @@
+"""One rollout in slime's own loop: whatever happens, slime gets a sample that it can go on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime import generate, group_reward, policy_for, reward
+from rollouts.integrations.slime.records import records
+from rollouts.training import Prompt, Sample, Status
+from tests.integrations.slime.launches import Launch, made_sample
+
+SAMPLING = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 9}
+
+
+def asked(**fields: Any) -> Any:
+    return records().sample(**{"index": 3, "group_index": 1, "prompt": "p", "label": "l", **fields})
+
+
+async def test_the_sample_is_filled_in_place() -> None:
+    """Tokens, mask, logprobs and the recipe's reward; what slime had put on it stays."""
+    launch = Launch(play=_alone, reward=lambda sample: 0.5)
+    sample = asked(session_id="s", metadata={"a": 1})
+    made = await generate(launch.args(), sample, dict(SAMPLING))
+    assert made is sample
+    assert (made.response_length, made.reward, made.session_id, made.metadata) == (10, 0.5, "s", {"a": 1})
+    assert made.status is records().sample.Status.COMPLETED
+    assert made.to_dict()["status"] == "completed"
+
+
+async def _alone(prompt: Prompt) -> list[Sample]:
+    return [made_sample(prompt)]
+
+
+class _Played:
+    """Plays without a group index, as slime's own loop gives none of ours."""
+
+    def __init__(self, status: Status = Status.COMPLETED, forks: int = 1, error: bool = False) -> None:
+        self.status, self.forks, self.error, self.times = status, forks, error, 0
+
+    async def __call__(self, prompt: Prompt) -> list[Sample]:
+        self.times += 1
+        if self.error:
+            raise RuntimeError("the world ended")
+        return [made_sample(prompt, status=self.status, branch=branch) for branch in range(self.forks)]
+
+
+async def test_forks_share_a_rollout_id() -> None:
+    """A list of samples, as slime's fan-out wants it."""
+    launch = Launch(play=_Played(forks=3), reward=lambda sample: 1.0)
+    made = await generate(launch.args(), asked(), dict(SAMPLING))
+    assert [sample.rollout_id for sample in made] == [3, 3, 3]
+
+
+async def test_a_failure_is_taken_out_of_the_loss() -> None:
+    """After a second attempt: slime would lose every rollout in flight to an exception."""
+    play = _Played(error=True)
+    made = await generate(Launch(play=play).args(), asked(), dict(SAMPLING))
+    assert play.times == 2
+    assert (made.remove_sample, made.reward, made.loss_mask, made.rollout_log_probs) == (True, 0.0, [0], [0.0])
+    assert (len(made.tokens), made.response_length) == (2, 1)
+    assert "the world ended" in made.metadata["failure"]
+    assert made.to_dict()["status"] == "failed"
+
+
+async def test_an_abort_of_slimes_stays_one() -> None:
+    """slime stopped the engines: it asks again later."""
+    made = await generate(Launch(play=_Played(Status.ABORTED)).args(), asked(), dict(SAMPLING))
+    assert made.status is records().sample.Status.ABORTED
+    assert made.tokens == []
+
+
+async def test_the_recipes_reward_scores_one_or_many() -> None:
+    """``--custom-rm-path`` is called with a sample, or with a list."""
+    launch = Launch(reward=lambda sample: float(len(sample.response)))
+    args = launch.args()
+    samples = [asked(response="ab", tokens=[1, 2], response_length=1, loss_mask=[1]) for _ in range(2)]
+    assert await reward(args, samples[0]) == 2.0
+    assert await reward(args, samples) == [2.0, 2.0]
+    assert await group_reward(args, samples) == [2.0, 2.0]
+
+
+async def test_without_a_recipe_it_says_so() -> None:
+    """By the name of the argument."""
+    with pytest.raises(ConfigError, match="rollouts_recipe"):
+        await generate(Launch().args(rollouts_recipe=None), asked(), dict(SAMPLING))
+
+
+async def test_the_client_is_shared() -> None:
+    """One pool of connections for all rollouts of a loop."""
+    args = Launch().args()
+    assert policy_for(args) is policy_for(args)

@@ -1,0 +1,184 @@
+"""What lives between calls: partial rollouts of several turns, staleness, and rollouts that go on while training."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from typing import Any
+from urllib.request import Request, urlopen
+
+import msgspec
+import pytest
+
+from rollouts.dtypes import VersionSpan
+from rollouts.engine import DEMO_MODEL
+from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
+from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.records import records
+from rollouts.training import Prompt, Sample
+from tests.integrations.slime.launches import Launch, Source, made_sample
+
+# -- on the embedded engine -------------------------------------------------------------------------------------------
+
+
+class Problems(Source):
+    """Sums for the demo model."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for group in groups:
+            for sample in group:
+                if not sample.tokens:
+                    a, b = 10 + sample.group_index % 80, 11 + sample.group_index % 70
+                    sample.prompt, sample.label = f"What is ({a} + {b}) * 3?", str((a + b) * 3)
+        return groups
+
+
+def on(engine: str, **overrides: Any) -> Namespace:
+    host, port = engine.removeprefix("http://").split(":")
+    values = {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "over_sampling_batch_size": 2,
+        "rollouts_over_sampling_factor": 5.0,
+        "rollout_temperature": 1.0,
+        "rollout_max_response_len": 60,
+        "hf_checkpoint": str(DEMO_MODEL),
+        "sglang_router_ip": host,
+        "sglang_router_port": int(port),
+        "rollouts_recipe": "rollouts.integrations.slime.demo.recipe",
+    }
+    return Namespace(**{**values, **overrides})
+
+
+def ask(engine: str, path: str, body: Any = None) -> Any:
+    data = None if body is None else msgspec.json.encode(body)
+    request = Request(engine + path, data=data, headers={"Content-Type": "application/json"})
+    with urlopen(request, timeout=30) as answer:
+        text = answer.read()
+    return msgspec.json.decode(text) if text else None
+
+
+def generated(engine: str) -> int:
+    return int(ask(engine, "/server_info")["internal_states"][0]["generated_tokens"])
+
+
+def test_nothing_is_sampled_between_calls_and_episodes_go_on(engine: str) -> None:
+    """Agents of several turns are stopped in the middle and finished by the next call, under its version."""
+    args, source = on(engine), Problems(4)
+    resumed = 0
+    mixed: list[Any] = []
+    try:
+        for rollout_id in range(6):
+            ask(engine, "/update_weight_version", {"new_version": f"w{rollout_id}", "abort_all_requests": False})
+            output = generate_rollout_batch(args, rollout_id, source)
+            before = generated(engine)
+            time.sleep(0.2)
+            assert generated(engine) == before
+            resumed += output.metrics["rollouts/resumed"]
+            samples = list(leaves(output.samples))
+            mixed += [sample for sample in samples if len(set(sample.weight_versions)) > 1]
+            for sample in samples:
+                assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+                assert sample.session_id
+    finally:
+        close_rollouts()
+        ask(engine, "/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+    assert resumed >= 1
+    assert mixed
+    assert len(source.given) <= 6 * 2 + 8
+
+
+def test_fully_asynchronous_rollouts_go_on_between_calls(engine: str) -> None:
+    """Tokens are made while nobody calls; a call finds what is finished, with filter and metrics as ever."""
+    args, source = on(engine, rollouts_fully_async=True), Problems(4)
+    try:
+        generate_rollout_batch(args, 0, source)
+        before = generated(engine)
+        deadline = time.monotonic() + 20
+        while generated(engine) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert generated(engine) > before
+        output = generate_rollout_batch(args, 1, source)
+        assert "rollouts/groups_carried" in output.metrics
+        assert [len(group) for group in output.samples] == [4, 4]
+    finally:
+        close_rollouts()
+
+
+def test_a_launch_needs_no_recipe(engine: str) -> None:
+    """One reply to each prompt, text sent as slime rendered it, scored by the launch's own reward function."""
+    flags = {"rollouts_recipe": None, "custom_rm_path": f"{__name__}.length", "rollout_max_response_len": 12}
+    args, source = on(engine, **flags), Problems(4)
+    output = generate_rollout_batch(args, 0, source)
+    for sample in leaves(output.samples):
+        assert 1 <= sample.response_length <= 12
+        assert set(sample.loss_mask) == {1}
+        assert sample.reward == float(sample.response_length)
+
+
+async def length(args: Any, sample: Any, **_: Any) -> float:
+    """A reward of slime's shape."""
+    return float(sample.response_length)
+
+
+# -- staleness --------------------------------------------------------------------------------------------------------
+
+
+def _versioned(launch: Launch, version: list[str]) -> None:
+    async def play(prompt: Prompt) -> list[Sample]:
+        return [made_sample(prompt, version=version[0])]
+
+    launch.play = play
+
+
+def test_surplus_serves_the_next_call_within_its_bound(engine: str) -> None:
+    """A group of the version before is used; one that is two behind is played again, and nothing is lost."""
+    launch = Launch(batch_size=2, n=2, over_sampling_factor=3.0)
+    version = ["1"]
+    _versioned(launch, version)
+    at = {name: getattr(on(engine), name) for name in ("sglang_router_ip", "sglang_router_port")}
+    args, source = launch.args(rollouts_max_staleness=1, **at), launch.source()
+    used: list[tuple[int, str]] = []
+    stale = 0
+    for rollout_id in range(8):
+        version[0] = str(1 + rollout_id)
+        ask(engine, "/update_weight_version", {"new_version": version[0], "abort_all_requests": False})
+        output = generate_rollout_batch(args, rollout_id, source)
+        for group in output.samples:
+            (trained,) = {name for sample in group for name in sample.weight_versions}
+            used.append((group[0].group_index, trained))
+            assert int(version[0]) - int(trained) <= 1
+        stale += output.metrics.get("rollout/dynamic_filter/drop_stale", 0)
+        time.sleep(0.05)
+    assert stale >= 1
+    assert len({index for index, _ in used}) == len(used) == 16
+    close_rollouts()
+    assert {group[0].group_index for group in source.added} == set(source.given) - {index for index, _ in used}
+
+
+def test_masked_tokens_are_not_stale() -> None:
+    """Where earlier versions are masked, a group counts by what it would train."""
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=1.0)
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        spans = [VersionSpan("1", 3, 7), VersionSpan("9", 9, 13)]
+        return [made_sample(prompt, versions=spans)]
+
+    launch.play = play
+    args = launch.args(rollouts_max_staleness=0, mask_offpolicy_in_partial_rollout=True)
+    output = generate_rollout_batch(args, 0, launch.source())
+    assert [sample.loss_mask for sample in leaves(output.samples)] == [[0] * 6 + [1] * 4] * 2
+
+
+@pytest.mark.parametrize("flag", ["rollout_top_p", "use_rollout_routing_replay"])
+def test_what_the_router_would_drop_is_refused(flag: str) -> None:
+    """The router drops these fields without a word; the launch is told by the flag's name."""
+    launch = Launch()
+    with pytest.raises(Exception, match=flag):
+        generate_rollout_batch(launch.args(**{flag: 0.9}), 0, launch.source())
+
+
+def test_records_are_those_of_the_process() -> None:
+    """slime's where it is importable, else the stand-ins; the same for all."""
+    assert records() is records()

@@ -1,0 +1,88 @@
+"""What slime's namespace asks for: read once, refused by the flag's name where it cannot be served."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime.settings import OWN_KEYS, RECIPE_VARIABLE, Settings, load_function
+from tests.integrations.slime.launches import Launch
+
+
+def read(**flags: Any) -> Settings:
+    return Settings.from_args(Launch().args(**flags))
+
+
+def test_sizes_sampling_and_address() -> None:
+    """slime's names and defaults."""
+    found = read(rollout_temperature=0.8, rollout_top_k=20, rollout_stop="END", rollout_stop_token_ids=[7])
+    assert (found.batch_size, found.n_samples_per_prompt, found.over_sampling_factor) == (2, 2, None)
+    sampling = found.endpoint.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_new_tokens) == (0.8, 20, ("END",), 32)
+    assert found.endpoint.base_url == ("http://127.0.0.1:9",)
+    assert found.stop_token_ids == (7,)
+
+
+def test_an_ipv6_router_gets_its_brackets() -> None:
+    """As slime writes its URLs."""
+    assert read(sglang_router_ip="::1").endpoint.base_url == ("http://[::1]:9",)
+
+
+def test_refill_becomes_groups_in_work() -> None:
+    """``--over-sampling-batch-size`` above the batch; our own key wins."""
+    assert read(over_sampling_batch_size=5).over_sampling_factor == 2.5
+    assert read(over_sampling_batch_size=5, rollouts_over_sampling_factor=3.0).over_sampling_factor == 3.0
+
+
+def test_concurrency_counts_engines() -> None:
+    """``--sglang-server-concurrency`` is of one engine."""
+    assert read(sglang_server_concurrency=10, rollout_num_gpus=8, rollout_num_gpus_per_engine=2).at_most == 40
+    assert read(sglang_server_concurrency=10, rollout_num_engines=3).at_most == 30
+    assert read().at_most == 512
+
+
+def test_the_recipe_comes_from_the_launch_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch wins."""
+    monkeypatch.setenv(RECIPE_VARIABLE, "here.py")
+    assert read(rollouts_recipe=None).recipe == "here.py"
+    assert read(rollouts_recipe="there.py").recipe == "there.py"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"rollout_top_p": 0.9}, "rollout_top_p"),
+        ({"use_rollout_routing_replay": True}, "use_rollout_routing_replay"),
+        ({"multimodal_keys": {"image": "images"}}, "multimodal_keys"),
+        ({"rollout_temperature": 0.0}, "rollout_temperature"),
+        ({"rollout_global_dataset": False}, "rollout_global_dataset"),
+        ({"hf_checkpoint": None}, "hf_checkpoint"),
+        ({"sglang_router_ip": None}, "sglang_router_ip"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(flags: dict[str, Any], named: str) -> None:
+    """Before a prompt is taken."""
+    with pytest.raises(ConfigError, match=named):
+        read(**flags)
+
+
+def test_equal_launches_are_equal() -> None:
+    """So that a session is kept as long as nothing changes."""
+    args = Launch().args()
+    assert Settings.from_args(args) == Settings.from_args(Namespace(**vars(args)))
+
+
+def test_our_keys_are_documented() -> None:
+    """Each in one sentence."""
+    assert all(key.startswith("rollouts_") and text for key, text in OWN_KEYS.items())
+
+
+def test_a_path_that_leads_nowhere_is_named() -> None:
+    """As ``package.module.function``."""
+    assert load_function("math.sqrt")(4) == 2.0
+    for path in ("nowhere.at.all", "math.nothing", "justaname"):
+        with pytest.raises(ConfigError, match=path):
+            load_function(path)
