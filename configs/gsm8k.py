@@ -34,12 +34,13 @@ def recipe(
     temperature: float = 1.0,
     max_new_tokens: int = 1024,
     max_turns: int = 8,
+    keep: Literal["spread", "all"] = "spread",
     limit: int | None = None,
     batches: int = 1,
     history: History = "append",
     seed: int = 0,
 ) -> Recipe:
-    """GSM8K rows from ``data``, kept where the rewards of a group differ."""
+    """GSM8K rows from ``data``; ``keep=all`` also takes groups whose rewards do not differ."""
     sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     endpoint = attrs.evolve(endpoint, sampling=sampling)
     environment_cls = ENVIRONMENTS[variant]
@@ -59,7 +60,7 @@ def recipe(
             over_sampling_factor=over_sampling_factor,
             generate_fn=generate_fn,
             reward_fn=gsm8k_reward,
-            filter_fn=check_reward_nonzero_std,
+            filter_fn=check_reward_nonzero_std if keep == "spread" else None,
         ),
         data_buffer=DataBuffer(load_gsm8k(data, limit=limit), seed=seed),
         endpoint=endpoint,

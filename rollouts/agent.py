@@ -3,6 +3,9 @@
 Invariant: whatever happens, the environment is closed and sealed trajectories come back, with what there is and why it
 ended. The policy is only ever sent a trajectory's own tokens (law 1), and every wait has a deadline (law 7).
 
+Where a log of turns is handed down, each finished turn is kept in it before the next begins, and an episode that has
+turns there goes on from the last of them. One that may fork, or that goes on from a past, keeps none, and starts anew.
+
 This module knows no sample, no reward and no group.
 """
 
@@ -27,6 +30,7 @@ from rollouts.errors import (
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
+from rollouts.turns import claim_turn_log
 
 __all__ = ["OnStep", "Past", "run_agent", "run_branches"]
 
@@ -93,13 +97,15 @@ async def run_branches(
         TokenMismatchError: a law was broken.
     """
     limits = limits or Limits()
-    episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history)
+    log = await claim_turn_log()
+    plain = history == "append" and past is None
+    episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history, log if plain else None)
     environment: Environment | None = None
     failure: Failure | None = None
     stop_reason = StopReason.DEADLINE
     name = function_name(environment_cls)
     try:
-        with anyio.move_on_after(limits.episode_seconds):
+        with anyio.move_on_after(limits.episode_seconds - episode.seconds_before):
             with boundary(EnvironmentFailure, f"{name}()"):
                 environment = environment_cls()
             stop_reason = await episode.play(environment, name, past)

@@ -21,8 +21,8 @@ from rich.text import Text
 from rollouts.dtypes import Endpoint, Tool
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure, boundary, function_name
 from rollouts.inference.sglang import shared_policy
-from rollouts.inference.transport import LostError, NotSentError, Transport
-from rollouts.inference.wire import error_of
+from rollouts.inference.transport import Transport
+from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe import build, load_recipe
 from rollouts.renderer import Renderer, SelfTest, Spoken, conversation, load_tokenizer
 from rollouts.transcript import visible
@@ -198,13 +198,10 @@ async def _scored(transport: Transport, url: str, ids: list[int], *, scored: boo
     }
     place = f"{url.rstrip('/')}/generate"
     with boundary(EndpointUnavailable, place, seconds=_SECONDS):
+        status, answer = await transport.post(place, msgspec.json.encode(body), {})
+        if status != 200:
+            raise error_of(status, f"{place}: {message_of(answer)}")
         try:
-            answer = await transport.send("POST", place, msgspec.json.encode(body))
-        except (NotSentError, LostError) as error:
-            raise EndpointUnavailable(f"{place}: {error}") from error
-        if answer.status != 200:
-            raise error_of(answer, place)
-        try:
-            return msgspec.json.decode(answer.body, type=_Answer, strict=False).meta_info
+            return msgspec.json.decode(answer, type=_Answer, strict=False).meta_info
         except msgspec.MsgspecError as error:
             raise EndpointUnavailable(f"{place}: not an answer of /generate ({error})") from error

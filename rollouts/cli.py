@@ -1,4 +1,4 @@
-"""The command ``rollouts``: run, show, play, verify, check, serve.
+"""The command ``rollouts``: run, show, play, verify, check, eval, compare, serve.
 
 Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
 broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
@@ -8,6 +8,8 @@ they do is done below.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -18,15 +20,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
-import anyio.to_thread
 from rich.console import Console
 
 from rollouts import __version__
 from rollouts.checking import Subject, check
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
-from rollouts.launching import Aim, launch
+from rollouts.launching import Aim, launch, resumed_aim
 from rollouts.serving import READY
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
@@ -71,9 +72,13 @@ def _loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_free(args.out, overwrite=args.overwrite)
-    aim = _aim(args)
-    result = _loop(launch, aim, args.out, args.format, args.overwrite, Console())
+    aim, out = _aim(args), args.out
+    if args.resume is not None:
+        aim, out = resumed_aim(aim, args.resume), args.resume
+    else:
+        check_free(out, overwrite=args.overwrite)
+    resume = args.resume is not None
+    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume))
     if result is None:
         return INTERRUPTED
     if result.error is not None:
@@ -124,6 +129,26 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if _loop(check, subject, Console()) else BROKEN
 
 
+def _eval(args: argparse.Namespace) -> int:
+    exam = Exam(
+        out=args.out,
+        ks=args.k,
+        rollouts=max(args.k) if args.rollouts is None else args.rollouts,
+        tasks=args.tasks,
+        threshold=args.threshold,
+        shown=args.limit,
+    )
+    _loop(evaluate, _aim(args), exam, Console())
+    if args.against is not None:
+        compare_evaluations(args.against, args.out, args.k, Console())
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    compare_evaluations(args.before, args.after, args.k, Console())
+    return 0
+
+
 def _serve(args: argparse.Namespace) -> int:
     return _loop(_serve_until_told, args)
 
@@ -141,7 +166,12 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
                 scope.cancel()
 
     async def standard_input(scope: anyio.CancelScope) -> None:
-        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+        descriptor = sys.stdin.fileno()  # waited for, not read in a thread: a blocked thread would outlive the server
+        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be waited for: it is at its end
+            while True:
+                await anyio.wait_readable(descriptor)
+                if not os.read(descriptor, 4096):
+                    break
         scope.cancel()
 
     def ready(url: str) -> None:
@@ -203,8 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     run = _verb(verbs, "run", _run, "fill batches and write them to a folder", "run configs/calculator.py --out runs/a")
-    _add_aim(run)
-    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder, new or without a run")
+    _add_aim(run, optional=True)
+    where = run.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, new or without a run")
+    where.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with the run in this folder; RECIPE and options as they were"
+    )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
     run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
@@ -236,6 +270,20 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     check.add_argument("--dialect", metavar="NAME", help="how tool calls are written; by default what is taught")
     check.add_argument("--stop", type=int, action="append", default=[], metavar="ID", help="ids that end a turn")
+    exam = _verb(verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam")
+    _add_aim(exam)
+    exam.add_argument("--out", type=Path, required=True, metavar="DIR", help="its folder; goes on with what is there")
+    exam.add_argument("--k", type=_numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
+    exam.add_argument("--rollouts", type=_positive, metavar="N", help="of each task; the largest k by default")
+    exam.add_argument("--tasks", type=_positive, metavar="N", help="the first N prompts of the recipe; all by default")
+    exam.add_argument("--threshold", type=float, default=1.0, help="a rollout passes if its reward reaches it (1)")
+    exam.add_argument("--limit", type=_positive, default=40, metavar="N", help="tasks in the table (40)")
+    exam.add_argument("--against", type=Path, metavar="DIR", help="an earlier evaluation to compare with")
+
+    versus = _verb(verbs, "compare", _compare, "compare two evaluations", "compare runs/before runs/after --k 1,8")
+    versus.add_argument("before", type=Path, metavar="BEFORE", help="the folder of an evaluation")
+    versus.add_argument("after", type=Path, metavar="AFTER", help="another, of the same tasks")
+    versus.add_argument("--k", type=_numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
 
     serve = _verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
     serve.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")
@@ -257,8 +305,11 @@ def _verb(verbs: Any, name: str, function: Callable[..., int], does: str, exampl
     return verb
 
 
-def _add_aim(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python file with a function recipe(...)")
+def _add_aim(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    nargs = "?" if optional else None
+    verb.add_argument(
+        "recipe", type=Path, metavar="RECIPE", nargs=nargs, help="a Python file with a function recipe(...)"
+    )
     verb.add_argument(
         "--endpoint",
         action="append",
@@ -274,6 +325,10 @@ def _add_aim(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
     verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
     verb.add_argument("--slots", type=_positive, metavar="N", help="requests at once in the embedded engine")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
 
 
 def _positive(text: str) -> int:

@@ -110,8 +110,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")
     for reason, count in numbers.reasons.most_common(3):
         text.append(f"not kept: {count} × {visible(reason)}\n")
-    if result.accounting.ready:
-        text.append(f"accepted but in no batch: {result.accounting.ready}, in {writer.path / 'unbatched.jsonl'}\n")
+    if result.unbatched:
+        text.append(f"accepted but in no batch: {result.unbatched} of those returned, in ")
+        text.append(f"{writer.path / 'unbatched.jsonl'}\n")
     text.append(f"files: {writer.path}\n")
     text.append(f"next:  rollouts show {writer.path}\n       rollouts verify {writer.path}")
     return text

@@ -32,11 +32,12 @@ from rollouts.dtypes import (
     ToolCall,
     as_messages,
 )
-from rollouts.environments.base import Environment, StepResult
+from rollouts.environments.base import Environment, Resumable, StepResult
 from rollouts.errors import EnvironmentFailure, HistoryRewritten, call_foreign
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
+from rollouts.turns import Turn, TurnLog, prompt_digest, replayed
 
 __all__ = ["Episode", "OnStep", "Past"]
 
@@ -79,6 +80,7 @@ class Episode:
     max_context: int | None
     on_step: OnStep | None
     history: History = "append"
+    log: TurnLog | None = None
     branches: list[Trajectory] = attrs.field(init=False)
     session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
     replies: int = attrs.field(init=False, default=0)
@@ -88,6 +90,9 @@ class Episode:
     reply_start: int = attrs.field(init=False, default=0)
     goes_on: bool = attrs.field(init=False, default=False)
     """The next tokens belong to the reply before."""
+    began: float = attrs.field(init=False, factory=time.monotonic)
+    kept: tuple[int, int, int] = attrs.field(init=False, default=(0, 0, 0))
+    """Tokens, calls and messages that the log of turns has."""
     shown: str = attrs.field(init=False, default="")
     """The last prompt as the template writes it, where rewritten history matters."""
 
@@ -104,11 +109,15 @@ class Episode:
         tools = tuple(environment.tools)
         self.renderer.self_test(tools).raise_if_refused()
         reply = None
-        if past is None:
-            await self._open(environment, name, tools)
-        else:
+        turns = self._turns_before()
+        if past is not None:
             reply = await self._resume(environment, name, tools, past)
-        turn = 0
+        elif turns and isinstance(environment, Resumable):
+            await self._foreign(f"{name}.restore", environment.restore, self.prompt, turns[-1].fields["snapshot"])
+            self._go_on_from(turns)
+        else:
+            await self._open(environment, name, tools)
+        turn = len(self.trajectory.calls) if past is None else 0
         while True:
             if reply is not None:
                 new, reason = await self._answer(environment, name, reply)
@@ -117,7 +126,10 @@ class Episode:
                 if turn >= self.limits.max_turns:
                     return StopReason.MAX_TURNS
                 await self._show(new, tools)
+                await self._keep_turn(environment, name)
             turn += 1
+            if turn > self.limits.max_turns:
+                return StopReason.MAX_TURNS
             budget, at_limit = self._budget()
             if budget < 1:
                 return at_limit
@@ -127,6 +139,55 @@ class Episode:
             reason = self._ended(completion, reply, turn, at_limit if budget < self.sampling.max_new_tokens else None)
             if reason is not None:
                 return reason
+
+    # -- the log of turns --
+
+    @property
+    def seconds_before(self) -> float:
+        """Wall time that the episode had before it was interrupted."""
+        turns = self._turns_before()
+        return float(turns[-1].fields["seconds"]) if turns else 0.0
+
+    def _turns_before(self) -> Sequence[Turn]:
+        """The turns of this episode that were finished before it was interrupted, if it can go on from there."""
+        turns = self.log.turns if self.log is not None else ()
+        same = turns and turns[0].fields["prompt"] == prompt_digest(self.prompt)
+        return turns if same and turns[-1].resumable else ()
+
+    def _go_on_from(self, turns: Sequence[Turn]) -> None:
+        self.branches = [replayed(turns)]
+        last = turns[-1].fields
+        self.calls_asked, self.session = last["calls_asked"], last["session"]
+        self.replies = len(self.trajectory.calls)
+        self.sampled = sum(call.stop - call.start for call in self.trajectory.calls)
+        self.began -= last["seconds"]
+        self.trajectory.count("turns_before_resume", len(self.trajectory.calls))
+        self._all_is_kept()
+
+    async def _keep_turn(self, environment: Environment, name: str) -> None:
+        """Let the log have the turn; without a snapshot where the environment gives none, or fails to."""
+        if self.log is None:
+            return
+        fields: dict[str, Any] = {}
+        if isinstance(environment, Resumable):
+            try:
+                fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
+            except EnvironmentFailure:
+                self.trajectory.count("snapshot_failures")
+        turn = Turn.since(
+            self.trajectory,
+            *self.kept,
+            prompt=prompt_digest(self.prompt),
+            calls_asked=self.calls_asked,
+            session=self.session,
+            seconds=time.monotonic() - self.began,
+            **fields,
+        )
+        self._all_is_kept()
+        await self.log.save(turn)
+
+    def _all_is_kept(self) -> None:
+        self.kept = (len(self.trajectory), len(self.trajectory.calls), len(self.trajectory.messages))
 
     # -- what the model is shown --
 

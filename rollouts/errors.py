@@ -39,6 +39,7 @@ __all__ = [
     "ForeignFailure",
     "GenerateFailure",
     "HistoryRewritten",
+    "JournalError",
     "RewardFailure",
     "RolloutsError",
     "TokenMismatchError",
@@ -107,6 +108,10 @@ class HistoryRewritten(RolloutsError):
 
 class DataExhausted(RolloutsError):
     """The data buffer ran dry before a batch was full. What is finished stays with the manager."""
+
+
+class JournalError(RolloutsError):
+    """The journal of a run cannot be written (a full disk, say), or is damaged: file and offset are in the message."""
 
 
 class TokenMismatchError(RolloutsError):

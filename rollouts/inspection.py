@@ -116,7 +116,7 @@ async def play_one(aim: Aim, text: str | None, console: Console) -> None:
                 await score(sample, recipe.config.reward_fn, seconds=recipe.config.reward_seconds)
             except RewardFailure as error:
                 console.print(f"no reward: {error}", style="yellow", markup=False, soft_wrap=True)
-        console.print(heading(sample))
+        console.print(heading(sample), soft_wrap=True)
 
 
 async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:

@@ -22,13 +22,18 @@ from rollouts.display import summary, watch
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
+from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
 from rollouts.recipe import Recipe, RecipeFunction, build, load_recipe, preflight, read_options
 from rollouts.running import RunResult, Stop, run
 from rollouts.serving import EngineProcess, engine_process
+from rollouts.training.ledger import Ledger
+from rollouts.training.manager_state import ManagerState
+from rollouts.training.resuming import begin, reopen
+from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
 
-__all__ = ["Aim", "aimed", "launch"]
+__all__ = ["Aim", "aimed", "launch", "resumed_aim"]
 
 _INTERRUPTED = 130
 
@@ -37,7 +42,8 @@ _INTERRUPTED = 130
 class Aim:
     """What to run, against which server."""
 
-    recipe: Path
+    recipe: Path | None
+    """Only a run that is resumed may do without."""
     urls: tuple[str, ...] = ()
     """Servers; without one the embedded engine is started."""
     model: str | None = None
@@ -58,6 +64,8 @@ async def aimed(aim: Aim, log: Path | None = None) -> AsyncIterator[tuple[Recipe
         ConfigError: the recipe or its options are wrong, or the model folder is not there.
         EndpointError: the server does not answer, is no SGLang server, or did not start.
     """
+    if aim.recipe is None:
+        raise ConfigError.of("RECIPE", None, "a Python file with a function recipe(...)")
     function = load_recipe(aim.recipe)
     read_options(function, aim.options)
     key = os.environ.get("ROLLOUTS_API_KEY")
@@ -70,12 +78,18 @@ async def aimed(aim: Aim, log: Path | None = None) -> AsyncIterator[tuple[Recipe
             endpoint = attrs.evolve(endpoint, model=named)
         yield _built(function, endpoint, aim), None
         return
-    model = Path(aim.model) if aim.model is not None else DEMO_MODEL
-    if not model.is_dir():
-        raise ConfigError.of("--model", str(model), "a folder with a model, or --endpoint URL of a server that has it")
+    model = _model_folder(aim.model)
     with tempfile.TemporaryDirectory() as folder:
         async with engine_process(model, log or Path(folder) / "engine.log", slots=aim.slots) as engine:
             yield _built(function, Endpoint(model=str(model), base_url=engine.url), aim), engine
+
+
+def _model_folder(named: str | None) -> Path:
+    """Absolute, so that the tokenizer that the run names is found from anywhere."""
+    folder = DEMO_MODEL if named is None else Path(named).resolve()
+    if not folder.is_dir():
+        raise ConfigError.of("--model", str(folder), "a folder with a model, or --endpoint URL of a server that has it")
+    return folder
 
 
 def _built(function: RecipeFunction, endpoint: Endpoint, aim: Aim) -> Recipe:
@@ -83,8 +97,31 @@ def _built(function: RecipeFunction, endpoint: Endpoint, aim: Aim) -> Recipe:
     return recipe if aim.batches is None else attrs.evolve(recipe, batches=aim.batches)
 
 
-async def launch(aim: Aim, out: Path, format: Format, overwrite: bool, console: Console) -> RunResult | None:
-    """Do a whole ``rollouts run``; ``None`` if it was stopped before it began.
+def resumed_aim(aim: Aim, run: Path) -> Aim:
+    """What to do to go on with a run: what the command line says, and where it is silent, what it said before.
+
+    Raises:
+        ConfigError: there is no run, or neither it nor the command line names a recipe.
+    """
+    info = read_info(run)
+    before = info.get("command") or {}
+    recipe = aim.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
+    if recipe is None:
+        raise ConfigError.of("RECIPE", None, f"a recipe file: {run} does not say which it was")
+    return attrs.evolve(
+        aim,
+        recipe=recipe,
+        model=aim.model or before.get("model"),
+        options={**before.get("options", {}), **aim.options},
+        batches=aim.batches or info.get("batches_wanted"),
+        slots=aim.slots or before.get("slots"),
+    )
+
+
+async def launch(
+    aim: Aim, out: Path, format: Format, overwrite: bool, console: Console, *, resume: bool = False
+) -> RunResult | None:
+    """Do a whole ``rollouts run``; ``None`` if it was stopped before it began. With ``resume``, go on with the run.
 
     Raises:
         RolloutsError: something was wrong before the work began.
@@ -113,13 +150,14 @@ async def launch(aim: Aim, out: Path, format: Format, overwrite: bool, console: 
             with starting:
                 async with aimed(aim, out / "engine.log") as (recipe, engine):
                     server = await preflight(recipe)
-                    description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(aim.options)}
-                    writer = RunWriter(out, description, format=format, overwrite=overwrite)
+                    opening = functools.partial(_open, aim, recipe, server, out, format, overwrite, resume)
+                    writer, ledger, state = await anyio.to_thread.run_sync(opening)
                     working = True
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show = functools.partial(watch, batches=recipe.batches, console=console)
-                    result = await run(recipe, writer, stop=stop, watch=show)
+                    with ledger.journal:
+                        result = await run(recipe, writer, stop=stop, watch=show, ledger=ledger, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
             failure = error
@@ -127,6 +165,25 @@ async def launch(aim: Aim, out: Path, format: Format, overwrite: bool, console: 
     if failure is not None:
         raise failure
     return result
+
+
+def _open(
+    aim: Aim, recipe: Recipe, server: ServerInfo, out: Path, format: Format, overwrite: bool, resume: bool
+) -> tuple[RunWriter, Ledger, ManagerState | None]:
+    """The files of a new run, or those of the one that goes on."""
+    description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(aim.options)}
+    description["command"] = {
+        "recipe": str(aim.recipe.resolve()) if aim.recipe is not None else None,
+        "model": aim.model,
+        "options": dict(aim.options),
+        "slots": aim.slots,
+    }
+    if resume:
+        reopened = reopen(out, description, recipe.data_buffer)
+        reopened.writer.update(batches_wanted=recipe.batches, server=description["server"])
+        return reopened.writer, reopened.ledger, reopened.state
+    writer = RunWriter(out, description, format=format, overwrite=overwrite)
+    return writer, begin(out, description, recipe.data_buffer), None
 
 
 async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:

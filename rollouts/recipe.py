@@ -231,4 +231,4 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     renderer = await anyio.to_thread.run_sync(renderer_for, recipe.tokenizer)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     test.raise_if_refused()
-    return await shared_policy(recipe.endpoint).describe()
+    return await shared_policy(recipe.endpoint, renderer.vocab_size).describe()

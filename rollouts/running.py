@@ -18,7 +18,9 @@ import attrs
 
 from rollouts.errors import RolloutsError
 from rollouts.recipe import Recipe
+from rollouts.training.ledger import Ledger
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.sinks import RunStatus, RunWriter
 
@@ -50,6 +52,8 @@ class RunResult:
 
     status: RunStatus
     accounting: Accounting
+    unbatched: int
+    """Of the prompts returned: those whose groups were accepted and are in no batch."""
     run_metrics: RunMetrics
     batches: int
     batch_metrics: tuple[Mapping[str, float], ...]
@@ -62,8 +66,24 @@ Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
 """An observer that runs beside the work and is cancelled at its end."""
 
 
-async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, watch: Watch | None = None) -> RunResult:
+async def run(
+    recipe: Recipe,
+    writer: RunWriter,
+    *,
+    stop: Stop | None = None,
+    watch: Watch | None = None,
+    ledger: Ledger | None = None,
+    state: ManagerState | None = None,
+) -> RunResult:
     """Fill ``recipe.batches`` batches and write them; end early when asked, when data run dry, or at an error.
+
+    Args:
+        recipe: what to do.
+        writer: where batches and groups go.
+        stop: asks for an early end.
+        watch: an observer.
+        ledger: where everything is journaled before it counts; without one the run cannot be resumed.
+        state: where an earlier process left off, with the recipe's buffer set accordingly.
 
     Returns:
         How it ended; the reason of an early end is in ``error``, and in ``run.json``.
@@ -73,7 +93,9 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
     error: BaseException | None = None
     finished = False
     metrics: list[Mapping[str, float]] = []
-    manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group)
+    manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group, ledger=ledger)
+    if state is not None:
+        manager.go_on_from(state)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
@@ -81,8 +103,8 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
                 tasks.start_soon(_observe, watch, manager)
             try:
                 async with manager:
-                    for _ in range(recipe.batches):
-                        await _one_batch(manager, writer)
+                    for _ in range(manager.batches, recipe.batches):
+                        await _one_batch(manager, writer, ledger)
                         metrics.append(manager.metrics)
                 finished = True
             except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
@@ -92,19 +114,21 @@ async def run(recipe: Recipe, writer: RunWriter, *, stop: Stop | None = None, wa
         if stop.asked and not finished:
             error = stop.error
         status: RunStatus = "finished" if finished else "failed" if error else "stopped"
-        accounting = _written(manager.accounting, writer.batches * recipe.config.batch_size)
+        accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
         with anyio.CancelScope(shield=True):
             finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
             await anyio.to_thread.run_sync(finish)
     if error is not None and not isinstance(error, RolloutsError):
         raise error
     seconds = anyio.current_time() - began
-    return RunResult(status, accounting, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
+    return RunResult(status, accounting, unbatched, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
 
 
-async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter) -> None:
+async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, ledger: Ledger | None) -> None:
     samples = await manager.generate_batch()
     with anyio.CancelScope(shield=True):  # what is handed out is written, whoever stops us now
+        if ledger is not None:
+            await ledger.journal.commit()  # a batch that has a file is sealed in the journal
         try:
             await anyio.to_thread.run_sync(
                 writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)
@@ -123,7 +147,11 @@ async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-def _written(accounting: Accounting, in_batch: int) -> Accounting:
-    """The accounting as the disk has it: a batch that could not be written is accepted groups in no batch."""
-    unwritten = accounting.in_batch - in_batch
-    return attrs.evolve(accounting, in_batch=in_batch, ready=accounting.ready + unwritten)
+def _settled(accounting: Accounting, in_batch: int) -> tuple[Accounting, int]:
+    """The accounting of a run that has ended, and how many accepted groups are in none of its ``in_batch`` groups.
+
+    Their prompts count as returned: no trainer has seen them. A batch that could not be written is among them.
+    """
+    unbatched = accounting.ready + accounting.in_batch - in_batch
+    returned = accounting.returned + unbatched
+    return attrs.evolve(accounting, in_batch=in_batch, ready=0, returned=returned), unbatched

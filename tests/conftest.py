@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     @functools.cache
     def unpacked(name: str) -> Path:
         with tarfile.open(_asset(f"tokenizers/{name}.tar.xz"), "r:xz") as archive:
-            archive.extractall(root, filter="data")
+            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+            archive.extractall(root, **safe)
         return root / name
 
     return unpacked
@@ -86,3 +89,20 @@ def chat_template() -> Callable[[str], str]:
         return _asset(f"templates/{name}.jinja").read_text(encoding="utf-8")
 
     return read
+
+
+@pytest.fixture(scope="session")
+def engine_url() -> Iterator[str]:
+    """The URL of ``rollouts serve`` with the demo model, in a process of its own that lives as long as the session."""
+    pytest.importorskip("torch")
+    from rollouts.serving import READY
+
+    line = [sys.executable, "-u", "-m", "rollouts", "serve", "--port", "0", "--stop-with-stdin"]
+    root = Path(__file__).resolve().parents[1]
+    process = subprocess.Popen(
+        line, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    yield next(text for text in process.stdout if READY in text).removeprefix(READY).strip()
+    process.communicate(timeout=60)
+    assert process.returncode == 0, "the engine ends cleanly when its parent closes its input"

@@ -186,7 +186,7 @@ async def test_what_an_environment_raises_is_data(
         renderer,
         [ids(call("add", a=1, b=2) + "<|im_end|>")] * 3,
         partial(Breaking, where, error),
-        limits=Limits(step_seconds=0.01),
+        limits=Limits(step_seconds=0.5 if error is None else 60),
     )
     assert trajectory.stop_reason is StopReason.FAILED
     assert trajectory.failure is not None
@@ -215,7 +215,7 @@ async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) ->
 
 async def test_the_episode_has_a_deadline(renderer: Renderer, ids: Any) -> None:
     """What was sampled until then is kept."""
-    limits = Limits(episode_seconds=0.05)
+    limits = Limits(episode_seconds=1.0)
     replies = [ids(call("add", a=1, b=2) + "<|im_end|>")]
     trajectory = await play(renderer, replies, partial(Breaking, "step", None), limits=limits)
     assert trajectory.stop_reason is StopReason.DEADLINE

@@ -5,8 +5,10 @@ The names, keywords and orders below are the guide's; only the server is a loopb
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +168,15 @@ def test_the_eight_filters_take_a_group_and_answer_a_bool() -> None:
         make_length_filter(1, 10),
     ):
         assert check(samples) is True
+
+
+def test_the_code_of_the_readme_runs(engine_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands there, but for the model and the server."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    manager, environment = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    code = manager.replace("Qwen/Qwen2.5-7B-Instruct", str(DEMO_MODEL)).replace("http://127.0.0.1:30000", engine_url)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("[")
+    names: dict[str, Any] = {}
+    exec(compile(environment, "README.md", "exec"), names)
+    assert [tool.name for tool in names["Library"]().tools] == ["search"]

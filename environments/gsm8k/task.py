@@ -18,11 +18,7 @@ from rollouts.training import Sample, load_prompts
 __all__ = ["CalculatorGSM8K", "SingleTurnGSM8K", "final_number", "gsm8k_reward", "load_gsm8k"]
 
 _NUMBER = re.compile(r"-?\$?-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
-_MARKS = (
-    re.compile(r"\\boxed\s*\{(?P<answer>[^{}]*)\}"),
-    re.compile(r"####\s*(?P<answer>[^\n]*)"),
-    re.compile(r"answer is:?\s*(?P<answer>[^\n]*)", re.IGNORECASE),
-)
+_MARKS = (re.compile(r"\\boxed\s*\{"), re.compile(r"####"), re.compile(r"answer is", re.IGNORECASE))
 """Where a reply may say its final answer, most binding first; without any, its last number counts."""
 
 
@@ -62,9 +58,9 @@ def gsm8k_reward(sample: Sample) -> float:
 def final_number(text: str) -> Decimal | None:
     """The number that a text commits to: the last of its marked answers, else its last number."""
     for mark in _MARKS:
-        marked = [match["answer"] for match in mark.finditer(text)]
-        if marked:
-            found = _NUMBER.search(marked[-1])
+        ends = [match.end() for match in mark.finditer(text)]
+        if ends:
+            found = _NUMBER.search(re.split(r"[\n}]", text[ends[-1] :])[0])
             return _decimal(found[0]) if found else None
     numbers = _NUMBER.findall(text)
     return _decimal(numbers[-1]) if numbers else None

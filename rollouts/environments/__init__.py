@@ -1,6 +1,6 @@
 """Environments: the protocol, a base for tool users, and the ready-made small ones."""
 
-from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, ToolEnvironment, tool
+from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult, ToolEnvironment, tool
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.environments.simulated_user import SimulatedUser, UserFn
 from rollouts.environments.single_turn import SingleTurnEnvironment
@@ -9,6 +9,7 @@ __all__ = [
     "CalculatorEnvironment",
     "Environment",
     "EnvironmentFactory",
+    "Resumable",
     "SimulatedUser",
     "SingleTurnEnvironment",
     "StepResult",

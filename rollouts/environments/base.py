@@ -17,7 +17,7 @@ import msgspec
 from rollouts.dtypes import Message, Prompt, Tool, ToolCall
 from rollouts.errors import ConfigError
 
-__all__ = ["Environment", "EnvironmentFactory", "StepResult", "ToolEnvironment", "tool"]
+__all__ = ["Environment", "EnvironmentFactory", "Resumable", "StepResult", "ToolEnvironment", "tool"]
 
 
 @attrs.frozen
@@ -53,6 +53,22 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Give back what the episode held. Called once, also after a failure or a cancellation."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What an environment may offer beside: an episode that another process can go on with.
+
+    A run that was killed goes on from the last finished turn of such an episode; others start again.
+    """
+
+    async def snapshot(self) -> Any:
+        """Where the episode stands after a step, as plain data: what MessagePack holds."""
+        ...
+
+    async def restore(self, prompt: Prompt, snapshot: Any) -> None:
+        """Called instead of ``start``: be as the environment was that gave ``snapshot``."""
         ...
 
 

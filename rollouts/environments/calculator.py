@@ -19,6 +19,12 @@ class CalculatorEnvironment(ToolEnvironment):
 
     system_prompt = "Use the tools. Finish with: The answer is N."
 
+    async def snapshot(self) -> None:
+        """Nothing: it remembers nothing between steps. A subclass that does overrides this and ``restore``."""
+
+    async def restore(self, prompt: Prompt, snapshot: None) -> None:
+        return None
+
     @tool
     def add(self, a: float, b: float) -> str:
         """Add b to a."""

@@ -29,5 +29,11 @@ class SingleTurnEnvironment:
     async def step(self, reply: Message) -> StepResult:
         return StepResult(done=True)
 
+    async def snapshot(self) -> None:
+        """Nothing: it has no state."""
+
+    async def restore(self, prompt: Prompt, snapshot: None) -> None:
+        return None
+
     async def close(self) -> None:
         return None

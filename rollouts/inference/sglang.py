@@ -1,91 +1,120 @@
-"""A policy behind SGLang's native ``/generate``.
+"""A policy that samples from SGLang servers.
 
-Invariant: the ids sent are the ids given, and their checksum comes back with the completion. No two generations of one
-call are alive at once: every attempt has a request id of its own, and what may still be running under the old one is
-aborted before the next. A call that is cancelled aborts its request.
+Invariant: for one call of :meth:`SGLangPolicy.complete` at most one generation may be running anywhere. Each attempt
+has a rid of its own; before the next one is sent, the one before was answered, cannot have reached its server, or its
+abort was acknowledged. A call that ends in any other way (cancelled, too late, given up) aborts what it leaves behind.
 
-This module knows no message, no environment and no sample.
+This module knows tokens only: no message, no environment, no sample.
 """
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import random
 import time
 import uuid
 import weakref
-import zlib
-from asyncio import AbstractEventLoop, get_running_loop
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from urllib.parse import quote
 
 import anyio
 import attrs
-import msgspec
-import numpy as np
 
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
+from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, boundary
+from rollouts.inference import wire
+from rollouts.inference.aborts import abort_generation
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.transport import Answer, LostError, NotSentError, Transport
-from rollouts.inference.wire import error_of, read_completion, request_tail
+from rollouts.inference.discovery import describe_server, merged
+from rollouts.inference.sequences import EncodedIds, SequenceCache
+from rollouts.inference.transport import Lost, Transport, Unsent, shown
+from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
+from rollouts.inference.workers import Worker, Workers
 
-__all__ = ["SGLangPolicy", "shared_policy"]
+__all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
 
-_ABORT_SECONDS = 5.0
-_DESCRIBE_SECONDS = 30.0
-_FIRST_BACKOFF = 0.25
-_LONGEST_BACKOFF = 10.0
-_SESSIONS_KEPT = 16_384
+DESCRIBE_SECONDS = 30.0
 
 
-@attrs.define
-class _Session:
-    """What is kept of one growing sequence: its worker, and its ids as they stand in a request's body."""
+def full_jitter(failures: int) -> float:
+    """Seconds to wait after so many failed attempts: evenly spread below a bound that doubles from 0.5 s to 15 s."""
+    return _RANDOM.uniform(0.0, min(15.0, 0.5 * 2.0 ** min(failures - 1, 10)))
 
-    worker: int
-    encoded: bytearray = attrs.field(factory=bytearray)
-    count: int = 0
-    last: int = -1
-    digest: int = 0
+
+_RANDOM = random.Random()  # our own, so that no user's seeded stream moves with the network
 
 
 @attrs.define
 class Totals:
-    """What a policy has done."""
+    """What a policy did so far."""
 
     requests: int = 0
+    """Sent to ``/generate``, retries included."""
     retries: int = 0
     aborts: int = 0
+    """Aborts that a server acknowledged."""
+    completions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
     encoded_tokens: int = 0
-    """Prompt ids that were written as JSON: those that were new since the session's last call."""
+    """Prompt ids that were written as JSON: those that were new since their session's last call."""
+
+
+@attrs.define(eq=False)
+class _Call:
+    """One call of complete, over all its attempts."""
+
+    ids: EncodedIds
+    tail: bytes
+    headers: dict[str, str]
+    session: str
+    stop: tuple[str, ...]
+    began: float = attrs.field(factory=time.monotonic)
+    running: tuple[Worker, str] | None = None
+    """Where a generation of this call may be running, and its rid. Nothing is sent while this is set."""
+    last: EndpointUnavailable | None = None
 
 
 class SGLangPolicy:
-    """A client of one SGLang server, or of several workers that serve the same model.
+    """Samples from one or several SGLang servers of the same model (protocol :class:`~rollouts.inference.base.Policy`).
+
+    Opens its connections at first use and closes them with the event loop, with :meth:`aclose`, or at the end of an
+    ``async with`` block. Belongs to one event loop at a time.
 
     Args:
-        endpoint: where and how to ask.
-        vocab_size: ids at or above it are refused before they are sent: they would kill a real server.
+        endpoint: where, with which key, deadlines and number of retries. Its ``sampling`` is not read here.
+        vocab_size: ids at or above it are never sent: a real server dies of them. ``None`` if it is not known.
+        backoff: seconds to wait after the given number of failed attempts, from 1.
     """
 
-    def __init__(self, endpoint: Endpoint, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, vocab_size: int | None = None, backoff: Callable[[int], float] = full_jitter
+    ) -> None:
+        key = endpoint.api_key
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("Endpoint.api_key: holds characters that cannot stand in a header")
         self.endpoint = endpoint
-        self.vocab_size = vocab_size
         self.totals = Totals()
-        self.in_flight = [0] * len(endpoint.base_url)
-        """Requests at each worker now."""
-        headers = {} if endpoint.api_key is None else {"Authorization": f"Bearer {endpoint.api_key}"}
-        self._transport = Transport(connect_seconds=endpoint.connect_seconds, headers=headers)
-        self._sessions: collections.OrderedDict[str, _Session] = collections.OrderedDict()
+        self._backoff = backoff
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._sequences = SequenceCache(vocab_size)
+        self._workers = Workers([Worker(url, shown(url)) for url in endpoint.base_url])
+        self._transport = Transport(connect_seconds=endpoint.connect_seconds)
 
     def __repr__(self) -> str:
-        return f"<SGLangPolicy {', '.join(self.endpoint.base_url)}: {sum(self.in_flight)} in flight, {self.totals}>"
+        urls = ", ".join(worker.name for worker in self._workers.all)
+        done = self.totals
+        return (
+            f"<SGLangPolicy {urls}: {self._workers.in_flight} in flight; {done.completions} completions"
+            f" from {done.requests} requests, {done.retries} retries, {done.aborts} aborts; tokens:"
+            f" {done.prompt_tokens} prompt ({done.cached_tokens} cached), {done.sampled_tokens} sampled>"
+        )
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> SGLangPolicy:
         return self
 
     async def __aexit__(
@@ -94,179 +123,176 @@ class SGLangPolicy:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close all connections."""
+        """Close all connections; a later call opens them anew."""
         await self._transport.aclose()
 
     async def complete(
         self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
-        """See :class:`rollouts.inference.base.Policy`."""
-        self._check_range(tokens)
-        began = time.monotonic()
-        kept = self._session(session)
-        self._encode(kept, tokens)
-        with boundary(EndpointUnavailable, "POST /generate", seconds=self.endpoint.request_seconds):
-            for attempt in range(self.endpoint.max_retries + 1):
-                try:
-                    return await self._attempt(kept, sampling, stop_token_ids, session, began)
-                except EndpointUnavailable as error:
-                    if attempt == self.endpoint.max_retries:
-                        raise EndpointUnavailable(f"{error} (after {attempt + 1} attempts)") from error
-                self.totals.retries += 1
-                kept.worker = self._idlest(but=kept.worker)
-                await anyio.sleep(random.random() * min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2**attempt))
-        raise AssertionError("the loop returns or raises")
+        """Sample one continuation of ``tokens``.
 
-    async def _attempt(
-        self, kept: _Session, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str, began: float
-    ) -> Completion:
-        request_id = uuid.uuid4().hex  # of fixed width: SGLang aborts every request whose id begins with the one named
-        url = self.endpoint.base_url[kept.worker]
-        place = f"{url}/generate"
-        body = b"".join((b'{"input_ids":[', kept.encoded, b"]", request_tail(sampling, stop_token_ids, request_id)))
-        headers = {"X-SMG-Routing-Key": session} if session else None
-        worker = kept.worker
-        self.in_flight[worker] += 1
-        self.totals.requests += 1
-        answered = False
-        try:
-            answer = await self._transport.send("POST", place, body, headers)
-            answered = True
-        except NotSentError as error:
-            answered = True
-            raise EndpointUnavailable(f"{place}: {error}") from error
-        except LostError as error:
-            raise EndpointUnavailable(f"{place}: {error}") from error
-        finally:
-            self.in_flight[worker] -= 1
-            if not answered:  # lost, or cancelled: the server may be sampling for nobody
-                await self._abort(url, request_id)
-        completion = read_completion(
-            answer,
-            sent=kept.count,
-            prompt_digest=kept.digest,
-            request_id=request_id,
-            seconds=time.monotonic() - began,
-            place=place,
+        Args:
+            tokens: ids, shape ``(n,)``, n >= 1; sent as they are.
+            sampling: how to sample; ``max_new_tokens`` is the budget of this reply.
+            stop_token_ids: ids that end the reply, in addition to the model's own.
+            session: names the sequence; its calls go to one worker, and only what it has grown by is encoded.
+
+        Raises:
+            EndpointUnavailable: no answer worth keeping within ``request_seconds`` and ``max_retries``.
+            EndpointRefused: the server will not serve this request.
+            ContextOverflow: prompt and budget do not fit the model's context.
+            ConfigError: an id is not one of the vocabulary; nothing was sent.
+            TokenMismatchError: the answer is not about the ids that were sent.
+        """
+        self._sequences.check(stop_token_ids, "stop_token_ids")
+        ids = self._sequences.encode(tokens, session)
+        self.totals.encoded_tokens = self._sequences.encoded
+        call = _Call(
+            ids=ids,
+            tail=wire.request_tail(ids, sampling, stop_token_ids),
+            headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
+            session=session,
+            stop=sampling.stop,
         )
-        self.totals.prompt_tokens += kept.count
+        worker = self._workers.of(session)
+        try:
+            with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
+                return await self._attempts(call, worker)
+        except EndpointUnavailable as error:
+            if error.__cause__ is None and call.last not in (None, error):
+                raise error from call.last  # too late: say what went wrong before
+            raise
+
+    async def describe(self) -> ServerInfo:
+        """Ask the servers what they are. Several are asked in turn: what they agree on, and the shortest context.
+
+        Raises:
+            EndpointUnavailable: nobody answers at one of the URLs.
+            EndpointRefused: somebody answers who does not speak the protocol, or who wants another key.
+        """
+        infos = []
+        for worker in self._workers.all:
+            with boundary(EndpointUnavailable, f"GET {worker.name}/model_info", seconds=DESCRIBE_SECONDS):
+                try:
+                    infos.append(await describe_server(self._transport, worker.url, self._headers))
+                except EndpointError as error:
+                    self._hide_key(error)
+                    raise
+        return merged(infos)
+
+    async def _attempts(self, call: _Call, worker: Worker) -> Completion:
+        failures, replaced, fresh = 0, False, False
+        try:
+            while True:
+                try:
+                    await self._settle(call)
+                    return await self._attempt(call, worker, fresh=fresh)
+                except wire.BrokenNumbers:
+                    raise
+                except EndpointUnavailable as error:
+                    call.last = error
+                    fresh = isinstance(error, Lost)
+                    if isinstance(error, Lost) and error.stale and not replaced:
+                        replaced = True  # the server had closed a kept connection: no fault of this attempt
+                    else:
+                        failures += 1
+                        if failures > self.endpoint.max_retries:
+                            raise EndpointUnavailable(f"gave up after {failures} attempts: {error}") from error
+                        worker = self._workers.instead_of(worker, call.session)
+                        await self._pause(failures, worker)
+                self.totals.retries += 1
+        finally:
+            if call.running is not None:
+                with anyio.CancelScope(shield=True):
+                    try:
+                        await self._settle(call)
+                    except EndpointUnavailable as error:
+                        call.last = error  # the server ends it by itself once it sees that we are gone
+
+    async def _attempt(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
+        rid = uuid.uuid4().hex  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        call.running = (worker, rid)
+        self.totals.requests += 1
+        worker.in_flight += 1
+        try:
+            status, payload = await self._transport.post(
+                f"{worker.url}/generate", wire.with_rid(rid, call.tail), call.headers, fresh=fresh
+            )
+        except Unsent:
+            call.running = None
+            worker.suspect()
+            raise
+        except Lost:
+            worker.suspect()
+            raise
+        finally:
+            worker.in_flight -= 1
+        try:
+            if status != 200:
+                error = error_of(status, f"{message_of(payload)} (POST {worker.name}/generate)")
+                if not isinstance(error, MayStillRun):
+                    call.running = None
+                raise error
+            call.running = None
+            completion = wire.read_completion(
+                payload, rid=rid, ids=call.ids, stop=call.stop, seconds=time.monotonic() - call.began
+            )
+        except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
+            self._hide_key(error)
+            raise
+        worker.suspect_until = 0.0
+        self.totals.completions += 1
+        self.totals.prompt_tokens += completion.prompt_tokens
         self.totals.cached_tokens += completion.cached_tokens
         self.totals.sampled_tokens += len(completion.tokens)
         return completion
 
-    async def _abort(self, url: str, request_id: str) -> None:
-        """Tell a worker to stop; shielded, and given up after a few seconds."""
-        self.totals.aborts += 1
-        with anyio.move_on_after(_ABORT_SECONDS, shield=True):
-            try:
-                await self._transport.send("POST", f"{url}/abort_request", msgspec.json.encode({"rid": request_id}))
-            except (NotSentError, LostError):
-                return  # a server that is gone samples nothing
+    async def _pause(self, failures: int, worker: Worker) -> None:
+        with boundary(EndpointUnavailable, f"pause after {failures} failed attempts at {worker.name}"):
+            await anyio.sleep(self._backoff(failures))
 
-    # -- sessions --
-
-    def _session(self, name: str) -> _Session:
-        kept = self._sessions.get(name) if name else None
-        if kept is None:
-            kept = _Session(worker=self._idlest())
-            if name:
-                self._sessions[name] = kept
-                if len(self._sessions) > _SESSIONS_KEPT:
-                    self._sessions.popitem(last=False)
-        elif name:
-            self._sessions.move_to_end(name)
-        return kept
-
-    def _idlest(self, but: int | None = None) -> int:
-        """The worker with the fewest requests; another than ``but`` where there is one."""
-        workers = [worker for worker in range(len(self.in_flight)) if worker != but] or [0]
-        return min(workers, key=lambda worker: self.in_flight[worker])
-
-    def _encode(self, kept: _Session, tokens: TokenColumn) -> None:
-        """Write the ids that are new since the last call behind those that are there."""
-        if kept.count > len(tokens) or (kept.count and kept.last != int(tokens[kept.count - 1])):
-            kept.encoded, kept.count, kept.digest = bytearray(), 0, 0
-        new = tokens[kept.count :]
-        if len(new):
-            if kept.count:
-                kept.encoded += b","
-            kept.encoded += msgspec.json.encode(new.tolist())[1:-1]
-            kept.digest = zlib.crc32(np.ascontiguousarray(new, "<i4").tobytes(), kept.digest)
-            kept.count, kept.last = len(tokens), int(tokens[-1])
-            self.totals.encoded_tokens += len(new)
-
-    def _check_range(self, tokens: TokenColumn) -> None:
-        if not len(tokens):
-            raise EndpointRefused("complete(tokens): got no ids; expected at least one")
-        limit = self.vocab_size
-        wrong = (tokens < 0) | (tokens >= limit) if limit is not None else tokens < 0
-        if wrong.any():
-            position = int(wrong.argmax())
-            # Not one rollout's failure: the tokenizer is not this model's, and the next request would be wrong as well.
-            raise ConfigError.of(f"token {position} of {len(tokens)}", int(tokens[position]), f"an id below {limit}")
-
-    # -- what is it --
-
-    async def describe(self) -> ServerInfo:
-        """See :class:`rollouts.inference.base.Policy`."""
-        with boundary(EndpointUnavailable, "asking the server what it is", seconds=_DESCRIBE_SECONDS):
-            infos = [await self._describe(url) for url in self.endpoint.base_url]
-        models = sorted({str(info.model) for info in infos})
-        if len(models) > 1:
-            raise ConfigError.of("Endpoint.base_url", models, "workers that serve one model")
-        contexts = [info.max_context for info in infos if info.max_context is not None]
-        return attrs.evolve(infos[0], max_context=min(contexts) if contexts else None)
-
-    async def _describe(self, url: str) -> ServerInfo:
-        model = await self._ask(url, "/model_info", "/get_model_info")
-        if model is None or "model_path" not in model:
-            raise EndpointRefused(f"{url}: got {model!r} for /model_info; expected an SGLang server, with model_path")
-        server = await self._ask(url, "/server_info", "/get_server_info") or {}
-        listed = (await self._ask(url, "/v1/models") or {}).get("data")
-        entry = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-        context = entry.get("max_model_len")
-        return ServerInfo(
-            version=_text(server.get("version")),
-            model=_text(model["model_path"]),
-            weight_version=_text(model.get("weight_version")),
-            max_context=context if isinstance(context, int) and context > 0 else None,
-        )
-
-    async def _ask(self, url: str, *paths: str) -> dict[str, Any] | None:
-        """The first of some paths that answers with an object; ``None`` if none is there."""
-        answer: Answer | None = None
-        for path in paths:
-            try:
-                answer = await self._transport.send("GET", url + path)
-            except (NotSentError, LostError) as error:
-                raise EndpointUnavailable(f"{url}: nobody answers there ({error}); is the server up?") from error
-            if answer.status != 404:
-                break
-        assert answer is not None
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
-            raise error_of(answer, url + paths[0])
+    async def _settle(self, call: _Call) -> None:
+        """Make sure that no generation of this call is running; raises EndpointUnavailable if that cannot be known."""
+        if call.running is None:
+            return
+        worker, rid = call.running
         try:
-            value = msgspec.json.decode(answer.body)
-        except msgspec.MsgspecError:
-            value = None
-        if not isinstance(value, dict):
-            start = answer.body[:80].decode(errors="replace")
-            raise EndpointRefused(f"{url}{paths[0]}: got {start!r}; expected the JSON of an SGLang server")
-        return value
+            await abort_generation(self._transport, worker.url, rid, self._headers)
+        except EndpointUnavailable as error:
+            self._hide_key(error)
+            raise
+        call.running = None
+        self.totals.aborts += 1
+
+    def _hide_key(self, error: EndpointError) -> None:
+        key = self.endpoint.api_key
+        if key and key in str(error):  # a server may echo what it was sent
+            error.args = (str(error).replace(key, "***"),)
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-_SHARED: weakref.WeakKeyDictionary[AbstractEventLoop, dict[tuple[Endpoint, int | None], SGLangPolicy]] = (
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, int | None], SGLangPolicy]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def shared_policy(endpoint: Endpoint, *, vocab_size: int | None = None) -> SGLangPolicy:
-    """The one policy of this event loop for an endpoint; its connections close when the loop does."""
-    policies = _SHARED.setdefault(get_running_loop(), {})
-    return policies.setdefault((endpoint, vocab_size), SGLangPolicy(endpoint, vocab_size=vocab_size))
+def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPolicy:
+    """The policy of this endpoint in the running event loop: one pool, however often it is asked for.
+
+    Endpoints that differ only in their sampling share it. It is closed when the loop shuts down.
+
+    Raises:
+        RuntimeError: no event loop is running.
+    """
+    mine = _SHARED.setdefault(asyncio.get_running_loop(), {})
+    key = (attrs.evolve(endpoint, sampling=_ANY_SAMPLING), vocab_size)
+    policy = mine.get(key)
+    if policy is None:
+        policy = mine[key] = SGLangPolicy(endpoint, vocab_size=vocab_size)
+    return policy
+
+
+_ANY_SAMPLING = SamplingParams()
+
+
+def _header_safe(session: str) -> str:
+    return session if session.isascii() and session.isprintable() else quote(session, safe="")

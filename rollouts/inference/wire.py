@@ -1,190 +1,209 @@
-"""SGLang's /generate on the wire: requests to bytes, answers to completions.
+"""SGLang's wire: request bodies out, completions and errors in.
 
-Invariant: pure. Ids and logprobs come from the ids that the server says it sampled, never from its text; an answer that
-contradicts itself is a typed error, never a completion. This module knows no connection and no retry.
+Invariant: any bytes at all become a checked :class:`~rollouts.dtypes.Completion` or an error of the house, and nothing
+else. What a completion holds are the ids that the server sampled, never text, and each id has its own logprob.
+
+Fields that older servers lack are read with defaults. This module does no I/O and knows no retries.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from rollouts.dtypes import Completion, FinishReason, SamplingParams, VersionSpan
-from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, TokenMismatchError
-from rollouts.inference.transport import Answer
+from rollouts.dtypes import Completion, SamplingParams, VersionSpan
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
+from rollouts.inference.sequences import EncodedIds
+from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
-__all__ = ["error_of", "read_completion", "request_tail"]
+__all__ = ["BrokenNumbers", "read_completion", "request_tail", "with_rid"]
 
-_OVERFLOWS = ("longer than the model's context length", "exceeds the model's maximum context length")
-_REFUSALS = range(400, 500)
-_WORTH_RETRYING = (408, 409, 425, 429)
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+
+class BrokenNumbers(EndpointUnavailable):
+    """The model computed NaN. Not tried again in the same call: sampling until it goes well would hide a sick model."""
 
 
 class _Triple(msgspec.Struct, array_like=True, gc=False):
-    """``[logprob, id, text]``; the text is skipped, no object is made of it."""
+    """``[logprob, id, text]``; the text is skipped without being built."""
 
     logprob: float | None
     token: int
 
 
+class _Span(msgspec.Struct, gc=False):
+    version: Version | None = None
+    start: int = 0
+    end: int = 0
+
+
 class _Finish(msgspec.Struct):
-    type: str
-    message: str | None = None
-    status_code: int | None = None
-    matched: int | str | list[int] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+    type: str = ""
+    matched: Any = None
+    message: Any = None
+    status_code: Any = None
 
 
 class _Meta(msgspec.Struct):
+    id: Any = None
     finish_reason: _Finish | None = None
-    output_token_logprobs: list[_Triple] | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    weight_version: str | None = None
+    prompt_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    weight_version: Version | None = None
     weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[_Triple] | None = None
+    output_token_logprobs_length: int | None = None
 
 
-class _Generated(msgspec.Struct):
+class _Reply(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int] | None = None
+    output_ids: list[Id] | None = None
+    error: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Generated, strict=False)
+_REPLY = msgspec.json.Decoder(_Reply)
 
 
-def request_tail(sampling: SamplingParams, stop_token_ids: Sequence[int], request_id: str) -> bytes:
-    """Everything of a request's body but the ids: what follows ``{"input_ids":[…]`` up to the closing brace."""
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def request_tail(ids: EncodedIds, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
+    """Everything of a ``/generate`` body but its rid, which each attempt has anew (:func:`with_rid`).
+
+    Raises:
+        ConfigError: a seed that does not fit into 64 bits.
+    """
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_new_tokens,
         "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
         "no_stop_trim": True,
     }
-    if sampling.min_p:
-        params["min_p"] = sampling.min_p
     if sampling.stop:
-        params["stop"] = list(sampling.stop)
+        params["stop"] = sampling.stop
     if stop_token_ids:
-        params["stop_token_ids"] = list(stop_token_ids)
+        params["stop_token_ids"] = [int(token) for token in stop_token_ids]
     if sampling.seed is not None:
+        if not -(2**63) <= sampling.seed < 2**63:
+            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["sampling_seed"] = sampling.seed
-    rest = {"sampling_params": params, "return_logprob": True, "rid": request_id}
-    return b"," + msgspec.json.encode(rest)[1:]
+    encoded = msgspec.json.encode(params)
+    # logprob_start_len -1: logprobs of the reply only; 0 would also cost the prompt's hit in the prefix cache.
+    options = b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":'
+    return b"".join((b'"input_ids":[', ids.text, options, encoded, b"}"))
+
+
+def with_rid(rid: str, tail: bytes) -> bytes:
+    """The body of one attempt."""
+    return b"".join((b'{"rid":"', rid.encode(), b'",', tail))
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
 
 
 def read_completion(
-    answer: Answer, *, sent: int, prompt_digest: int, request_id: str, seconds: float, place: str
+    payload: bytes, *, rid: str, ids: EncodedIds, stop: Sequence[str] = (), seconds: float = 0.0
 ) -> Completion:
-    """The completion that an answer holds, checked.
+    """Read the body of a 200.
+
+    Args:
+        payload: the body.
+        rid: what the request was called.
+        ids: what was sent.
+        stop: the stop strings that were asked for.
+        seconds: wall time of the call, for the completion.
 
     Raises:
-        EndpointError: the answer is an error, or no generation; the class says whether another attempt may help.
-        TokenMismatchError: the server counted other prompt tokens than were sent, or its two lists of ids differ.
+        EndpointUnavailable: not JSON, an error that may pass, or NaN instead of logprobs.
+        EndpointRefused: JSON that is no answer to a ``/generate``, or one that contradicts itself.
+        ContextOverflow: an error that says so.
+        TokenMismatchError: not the ids that were sent, or logprobs of other ids than the sampled ones.
     """
-    if answer.status != 200:
-        raise error_of(answer, place)
     try:
-        generated = _DECODER.decode(answer.body)
-    except msgspec.MsgspecError as error:
-        if _message(answer.body) is not None:
-            raise error_of(answer, place) from None
-        raise EndpointUnavailable(f"{place}: not an answer of /generate ({error}): {_start(answer.body)}") from error
-    meta = generated.meta_info
-    finish = _finish(meta, place)
-    triples = meta.output_token_logprobs or []
-    tokens = [triple.token for triple in triples]
-    if generated.output_ids is not None and generated.output_ids != tokens:
-        if generated.output_ids and not triples:
-            raise EndpointRefused(f"{place}: output_ids came without output_token_logprobs; expected return_logprob")
-        raise TokenMismatchError(
-            f"{place}: output_ids ({len(generated.output_ids)}) and output_token_logprobs ({len(tokens)}) differ"
-        )
-    with np.errstate(over="ignore"):  # what overflows is infinite, and refused below
-        logprobs = np.array([math.nan if triple.logprob is None else triple.logprob for triple in triples], np.float32)
-    if not np.isfinite(logprobs).all() or (tokens and min(tokens) < 0):
-        position = int(np.argmin(np.isfinite(logprobs)))
-        raise EndpointUnavailable(f"{place}: sampled token {position} of {len(tokens)} has no finite logprob")
-    if meta.prompt_tokens is not None and meta.prompt_tokens != sent:
-        raise TokenMismatchError(f"{place}: {sent} ids were sent, the server counted {meta.prompt_tokens}")
-    try:
-        return Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=finish,
-            versions=_versions(meta, len(tokens)),
-            prompt_tokens=sent,
-            prompt_digest=prompt_digest,
-            request_id=request_id,
-            cached_tokens=meta.cached_tokens or 0,
-            seconds=seconds,
-        )
-    except (ValueError, OverflowError) as error:
-        raise EndpointUnavailable(f"{place}: {error}") from error
-
-
-def _finish(meta: _Meta, place: str) -> FinishReason:
+        reply = _REPLY.decode(payload)
+    except UNREADABLE as error:
+        raise error_in_200(payload, error) from None
+    meta = reply.meta_info
+    if reply.error or meta.finish_reason is None:
+        raise error_in_200(payload, None)
     finish = meta.finish_reason
-    if finish is None:
-        raise EndpointUnavailable(f"{place}: the answer has no finish_reason")
-    if finish.matched == "NaN happened":
-        raise EndpointUnavailable(f"{place}: the model's numbers broke (NaN happened)")
-    if finish.type == "abort" and finish.status_code is not None:
-        raise EndpointUnavailable(f"{place}: {finish.status_code}: {finish.message}")
-    if finish.type == "stop":
-        return "stop"
-    if finish.type == "length":
-        return "length"
-    if finish.type == "abort":
-        return "abort"
-    raise EndpointRefused(f"{place}: finish_reason {finish.type!r}; expected stop, length or abort")
+    status = status_of(finish.status_code)
+    if finish.type == "abort" and status is not None and status >= 400:
+        raise error_of(status, finish.message if isinstance(finish.message, str) else "aborted")
+    if finish.type not in ("stop", "length", "abort"):
+        raise EndpointRefused(f"finish_reason.type: got {finish.type[:80]!r}; expected stop, length or abort")
+    if finish.matched == "NaN happened" and "NaN happened" not in stop:
+        raise BrokenNumbers("the model computed NaN: its last id was replaced by the server")
+    if isinstance(meta.id, str) and meta.id != rid:
+        raise EndpointRefused(
+            f"meta_info.id: got {meta.id[:80]!r}; expected {rid!r}: something in between renames requests,"
+            " so that replies cannot be told apart and generations cannot be aborted"
+        )
+    tokens, logprobs = _columns(reply, meta)
+    # A request that was aborted while it was queued may have no counts, or zeros.
+    prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
+    if prompt_tokens != ids.count and (tokens or finish.type != "abort"):
+        raise TokenMismatchError(f"{ids.count} ids were sent; the server says that it was given {prompt_tokens}")
+    return Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        finish_reason=finish.type,  # type: ignore[arg-type]  # narrowed above
+        versions=_versions(meta, len(tokens)),
+        prompt_tokens=ids.count,
+        prompt_digest=ids.digest,
+        request_id=rid,
+        cached_tokens=meta.cached_tokens or 0,
+        seconds=seconds,
+    )
+
+
+def _columns(reply: _Reply, meta: _Meta) -> tuple[list[int], Any]:
+    triples = meta.output_token_logprobs or []
+    sampled = [triple.token for triple in triples]
+    tokens = sampled if reply.output_ids is None else reply.output_ids
+    if meta.output_token_logprobs is None and tokens:
+        raise EndpointRefused(f"{len(tokens)} sampled ids came without output_token_logprobs, which were asked for")
+    if tokens != sampled:
+        at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
+        where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
+        raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
+    if meta.output_token_logprobs_length not in (None, len(sampled)):
+        raise EndpointRefused(
+            f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
+        )
+    if sampled and not 0 <= min(sampled) <= max(sampled) < 2**31:
+        raise EndpointRefused("output_token_logprobs: an id does not fit into 31 bits")
+    # null, which is how NaN and infinity come over the wire, becomes NaN here.
+    logprobs = np.array([triple.logprob for triple in triples], dtype=np.float64)
+    if not (np.abs(logprobs) < np.finfo(np.float32).max).all():
+        at = int(np.flatnonzero(~(np.abs(logprobs) < np.finfo(np.float32).max))[0])
+        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a finite number")
+    return tokens, logprobs
 
 
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
-    """The spans of the answer; one span where the server is too old to send any."""
-    spans = [VersionSpan(span.version, span.start, span.end) for span in meta.weight_versions or []]
-    spans = [span for span in spans if span.stop > span.start]
-    if not spans and count:
-        spans = [VersionSpan(meta.weight_version or "default", 0, count)]
+    if not count:
+        return ()
+    last = "default" if meta.weight_version is None else str(meta.weight_version)
+    spans = [
+        VersionSpan(last if span.version is None else str(span.version), span.start, span.end)
+        for span in meta.weight_versions or ()
+        if span.start != span.end
+    ]
+    if not spans:
+        return (VersionSpan(last, 0, count),)
+    edges = [0, *(span.stop for span in spans)]
+    if edges[-1] != count or any(
+        span.start != edge or span.stop <= edge for span, edge in zip(spans, edges, strict=False)
+    ):
+        raise EndpointRefused(f"weight_versions do not cover {count} sampled ids without gap: {str(spans)[:300]}")
     return tuple(spans)
-
-
-def error_of(answer: Answer, place: str) -> EndpointError:
-    """The typed error that an answer with an error stands for; SGLang has four shapes of them."""
-    message = _message(answer.body) or _start(answer.body)
-    text = f"{place}: {answer.status}: {message}"
-    if any(sign in message for sign in _OVERFLOWS):
-        return ContextOverflow(text)
-    if answer.status in _REFUSALS and answer.status not in _WORTH_RETRYING:
-        return EndpointRefused(text)
-    return EndpointUnavailable(text)
-
-
-def _message(body: bytes) -> str | None:
-    """``{"error": {"message"}}``, ``{"error": "…"}``, ``{"message"}`` or ``{"detail"}``."""
-    try:
-        value = msgspec.json.decode(body)
-    except msgspec.MsgspecError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    error = value.get("error", value)
-    if isinstance(error, dict):
-        error = error.get("message", error.get("detail"))
-    return error if isinstance(error, str) else None
-
-
-def _start(body: bytes) -> str:
-    text = body[:200].decode(errors="replace").strip()
-    return repr(text) if text else "an empty body"

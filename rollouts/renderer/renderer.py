@@ -29,7 +29,7 @@ from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
 from rollouts.renderer.rewriting import rewriting
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.template import ChatTemplate
-from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
+from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
 from rollouts.tool_calls import Dialect, dialect_of_template, get_dialect
 
 __all__ = ["Renderer", "renderer_for"]
@@ -83,8 +83,8 @@ class Renderer:
             raise ConfigError.of("stop_token_ids", (), f"at least one; the tokenizer {self.name!r} has no EOS token")
         self._stops = tuple(self._codec.decode([stop]) for stop in self.stop_token_ids)
         self._special = frozenset(self.stop_token_ids) | _special_ids(tokenizer)
-        self.vocab_size: int = len(tokenizer)
-        """Number of ids, added tokens included."""
+        self.vocab_size: int = vocab_size_of(tokenizer)
+        """Number of ids of the model: no id at or above it may be sent."""
         name = dialect_of_template(source) if dialect is None else dialect
         self.dialect: Dialect = get_dialect(name) if isinstance(name, str) else name
         if strategy is not None and strategy not in STRATEGIES:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError
 
-__all__ = ["Codec", "load_tokenizer", "stop_ids_of"]
+__all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 
 _IMPORTING = threading.Lock()
 
@@ -49,23 +49,42 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
     Nothing is guessed: a model that stops at other ids as well needs them in its generation_config.json, or given.
     """
     stops: list[int] = []
-    config = _generation_config(str(getattr(tokenizer, "name_or_path", "") or ""))
-    declared = config.get("eos_token_id")
+    declared = _model_file(tokenizer, "generation_config.json").get("eos_token_id")
     for value in (*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id):
         if isinstance(value, int) and value not in stops:
             stops.append(value)
     return tuple(stops)
 
 
-def _generation_config(name: str) -> dict[str, Any]:
-    if not name:
-        return {}
-    file = Path(name) / "generation_config.json"
-    if not Path(name).is_dir():
-        from huggingface_hub import try_to_load_from_cache  # comes with transformers
+def vocab_size_of(tokenizer: Any) -> int:
+    """How many ids the model has: what its config.json declares, and at least those of the tokenizer.
 
-        found = try_to_load_from_cache(name, "generation_config.json")
-        if not isinstance(found, str):
+    A model may have more than its tokenizer, to round its tables up, and may sample one of them.
+    """
+    config = _model_file(tokenizer, "config.json")
+    text = config.get("text_config")
+    declared = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return max(len(tokenizer), declared if isinstance(declared, int) else 0)
+
+
+def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:
+    """A JSON file of the model that the tokenizer came with, local or from the hub; empty where there is none."""
+    source = str(getattr(tokenizer, "name_or_path", "") or "")
+    if not source:
+        return {}
+    file = Path(source) / name
+    if not Path(source).is_dir():
+        with _IMPORTING:
+            from transformers.utils.hub import cached_file
+
+        found = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if found is None:
             return {}
         file = Path(found)
     if not file.is_file():

@@ -1,116 +1,109 @@
 """A loopback server that speaks enough of SGLang to be told what to say, and how to misbehave.
 
 Invariant: it answers every request as its script and its fault say, and records what arrived, so that a test can
-compare what was sent with what was stored. No model runs here; the embedded engine is the one that samples.
+compare what was sent with what was stored. A generation lives until it was answered or aborted; that its connection
+broke does not end it, as on a real engine. No model runs here; the embedded engine is the one that samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self, get_args
 
 import anyio
-import attrs
 import msgspec
 from aiohttp import web
 
-__all__ = ["Fault", "Request", "StubServer"]
+from rollouts.errors import ConfigError
+from rollouts.testing.replies import ERRORS, Answer, Fault, Request, Script, reply_body
 
-Script: TypeAlias = Callable[[list[int], dict[str, Any]], Sequence[int] | Mapping[str, Any]]
-"""``(input_ids, sampling_params)`` to the ids of a reply, or to a whole answer's body."""
-
-Fault: TypeAlias = Literal[
-    "none",  # answer as scripted
-    "reset",  # close without a word
-    "reset_in_body",  # close half way through the answer
-    "hang",  # never answer, until aborted
-    "drip",  # answer byte by byte
-    "close_after",  # answer, then close the connection without saying so
-    "error_500",  # {"error": {"message"}}
-    "error_503",  # {"object": "error", "message"}
-    "error_string",  # 400 {"error": "…"}
-    "error_type",  # 400 {"object": "error", "message", "type"}
-    "error_context",  # 400, longer than the context
-    "error_in_200",  # 200 {"error": {"message"}}
-    "not_json",  # 200 with HTML
-    "wrong_ids",  # output_ids and logprobs that contradict each other
-    "wrong_count",  # prompt_tokens that is not what was sent
-    "nan",  # a token without a logprob
-    "no_logprobs",  # a server that ignores return_logprob
-    "old",  # only the fields that every version has
-    "abort",  # the answer to somebody else's abort: half the reply
-]
-
-
-@attrs.frozen
-class Request:
-    """One call of ``/generate`` as it arrived."""
-
-    rid: str
-    input_ids: list[int]
-    sampling_params: dict[str, Any]
-    headers: Mapping[str, str]
-    body: Mapping[str, Any]
+__all__ = ["Answer", "Fault", "Request", "StubServer"]
 
 
 class StubServer:
     """Serves while its context lasts.
 
     Args:
-        reply: what to say; a reply longer than ``max_new_tokens`` is cut there.
+        reply: what to say; ids beyond ``max_new_tokens`` are cut.
         faults: how each ``/generate`` in turn misbehaves; ``"none"`` when they are used up.
-        latency: seconds before each answer, given the request.
-        model_info: what ``/model_info`` answers; ``None`` for a server that is not SGLang.
+        latency: awaited before each answer, given the request; an abort ends it.
+        model_info: what ``/model_info`` and ``/server_info`` answer; ``None`` for a server that is not SGLang.
         max_context: what ``/v1/models`` says.
+        old_routes: only ``/get_model_info`` and ``/get_server_info``, as before 0.5.9.
+        workers: be a router for the control routes: ``/abort_request`` is not there, ``/workers`` lists these URLs.
+        closes_idle: reset a connection that is used again, as a server does that had closed it while it was idle.
 
     Attributes:
         url: where it listens.
         requests: every ``/generate`` that arrived, in order.
-        aborted: the rids that were aborted, in order.
-        live: rids being answered now.
-        most_live: how many were answered at once, at most.
-        connections: how many connections were opened.
+        asked: the paths of all other requests, in order.
+        aborted: the rids of all aborts, in order.
+        live: rids that are being generated now.
+        most_live: how many there were at once, at most.
+        connections: how many connections ``/generate`` came over.
     """
 
     def __init__(
         self,
         reply: Script | None = None,
         *,
-        faults: Iterable[Fault] = (),
+        faults: Iterable[Fault | Answer] = (),
         latency: Callable[[Request], Awaitable[None]] | None = None,
         model_info: Mapping[str, Any] | None = {"model_path": "stub", "weight_version": "v1"},
         max_context: int = 1_000_000,
+        old_routes: bool = False,
+        workers: Sequence[str] | None = None,
+        closes_idle: bool = False,
     ) -> None:
-        self._reply = reply or (lambda input_ids, params: [1, 2, 3])
-        self._faults = iter(faults)
+        self._reply: Script = reply or (lambda input_ids, params: [1, 2, 3])
+        for fault in faults if isinstance(faults, Sequence) else ():
+            if not isinstance(fault, Answer) and fault not in get_args(Fault):
+                raise ConfigError.of("StubServer.faults", fault, f"one of {get_args(Fault)}")
+        self._faults: Iterator[Fault | Answer] = iter(faults)
         self._latency = latency
         self._model_info = model_info
         self._max_context = max_context
-        self._hanging: dict[str, anyio.Event] = {}
-        self._seen: set[int] = set()
+        self._old_routes = old_routes
+        self._workers = workers
+        self._closes_idle = closes_idle
+        self._generations: dict[str, anyio.CancelScope] = {}
+        self._transports: set[Any] = set()  # held, so that none has the identity of one before it
         self.requests: list[Request] = []
         self.asked: list[str] = []
         self.aborted: list[str] = []
-        self.live: set[str] = set()
         self.most_live = 0
-        self.connections = 0
         self.url = ""
 
     def __repr__(self) -> str:
         return f"<StubServer {self.url}: {len(self.requests)} requests, {len(self.aborted)} aborted>"
 
+    @property
+    def live(self) -> set[str]:
+        return set(self._generations)
+
+    @property
+    def connections(self) -> int:
+        return len(self._transports)
+
     async def __aenter__(self) -> Self:
-        app = web.Application()
+        app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/health", self._health)
+        if self._workers is None:
+            app.router.add_post("/abort_request", self._abort)
+        else:
+            app.router.add_get("/workers", self._list_workers)
         if self._model_info is not None:
-            app.router.add_get("/model_info", self._info)
-            app.router.add_get("/server_info", self._info)
+            for prefix in ("/get_",) if self._old_routes else ("/get_", "/"):
+                app.router.add_get(f"{prefix}model_info", self._info)
+                app.router.add_get(f"{prefix}server_info", self._info)
             app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
@@ -119,11 +112,14 @@ class StubServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with anyio.CancelScope(shield=True):
-            for event in self._hanging.values():
-                event.set()
+            self._end(*self._generations)
             await self._runner.cleanup()
 
     # -- routes --
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
@@ -133,14 +129,21 @@ class StubServer:
         self.asked.append(request.path)
         return _json({"data": [{"id": "stub", "max_model_len": self._max_context}]})
 
+    async def _list_workers(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        return _json({"workers": [{"id": url, "url": url} for url in self._workers or ()]})
+
     async def _abort(self, request: web.Request) -> web.Response:
-        rid = (msgspec.json.decode(await request.read())).get("rid")
+        rid = msgspec.json.decode(await request.read()).get("rid")
         self.aborted.append(rid)
-        if rid in self._hanging:
-            self._hanging[rid].set()
+        if rid in self._generations:  # a known rid takes with it all that begin with it, as on a real server
+            self._end(*[live for live in self._generations if live.startswith(rid)])
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if self._closes_idle and request.transport in self._transports:
+            return _cut(request)
+        self._transports.add(request.transport)
         body = msgspec.json.decode(await request.read())
         arrived = Request(
             rid=body.get("rid", ""),
@@ -149,104 +152,74 @@ class StubServer:
             headers=dict(request.headers),
             body=body,
         )
-        if id(request.transport) not in self._seen:
-            self._seen.add(id(request.transport))
-            self.connections += 1
         self.requests.append(arrived)
-        if arrived.rid in self.live:
+        if arrived.rid in self._generations:
             return _json({"error": {"message": f"Duplicate request ID detected: {arrived.rid}"}}, 400)
-        self.live.add(arrived.rid)
-        self.most_live = max(self.most_live, len(self.live))
-        try:
+        fault: Fault | Answer = next(self._faults, "none")
+        self._generations[arrived.rid] = anyio.CancelScope()
+        self.most_live = max(self.most_live, len(self._generations))
+        with self._generations[arrived.rid] as generation:
             if self._latency is not None:
                 await self._latency(arrived)
-            return await self._answer(request, arrived, next(self._faults, "none"))
-        finally:
-            self.live.discard(arrived.rid)
+            if fault == "hang":
+                await anyio.sleep_forever()
+        if generation.cancel_called:
+            fault = "abort"
+        return await self._answer(request, arrived, fault)
+
+    def _end(self, *rids: str) -> None:
+        for rid in rids:
+            self._generations.pop(rid).cancel()
 
     # -- answers --
 
-    async def _answer(self, request: web.Request, arrived: Request, fault: Fault) -> web.StreamResponse:
-        if fault in _ERRORS:
-            status, body = _ERRORS[fault]
-            return _json(body, status)
-        if fault == "not_json":
-            return web.Response(text="<html>Welcome</html>", content_type="text/html")
-        if fault == "hang":
-            self._hanging[arrived.rid] = anyio.Event()
-            await self._hanging[arrived.rid].wait()
-            fault = "abort"
+    async def _answer(self, request: web.Request, arrived: Request, fault: Fault | Answer) -> web.StreamResponse:
         if fault == "reset":
             return _cut(request)
-        payload = msgspec.json.encode(self._body(arrived, fault))
+        payload = msgspec.json.encode(ERRORS[fault][1] if fault in ERRORS else reply_body(self._reply, arrived, fault))
         if fault == "reset_in_body":
-            return await self._stream(request, payload, [payload[: len(payload) // 2]])
+            return await _stream(request, payload, [payload[: len(payload) // 2]])
+        if fault not in ("error_500", "error_duplicate"):
+            self._generations.pop(arrived.rid, None)
+        if isinstance(fault, Answer):
+            return web.Response(body=fault.body, status=fault.status)
+        if fault == "not_http":
+            assert request.transport is not None
+            request.transport.write(b"\x00\x01 no HTTP \r\n\r\n")
+            return _cut(request, gently=True)
+        if fault == "not_json":
+            return web.Response(text="<html>Welcome</html>", content_type="text/html")
         if fault == "drip":
-            return await self._stream(request, payload, [payload[n : n + 1] for n in range(len(payload))])
+            return await _stream(request, payload, [payload[n : n + 1] for n in range(len(payload))])
         response = web.Response(body=payload, content_type="application/json")
+        if fault in ERRORS:
+            response.set_status(ERRORS[fault][0])
         if fault == "close_after":
             await response.prepare(request)
             await response.write_eof()
-            return _cut(request)
+            return _cut(request, gently=True)
         return response
-
-    async def _stream(self, request: web.Request, whole: bytes, parts: Sequence[bytes]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"})
-        await response.prepare(request)
-        for part in parts:
-            await response.write(part)
-        return response if sum(map(len, parts)) == len(whole) else _cut(request)
-
-    def _body(self, arrived: Request, fault: Fault) -> Mapping[str, Any]:
-        said = self._reply(arrived.input_ids, arrived.sampling_params)
-        if isinstance(said, Mapping):
-            return said
-        budget = arrived.sampling_params.get("max_new_tokens", 128)
-        ids = list(said)[:budget]
-        finish: dict[str, Any] = {"type": "stop", "matched": ids[-1] if ids else None}
-        if len(ids) < len(said):
-            finish = {"type": "length", "length": budget}
-        if fault == "abort":
-            ids, finish = ids[: len(ids) // 2], {"type": "abort", "message": "Aborted", "status_code": None}
-        triples: list[list[Any]] = [[-1 / (1 + position), token, None] for position, token in enumerate(ids)]
-        meta: dict[str, Any] = {
-            "id": arrived.rid,
-            "finish_reason": finish,
-            "prompt_tokens": len(arrived.input_ids) + (fault == "wrong_count"),
-            "completion_tokens": len(ids),
-            "cached_tokens": max(0, len(arrived.input_ids) - 1),
-            "weight_version": "v1",
-            "weight_versions": [{"version": "v1", "start": 0, "end": len(ids)}],
-            "output_token_logprobs": triples,
-            "e2e_latency": 0.0,
-        }
-        if fault == "nan":
-            triples[0][0] = None
-        if fault == "no_logprobs":
-            del meta["output_token_logprobs"]
-        if fault == "old":
-            meta = {name: meta[name] for name in ("finish_reason", "output_token_logprobs")}
-        return {"text": "…", "output_ids": [*ids[:-1], ids[-1] + 1] if fault == "wrong_ids" else ids, "meta_info": meta}
-
-
-_ERRORS: dict[str, tuple[int, dict[str, Any]]] = {
-    "error_500": (500, {"error": {"message": "scheduler died"}}),
-    "error_503": (503, {"object": "error", "message": "The request queue is full.", "type": "503", "code": 503}),
-    "error_string": (400, {"error": "unknown sampling parameter: max_tokens"}),
-    "error_type": (400, {"object": "error", "message": "bad request", "type": "Bad Request", "code": 400}),
-    "error_context": (
-        400,
-        {"error": {"message": "The input (9 tokens) is longer than the model's context length (8 tokens)."}},
-    ),
-    "error_in_200": (200, {"error": {"message": "out of memory", "code": 500}}),
-}
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _cut(request: web.Request) -> web.Response:
-    if request.transport is not None:
-        request.transport.abort()
+async def _stream(request: web.Request, whole: bytes, parts: Sequence[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": str(len(whole)), "Content-Type": "application/json"})
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+    return response if sum(map(len, parts)) == len(whole) else _cut(request)
+
+
+def _cut(request: web.Request, *, gently: bool = False) -> web.Response:
+    """End the connection: with a reset, or gently, with all that was written before."""
+    transport = request.transport
+    if transport is not None and gently:
+        transport.close()
+    elif transport is not None:
+        linger = struct.pack("ii", 1, 0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        transport.abort()
     return web.Response()

@@ -20,6 +20,7 @@ from rollouts.training.filters import (
 )
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.metrics import Accounting
+from rollouts.training.run_folder import load_run
 from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
 from rollouts.training.types import FilterFn, GenerateFn, Group, Prompt, RewardFn, Sample, Status
 
@@ -47,6 +48,7 @@ __all__ = [
     "continue_rollout",
     "generate_rollout_batch",
     "load_prompts",
+    "load_run",
     "make_length_filter",
     "make_threshold_filter",
     "trajectory_to_sample",

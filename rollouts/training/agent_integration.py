@@ -88,7 +88,7 @@ async def agent_rollout_to_samples(
         raise ConfigError.of("history", history, f"one of {get_args(History)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     renderer = await _renderer(tokenizer)
-    policy = policy if policy is not None else shared_policy(endpoint)
+    policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     branches = await run_branches(
         prompt,
         environment_cls,

@@ -7,10 +7,11 @@ buffer goes on exactly where it was. It knows nothing of rollouts.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class DataBuffer:
         self._next_group_index = 0
         self._positions: dict[int, int] = {}
         self._leftovers: list[tuple[int, int]] = []
-        self._order = self._shuffled()
+        self._order = self._shuffled(self._epoch)
 
     def __repr__(self) -> str:
         end = "" if self.epochs is None else f" of {self.epochs}"
@@ -93,8 +94,34 @@ class DataBuffer:
         return len(self._prompts)
 
     @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The data, in their own order; none of them is taken."""
+        return tuple(self._prompts)
+
+    @property
     def epoch(self) -> int:
         return self._epoch
+
+    def hold_out(self, count: int) -> list[Prompt]:
+        """Take prompts out of the data for good, to evaluate on: the last ones, and all that are equal to one of them.
+
+        Returns:
+            ``count`` different prompts.
+
+        Raises:
+            ConfigError: prompts were taken already, or none would be left.
+        """
+        if self._cursor or self._epoch or self._leftovers:
+            raise ConfigError.of("hold_out", repr(self), "a buffer from which nothing was taken")
+        named = {_name(prompt): prompt for prompt in self._prompts}
+        held = dict(list(named.items())[len(named) - count :]) if count else {}
+        left = [prompt for prompt in self._prompts if _name(prompt) not in held]
+        if not 0 <= count < len(named):
+            raise ConfigError.of("hold_out(count)", count, f"0 to {len(named) - 1} of {len(named)} different prompts")
+        self._prompts = left
+        self.__dict__.pop("fingerprint", None)  # it was of the data with them
+        self._order = self._shuffled(self._epoch)
+        return list(held.values())
 
     def get_prompts(self, count: int) -> list[Prompt]:
         """Take ``count`` prompts, each with its group index: what was handed back first, then the data in order.
@@ -141,7 +168,7 @@ class DataBuffer:
             epoch=self._epoch,
             next_group_index=self._next_group_index,
             leftovers=tuple(sorted([*self._leftovers, *out], key=lambda entry: entry[1])),
-            fingerprint=self._fingerprint(),
+            fingerprint=self.fingerprint,
         )
 
     def load_state(self, state: BufferState) -> None:
@@ -150,15 +177,42 @@ class DataBuffer:
         Raises:
             ConfigError: the state was saved over other prompts or another seed.
         """
-        if state.fingerprint != self._fingerprint():
-            raise ConfigError.of(
-                "BufferState.fingerprint", state.fingerprint, f"{self._fingerprint()}, that of this data"
-            )
+        if state.fingerprint != self.fingerprint:
+            raise ConfigError.of("BufferState.fingerprint", state.fingerprint, f"{self.fingerprint}, that of this data")
         self._cursor, self._epoch = state.cursor, state.epoch
         self._next_group_index = state.next_group_index
         self._leftovers = list(state.leftovers)
         self._positions = {}
-        self._order = self._shuffled()
+        self._order = self._shuffled(self._epoch)
+
+    def go_on_after(self, taken: int, unsettled: Collection[int]) -> None:
+        """Stand where a buffer of the same data stands that gave out ``taken`` group indices.
+
+        Args:
+            taken: how many; they were 0 to ``taken - 1``.
+            unsettled: those of them that came to no end; they come out again.
+        """
+        size = len(self._prompts)
+        self._epoch = max(0, taken - 1) // size
+        self._cursor = taken - self._epoch * size
+        self._next_group_index = taken
+        orders = {epoch: self._shuffled(epoch) for epoch in {group_index // size for group_index in unsettled}}
+        self._leftovers = [(orders[number // size][number % size], number) for number in sorted(unsettled)]
+        self._positions = {}
+        self._order = self._shuffled(self._epoch)
+
+    def take_again(self, group_index: int) -> Prompt:
+        """Take one prompt that was handed back, by its group index.
+
+        Raises:
+            ConfigError: it is not among those handed back.
+        """
+        for position, number in self._leftovers:
+            if number == group_index:
+                self._leftovers.remove((position, number))
+                self._positions[group_index] = position
+                return attrs.evolve(self._prompts[position], group_index=group_index)
+        raise ConfigError.of("take_again(group_index)", group_index, "one that was handed back")
 
     def _left(self) -> int | None:
         if self.epochs is None:
@@ -172,20 +226,22 @@ class DataBuffer:
         else:
             if self._cursor == len(self._prompts):
                 self._cursor, self._epoch = 0, self._epoch + 1
-                self._order = self._shuffled()
+                self._order = self._shuffled(self._epoch)
             position, group_index = self._order[self._cursor], self._next_group_index
             self._cursor += 1
             self._next_group_index += 1
         self._positions[group_index] = position
         return attrs.evolve(self._prompts[position], group_index=group_index)
 
-    def _shuffled(self) -> Sequence[int]:
+    def _shuffled(self, epoch: int) -> Sequence[int]:
         order = list(range(len(self._prompts)))
         if self.seed is not None:
-            random.Random(f"{self.seed}/{self._epoch}").shuffle(order)
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
-    def _fingerprint(self) -> int:
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """Checksum of the seed and the prompts."""
         crc = zlib.crc32(repr(self.seed).encode())
         for prompt in self._prompts:
             texts = [message.to_chat() for message in prompt.messages]
@@ -195,6 +251,11 @@ class DataBuffer:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _name(prompt: Prompt) -> str:
+    messages = [message.to_chat() for message in prompt.messages]
+    return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
 
 def _read_prompt(row: Any, place: str) -> Prompt:

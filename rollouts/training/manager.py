@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,9 +46,13 @@ from rollouts.errors import (
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
-from rollouts.training.metrics import Accounting, RunMetrics, batch_metrics
+from rollouts.training.ledger import Ledger
+from rollouts.training.manager_state import ManagerState
+from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rewards import score, score_group
+from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Outcome, Sample, Status
+from rollouts.turns import keeping_turns
 
 __all__ = ["AsyncRolloutManager"]
 
@@ -66,18 +70,23 @@ class AsyncRolloutManager:
         async with AsyncRolloutManager(config, data_buffer) as manager:
             samples = await manager.generate_batch()
 
+    :meth:`stream` keeps groups in work while the caller trains on a batch.
+
     Without the context each :meth:`generate_batch` ends what is in flight, hands its prompts back to the buffer (they
-    come out first the next time) and keeps the rollouts of theirs that are finished.
+    come out first the next time) and keeps the rollouts of theirs that are finished. A group is handed back once: the
+    next call waits for it, so that long rollouts are not left out for being long.
 
     Args:
         config: what to do; may also be given second.
         data_buffer: where prompts come from.
         on_group: called in a worker thread with every settled group, kept, dropped or failed, e.g. to write it to disk.
+        ledger: writes what happens to a journal, before it counts.
 
     Attributes:
         accounting: where every prompt went; adds up at every moment.
         run_metrics: totals over the settled groups.
         metrics: the numbers of the last batch.
+        staleness: the policy versions that were announced, and how old a group may be.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class AsyncRolloutManager:
         data_buffer: DataBuffer | RolloutConfig,
         *,
         on_group: OnGroup | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         if isinstance(config, DataBuffer):
             config, data_buffer = data_buffer, config
@@ -99,9 +109,16 @@ class AsyncRolloutManager:
         self.run_metrics = RunMetrics()
         self.metrics: dict[str, float] = {}
         self.batches = 0
+        self.staleness = Staleness()
+        self._streaming = False
+        self._started: dict[int, int] = {}
+        self._idle = IdleClock()
         self._on_group = on_group
+        self._ledger = ledger
+        self._attempts: dict[int, int] = {}  # that failed, of rollouts in flight
         self._ready: list[Group] = []
-        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}
+        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or handed back
+        self._again: set[int] = set()
         self._rejected_in_a_row = 0
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
@@ -135,6 +152,36 @@ class AsyncRolloutManager:
         """What is waited for longest at this moment: who, what, since when."""
         return [str(wait) for wait in waits()[:count]]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the manager and its buffer stand, as plain values; may be asked for at any moment."""
+        return ManagerState(
+            accounting=attrs.evolve(self.accounting),
+            batches=self.batches,
+            ready={group.group_index: list(group.samples) for group in self._ready},
+            finished=self._finished_rollouts,
+            attempts=self._attempts,
+            totals=self.run_metrics.to_dict(),
+        ).to_dict(self.data_buffer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was asked: what was ready or finished then is not generated again.
+
+        Raises:
+            ConfigError: it is damaged, was saved over other data, or this manager is at work.
+        """
+        self.go_on_from(ManagerState.load(state, self.data_buffer))
+
+    def go_on_from(self, state: ManagerState) -> None:
+        """Take over a state whose buffer is set already."""
+        if self.accounting.taken or self._tasks is not None:
+            raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
+        self.accounting, self.batches = state.accounting, state.batches
+        for number, samples in sorted(state.ready.items()):
+            self._ready.append(Group(self.data_buffer.take_again(number), tuple(samples), "kept"))
+        self._finished_rollouts, self._attempts = state.finished, state.attempts
+        self.run_metrics.load(state.totals)
+        self.accounting.check()
+
     async def generate_batch(self) -> list[Sample]:
         """Generate until ``batch_size`` groups are accepted.
 
@@ -151,13 +198,61 @@ class AsyncRolloutManager:
             await self._gather_groups()
         else:
             async with self:
-                await self._gather_groups()
+                await self._gather_groups(finish_again=True)
         # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
         return self._seal_batch(time.monotonic() - began)
 
-    async def _gather_groups(self) -> None:
-        """Wait until enough groups for a batch are ready."""
-        while len(self._ready) < self.config.batch_size:
+    def announce_version(self, version: str) -> None:
+        """Say which weights the policy has from now on, so that the age of tokens can be told.
+
+        Raises:
+            ConfigError: the name was announced before.
+        """
+        self.staleness.announce(version)
+        if self._streaming and self._tasks is not None:
+            self._top_up()
+
+    async def stream(
+        self, *, max_staleness: int | None = None, policy: StalenessPolicy = "drop"
+    ) -> AsyncGenerator[list[Sample], None]:
+        """Batches for ever, or until the data end; generation goes on while the caller trains on one of them.
+
+        Call :meth:`announce_version` when the policy has new weights, at most once for each batch. How far generation
+        runs ahead is set by ``over_sampling_factor``, and with ``policy="pace"`` by the bound as well.
+
+        Args:
+            max_staleness: how many versions may lie between the weights that sampled a token and those of now.
+            policy: what keeps to that; see :mod:`rollouts.training.staleness`.
+
+        Yields:
+            What :meth:`generate_batch` returns; :attr:`metrics` then also tells the ages of tokens (``staleness/…``)
+            and the seconds that either side was idle (``idle/…``).
+
+        Raises:
+            FilterFailure, GenerateFailure: as :meth:`generate_batch`.
+            ConfigError: the bound or the policy is none, or tokens are of a version that was never announced.
+        """
+        if self._tasks is None or self._streaming:
+            raise RuntimeError("a stream needs the manager open (async with), and to itself")
+        self.staleness.max_staleness, self.staleness.policy = max_staleness, policy
+        self._streaming = True
+        try:
+            while True:
+                self.staleness.training = False  # whoever asks has done with the last batch, announced or not
+                try:
+                    samples = await self.generate_batch()
+                except DataExhausted:
+                    return
+                self.staleness.training = True
+                self._top_up()
+                yield samples
+        finally:
+            self._streaming = self.staleness.training = False
+
+    async def _gather_groups(self, *, finish_again: bool = False) -> None:
+        """Wait until enough groups for a batch are ready; also for those that were handed back before, if asked."""
+        await self._drop_stale()
+        while self._chosen() is None or (finish_again and self._again):
             self._raise_if_broken()
             self._raise_if_hopeless()
             self._top_up()
@@ -167,12 +262,30 @@ class AsyncRolloutManager:
                     f"{self.data_buffer!r}; {self.accounting}"
                 )
             await self._settled.wait()
+            await self._drop_stale()
         self._raise_if_broken()
 
+    def _chosen(self) -> list[Group] | None:
+        return self.staleness.choose(self._ready, self._started, self.config.batch_size)
+
+    async def _drop_stale(self) -> None:
+        """Drop accepted groups that have become too old; they were recorded as kept, and are recorded again."""
+        for group in [group for group in self.ready_groups if self.staleness.too_old(group)]:
+            with anyio.CancelScope(shield=True):
+                await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
+                self._ready = [other for other in self._ready if other is not group]
+                self.data_buffer.settle(group.prompt)
+                self.run_metrics.reasons["too old"] += 1
+                self.accounting.ready -= 1
+                self.accounting.dropped += 1
+
     def _seal_batch(self, seconds: float) -> list[Sample]:
-        groups = self.ready_groups[: self.config.batch_size]
+        groups = self._chosen()
+        assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
-        numbers = batch_metrics(samples)
+        numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+        if self._streaming:
+            numbers |= {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
         for group in groups:
             self.data_buffer.settle(group.prompt)
         taken = {group.group_index for group in groups}
@@ -184,9 +297,17 @@ class AsyncRolloutManager:
             "batch": self.batches,
             "seconds": seconds,
             **numbers,
+            **self.staleness.metrics(samples),
+            **(
+                {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
+                if self._streaming
+                else {}
+            ),
             **self.run_metrics.take_lengths(),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
+        if self._ledger is not None:
+            self._ledger.sealed(self.batches, sorted(taken), self.metrics, self.accounting)
         self.batches += 1
         return samples
 
@@ -195,39 +316,60 @@ class AsyncRolloutManager:
     def _top_up(self) -> None:
         if self._tasks is None:
             raise RuntimeError("the manager was closed while this batch was being filled")
-        wanted = self.config.groups_in_work - len(self._ready) - self.accounting.in_flight
-        for _ in range(wanted):
+        pending = len(self._ready) + self.accounting.in_flight
+        wanted = self.config.groups_in_work - pending
+        room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
+        for _ in range(wanted if room is None else min(wanted, room)):
             try:
                 (prompt,) = self.data_buffer.get_prompts(1)
             except DataExhausted:
                 return
+            self._idle.stop()
             self.accounting.taken += 1
             self.accounting.in_flight += 1
+            self._started[_group_index(prompt)] = self.staleness.current
+            if _group_index(prompt) in self._finished_rollouts:
+                self._again.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
 
     async def _run_group(self, prompt: Prompt) -> None:
         """Play one group to its end, and account for it whatever happens."""
-        finished = self._finished_rollouts.pop(_group_index(prompt), {})
+        finished = self._finished_rollouts.setdefault(_group_index(prompt), {})
         settled = False
         try:
+            if self._ledger is not None:
+                self._ledger.taken(prompt)
             with at(f"group {prompt.group_index}"):
                 group = await self._play(prompt, finished)
                 with anyio.CancelScope(shield=True):
                     await self._record(group)
                     self._settle(group)
                     settled = True
+                    del self._finished_rollouts[_group_index(prompt)]
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._broken = self._broken or error
         finally:
+            self._again.discard(_group_index(prompt))
             if not settled:
-                self._finished_rollouts[_group_index(prompt)] = finished
                 self.data_buffer.put_back([prompt])
                 self.accounting.in_flight -= 1
                 self.accounting.returned += 1
+            del self._started[_group_index(prompt)]
+            if not self.accounting.in_flight:
+                self._idle.start()
             self._settled.set()
             self._settled = anyio.Event()
+        if settled and self._may_go_on():
+            self._top_up()
+
+    def _may_go_on(self) -> bool:
+        """Whether groups are to be started while nobody waits for a batch."""
+        hopeful = self._broken is None and self._rejected_in_a_row < self.config.rejections_allowed
+        return self._streaming and self._tasks is not None and hopeful
 
     async def _record(self, group: Group) -> None:
+        if self._ledger is not None:
+            await self._ledger.settled(group)
         if self._on_group is not None:
             name = f"recording with {function_name(self._on_group)}"
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS)
@@ -344,13 +486,26 @@ class AsyncRolloutManager:
         index = _group_index(prompt) * self.config.n_samples_per_prompt + number
         request = attrs.evolve(prompt, index=index)
         with at(f"group {prompt.group_index} · sample {number}"):
-            for attempt in range(1, self.config.max_attempts + 1):
-                samples = await self._attempt(request)
-                sound = not _is_lost(samples)
-                for sample in samples:
-                    sample.metrics["attempts"] = attempt
-                if sound:
-                    break
+            try:
+                samples, sound = await self._try_until_sound(request, index)
+            finally:
+                self._attempts.pop(index, None)
+            if sound and self._ledger is not None:
+                await self._ledger.finished(samples)
+        return samples, sound
+
+    async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
+        before = min(self._attempts.get(index, 0), self.config.max_attempts - 1)
+        for attempt in range(before + 1, self.config.max_attempts + 1):
+            samples = await self._attempt(request)
+            sound = not _is_lost(samples)
+            for sample in samples:
+                sample.metrics["attempts"] = attempt
+            if sound:
+                break
+            self._attempts[index] = attempt
+            if self._ledger is not None:
+                self._ledger.attempt_lost(index, attempt, samples)
         return samples, sound
 
     async def _attempt(self, request: Prompt) -> list[Sample]:
@@ -378,7 +533,9 @@ class AsyncRolloutManager:
     async def _generate(self, request: Prompt) -> list[Sample]:
         """Call the generate function for one rollout, and check what it gave."""
         name = f"generate_fn {function_name(self.config.generate_fn)}"
-        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds):
+        assert request.index is not None
+        log = self._ledger.turn_log(request.index) if self._ledger is not None else None
+        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds), keeping_turns(log):
             samples: Any = await self.config.generate_fn([request])
         if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
             raise GenerateFailure(

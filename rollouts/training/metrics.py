@@ -12,14 +12,15 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from rollouts.errors import TokenMismatchError
-from rollouts.training.types import Group, Sample
+from rollouts.training.types import Group, Outcome, Sample
 
-__all__ = ["Accounting", "RunMetrics", "batch_metrics"]
+__all__ = ["Accounting", "IdleClock", "RunMetrics", "batch_metrics"]
 
 
 @attrs.define
@@ -50,6 +51,9 @@ class Accounting:
         return f"{self.taken} prompts taken = " + " + ".join(parts)
 
 
+_TOTALS = ("sampled_tokens", "rollouts", "reward_sum", "rewarded")
+
+
 class RunMetrics:
     """What the settled groups of a run were like; feeds the live display and ``metrics.jsonl``."""
 
@@ -75,16 +79,32 @@ class RunMetrics:
 
     def add(self, group: Group) -> None:
         """Count a settled group."""
-        if group.outcome != "kept":
-            self.reasons[group.reason] += 1
-        for sample in group.samples:
-            trained = int(sample.mask_column.sum())
-            self.sampled_tokens += trained
-            self.rollouts += 1
-            self._lengths.setdefault(group.outcome, []).append(trained)
-            if isinstance(sample.reward, int | float) and math.isfinite(sample.reward):
-                self.reward_sum += sample.reward
+        lengths = [int(sample.mask_column.sum()) for sample in group.samples]
+        self.count(group.outcome, group.reason, lengths, group.rewards)
+
+    def count(self, outcome: Outcome, reason: str, lengths: Sequence[int], rewards: Sequence[float | None]) -> None:
+        """Count a settled group by its samples' sampled tokens and rewards."""
+        if outcome != "kept":
+            self.reasons[reason] += 1
+        self.sampled_tokens += sum(lengths)
+        self.rollouts += len(lengths)
+        self._lengths.setdefault(outcome, []).extend(lengths)
+        for reward in rewards:
+            if isinstance(reward, int | float) and math.isfinite(reward):
+                self.reward_sum += reward
                 self.rewarded += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals as plain values."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
+        return {**values, "reasons": dict(self.reasons), "lengths": self._lengths}
+
+    def load(self, totals: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`to_dict` gave."""
+        for name in _TOTALS:
+            setattr(self, name, totals[name])
+        self.reasons = Counter(totals["reasons"])
+        self._lengths = {outcome: list(lengths) for outcome, lengths in totals["lengths"].items()}
 
     def take_lengths(self) -> dict[str, float]:
         """Mean sampled tokens of a rollout by outcome since the last call: does what is kept differ from the rest?"""
@@ -92,6 +112,32 @@ class RunMetrics:
         means = {f"sampled_tokens/{outcome}": statistics.fmean(values) for outcome, values in sorted(lengths.items())}
         every = [length for values in lengths.values() for length in values]
         return {**means, "sampled_tokens/all": statistics.fmean(every)} if every else means
+
+
+class IdleClock:
+    """Adds up the seconds in which nothing was in flight."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Nothing is in flight from now on."""
+        self._since = time.monotonic()
+
+    def stop(self) -> None:
+        """Something is."""
+        self._seconds += 0.0 if self._since is None else time.monotonic() - self._since
+        self._since = None
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        idle = self._since is not None
+        self.stop()
+        seconds, self._seconds = self._seconds, 0.0
+        if idle:
+            self.start()
+        return seconds
 
 
 def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -6,6 +6,7 @@
     failed.jsonl      groups lost to a failure
     unbatched.jsonl   accepted groups that were in no batch when the run stopped
     metrics.jsonl     one line a batch
+    journal/          everything as it happened: what a run that was stopped or killed goes on from
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and the
 ``digests`` of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
@@ -25,14 +26,17 @@ import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
+from rollouts.training.ledger import History
 from rollouts.training.types import Sample
 
 __all__ = [
+    "JOURNAL",
     "RUN_FILES",
     "Place",
     "Row",
     "Which",
     "column_digests",
+    "is_growing",
     "load_run",
     "read_file",
     "read_info",
@@ -45,8 +49,10 @@ Place: TypeAlias = Literal["kept", "dropped", "failed", "unbatched"]
 
 Which: TypeAlias = Place | Literal["all"]
 
-RUN_FILES = ("run.json", "batches", "dropped.jsonl", "failed.jsonl", "unbatched.jsonl", "metrics.jsonl")
+RUN_FILES = ("run.json", "batches", "dropped.jsonl", "failed.jsonl", "unbatched.jsonl", "metrics.jsonl", "journal")
 """What makes a folder a run."""
+
+JOURNAL = "journal"
 
 _PLACES: tuple[Place, ...] = ("kept", "dropped", "failed", "unbatched")
 _ADDED = ("outcome", "reason", "batch", "digests")
@@ -113,9 +119,31 @@ def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
     read_info(path)
     if outcome != "all" and outcome not in _PLACES:
         raise ConfigError.of("outcome", outcome, f'one of {list(_PLACES)}, or "all"')
+    growing = is_growing(path)
     for place, file in run_files(path):
         if outcome in ("all", place):
-            yield from read_file(Path(path), place, file)
+            yield from read_file(Path(path), place, file, growing=growing)
+    if growing and outcome in ("all", "unbatched"):
+        yield from _rows_of_journal(Path(path))
+
+
+def is_growing(path: str | Path) -> bool:
+    """Whether the run goes on, or was killed: its files may lag behind its journal."""
+    return read_info(path).get("status") == "running"
+
+
+def _rows_of_journal(path: Path) -> Iterator[Row]:
+    """Accepted groups that only the journal has, because no batch file holds them yet."""
+    if not (path / JOURNAL).is_dir():
+        return
+    history = History.read(path / JOURNAL)
+    written = len([file for place, file in run_files(path) if place == "kept"])
+    waiting = [number for batch in history.sealed[written:] for number in batch.groups]
+    for number in sorted([*waiting, *history.ready]):
+        for sample in history.group_samples(number):
+            added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
+            added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
+            yield Row(path, JOURNAL, number, "unbatched", {**sample.to_dict(), **added})
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
@@ -140,8 +168,8 @@ def run_files(path: str | Path) -> list[tuple[Place, str]]:
     return files + [(place, f"{place}.jsonl") for place in _PLACES[1:] if (path / f"{place}.jsonl").is_file()]
 
 
-def read_file(run: Path, place: Place, file: str) -> Iterator[Row]:
-    """The rows of one file of a run.
+def read_file(run: Path, place: Place, file: str, *, growing: bool = False) -> Iterator[Row]:
+    """The rows of one file of a run; of a growing one, a last line that is being written is left out.
 
     Raises:
         ConfigError: a corrupted line; the message names file and line.
@@ -152,6 +180,8 @@ def read_file(run: Path, place: Place, file: str) -> Iterator[Row]:
         return
     with (run / file).open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if growing and place != "kept" and not line.endswith(b"\n"):
+                return
             yield Row(run, file, number, place, _decoded(line, f"{run / file}, line {number}"))
 
 

@@ -24,7 +24,8 @@ from rollouts import __version__
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
 from rollouts.training.metrics import Accounting
-from rollouts.training.run_folder import RUN_FILES, column_digests
+from rollouts.training.plain import to_json
+from rollouts.training.run_folder import RUN_FILES, column_digests, read_info, run_files
 from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Format", "RunStatus", "RunWriter", "check_free"]
@@ -96,6 +97,24 @@ class RunWriter:
         }
         self._write_info()
 
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunWriter:
+        """Go on with the run that is there.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        writer = cls.__new__(cls)
+        info = read_info(path)
+        writer.path = Path(path)
+        writer.format = info.get("format", "jsonl")
+        writer._lock = threading.RLock()
+        writer._held = {}
+        writer._info = {name: value for name, value in info.items() if name not in ("error", "ended")}
+        writer.batches = len([file for place, file in run_files(path) if place == "kept"])
+        writer.update(status="running", resumed=info.get("resumed", 0) + 1, batches=writer.batches)
+        return writer
+
     def __repr__(self) -> str:
         return f"<RunWriter {self.path}: {self.batches} batches, {len(self._held)} accepted groups held>"
 
@@ -111,6 +130,7 @@ class RunWriter:
             if group.outcome == "kept":
                 self._held[group.group_index] = group
                 return
+            self._held.pop(group.group_index, None)  # it was accepted, and became too old for a batch
             rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
             _append(self.path / f"{group.outcome}.jsonl", rows)
 
@@ -127,7 +147,7 @@ class RunWriter:
         path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
         path.parent.mkdir(exist_ok=True)
         # Encoded outside the lock: groups that settle meanwhile do not wait for it.
-        _write_atomically(path, parquet.encode(rows, _encode) if self.format == "parquet" else _lines(rows))
+        _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
         with self._lock:
             self.batches += 1
             for sample in samples:
@@ -139,6 +159,11 @@ class RunWriter:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
             return path
+
+    def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines of all batches anew."""
+        with self._lock:
+            _write_atomically(self.path / "metrics.jsonl", _lines(batches))
 
     def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
         """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final."""
@@ -160,7 +185,7 @@ class RunWriter:
             self._write_info()
 
     def _write_info(self) -> None:
-        text = msgspec.json.format(_encode(self._info), indent=2) + b"\n"
+        text = msgspec.json.format(to_json(self._info), indent=2) + b"\n"
         _write_atomically(self.path / "run.json", text)
 
 
@@ -180,34 +205,7 @@ def _versions() -> dict[str, str]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(_encode(row) + b"\n" for row in rows)
-
-
-def _encode(value: Any) -> bytes:
-    """JSON of any value. A user's metadata may hold anything: it must never cost a finished group."""
-    try:
-        return msgspec.json.encode(value, enc_hook=_foreign)
-    except (UnicodeEncodeError, OverflowError, TypeError):
-        return msgspec.json.encode(_plain(value), enc_hook=_foreign)
-
-
-def _foreign(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON types only: keys as text, lone surrogates replaced, integers that fit 64 bits."""
-    if value is None or isinstance(value, bool | float):
-        return value
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**64 else str(value)
-    if isinstance(value, Mapping):
-        return {_plain(key if isinstance(key, str) else str(key)): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return _plain(_foreign(value))
+    return b"".join(to_json(row) + b"\n" for row in rows)
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -231,13 +231,17 @@ class Sample:
             "loss_mask": self.mask_column.astype(np.int8).tolist(),
             "rollout_log_probs": None if self.logprob_column is None else self.logprob_column.tolist(),
         }
+        fields = self.fields_to_dict()
+        return {"prompt": fields.pop("prompt"), "response": fields.pop("response"), **columns, **fields}
+
+    def fields_to_dict(self) -> dict[str, Any]:
+        """As :meth:`to_dict`, without the columns."""
         prompt = self.prompt
         return {
             "prompt": prompt
             if isinstance(prompt, str)
             else [entry.to_chat() if isinstance(entry, Message) else dict(entry) for entry in prompt],
             "response": self.response,
-            **columns,
             "response_length": self.response_length,
             "reward": self.reward,
             "metadata": self.metadata,

@@ -17,8 +17,9 @@ from typing import Any
 import attrs
 import msgspec
 
-from rollouts.errors import ConfigError
-from rollouts.training.run_folder import Place, Row, read_file, read_info, run_files
+from rollouts.errors import ConfigError, JournalError
+from rollouts.training.ledger import History
+from rollouts.training.run_folder import JOURNAL, Place, Row, read_file, read_info, run_files
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 
 __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
@@ -91,6 +92,8 @@ class _Verification:
         self.report = Report()
         self.run = run
         self.info = read_info(run)
+        self.growing = self.info.get("status") == "running"
+        self.outcomes: dict[int, Place] = {}
         config = self.info.get("config")
         config = config if isinstance(config, dict) else {}
         self.group_size = self._size(config, "n_samples_per_prompt")
@@ -106,6 +109,7 @@ class _Verification:
                 if len(given) == len(members):
                     rewards.setdefault(place, []).append(given)
         self._check_accounting()
+        self._check_journal()
         self.report.spread = {place: _spread(groups) for place, groups in rewards.items()}
 
     def _broken(self, law: int, place: str, got: Any, expected: str) -> None:
@@ -145,7 +149,7 @@ class _Verification:
 
     def _entries(self, place: Place, file: str, batch: int | None) -> Iterator[_Entry]:
         try:
-            for row in read_file(self.run, place, file):
+            for row in read_file(self.run, place, file, growing=self.growing):
                 try:
                     entry = _Entry(row, msgspec.convert(row.data, Stored))
                 except msgspec.ValidationError as error:
@@ -166,6 +170,7 @@ class _Verification:
         if number in self.groups:
             self._broken(4, head.place, f"group {number} again", f"one place for it, and {self.groups[number]} has it")
         self.groups[number] = str(head.row)
+        self.outcomes[number] = place
         for entry in group:
             for name in ("prompt", "label"):
                 if getattr(entry.stored, name) != getattr(head.stored, name):
@@ -225,14 +230,45 @@ class _Verification:
             "in_batch": self.counts["kept"],
             "dropped": self.counts["dropped"],
             "failed": self.counts["failed"],
-            "ready": self.counts["unbatched"],
             "in_flight": 0,
         }
         for name, count in held.items():
             if numbers[name] != count:
                 self._broken(4, f"{place}.{name}", numbers[name], f"{count}, the groups that the files hold")
+        unbatched = self.counts["unbatched"]
+        if numbers["ready"] not in (0, unbatched) or numbers["ready"] + numbers["returned"] < unbatched:
+            got = f"{numbers['ready']} ready, {numbers['returned']} returned"
+            self._broken(4, place, got, f"one of them to hold the {unbatched} accepted groups that are in no batch")
         if self.info.get("batches") != self.batches:
             self._broken(4, f"{self.run / 'run.json'}, batches", self.info.get("batches"), f"{self.batches} files")
+
+    def _check_journal(self) -> None:
+        """Law 4 again: what the journal settled stands in the files, and the files hold nothing else."""
+        path = self.run / JOURNAL
+        if not path.is_dir():
+            self.report.notes.append("the run has no journal: it cannot be resumed")
+            return
+        try:
+            history = History.read(path)
+        except JournalError as error:
+            self._broken(4, str(path), error, "records as they were written")
+            return
+        self.report.checked[4]["settled groups in the journal"] = len(history.settled)
+        for number, place in self.outcomes.items():
+            settled = history.settled.get(number)
+            outcome = "kept" if place == "unbatched" else place
+            if settled is None or settled[0] != outcome:
+                got = f"group {number} is {settled[0] if settled else 'not settled'}"
+                self._broken(4, str(path), got, f"{outcome}, as {self.groups[number]} says")
+        missing = [number for number in history.settled if number not in self.outcomes]
+        if missing and not self.growing:
+            self._broken(4, str(path), f"groups {missing[:10]} are settled", "each in one of the run's files")
+        if self.growing:
+            finished = sum(number // max(1, self.group_size) not in history.settled for number in history.rollouts)
+            self.report.notes.append(
+                f"the journal has {len(missing)} settled groups that no file has yet, and of groups in flight "
+                f"{finished} finished rollouts and {len(history.turns)} with turns: rollouts run --resume goes on"
+            )
 
     # -- one sample --
 

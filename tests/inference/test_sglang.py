@@ -1,328 +1,512 @@
-"""The SGLang client: what goes over the wire, what is believed, what is tried again, and what is left behind."""
+"""The SGLang policy: what it sends, what it tries again, and that no generation is ever left behind or doubled."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import uuid
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
-import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
-    EndpointError,
     EndpointRefused,
     EndpointUnavailable,
     TokenMismatchError,
+    at,
+    waits,
 )
-from rollouts.inference.sglang import SGLangPolicy, shared_policy
-from rollouts.inference.transport import Answer
-from rollouts.inference.wire import read_completion
-from rollouts.testing.server import Fault, Request, StubServer
-from rollouts.trajectory import digest
-
-SAMPLING = SamplingParams(max_new_tokens=16)
-IDS = np.arange(1, 6, dtype=np.int32)
+from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
+from rollouts.testing.replies import Answer, Fault, Request
+from rollouts.testing.server import StubServer
+from tests.inference.client import Client
 
 
-async def complete(policy: SGLangPolicy, ids: Any = IDS, **options: Any) -> Completion:
-    return await policy.complete(np.asarray(ids, np.int32), options.pop("sampling", SAMPLING), **options)
+def crc(ids: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(ids, "<i4").tobytes())
+
+
+def arrivals(count: int) -> tuple[anyio.Event, Any]:
+    """An event that is set when so many requests have arrived, and the latency that sets it."""
+    seen, arrived = [], anyio.Event()
+
+    async def latency(request: Request) -> None:
+        seen.append(request)
+        if len(seen) == count:
+            arrived.set()
+
+    return arrived, latency
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 
-async def test_the_request_is_what_sglang_takes() -> None:
-    """Ids, output logprobs only, a uuid for a request id, no sampling key that a server does not know."""
-    async with StubServer() as server, SGLangPolicy(Endpoint(base_url=server.url, api_key="secret")) as policy:
-        sampling = SamplingParams(temperature=0.5, max_new_tokens=7, seed=3, stop=["x"], min_p=0.1)
-        await complete(policy, sampling=sampling, stop_token_ids=(2, 9), session="s1")
-        (request,) = server.requests
-    assert request.input_ids == IDS.tolist()
-    assert request.body["return_logprob"] is True
-    assert set(request.body) == {"input_ids", "sampling_params", "return_logprob", "rid"}
-    assert len(request.rid) == 32
-    assert request.sampling_params == {
-        "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.1, "max_new_tokens": 7, "stop": ["x"],
-        "stop_token_ids": [2, 9], "sampling_seed": 3, "skip_special_tokens": False,
-        "spaces_between_special_tokens": False, "no_stop_trim": True,
+async def test_the_request_holds_what_sglang_takes_and_nothing_else(client: Client) -> None:
+    """Ids, logprobs of the output only, a uuid as rid, and no sampling key that a server may not know."""
+    sampling = SamplingParams(temperature=0.5, max_new_tokens=7, seed=3, stop=["x"], min_p=0.1)
+    async with StubServer() as server, client.policy(server.url, api_key="secret") as policy:
+        await client.complete(policy, sampling=sampling, stop_token_ids=(2, 9), session="s1")
+        await client.complete(policy)
+        full, plain = server.requests
+    assert {name: value for name, value in full.body.items() if name != "rid"} == {
+        "input_ids": [1, 2, 3, 4, 5],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": False,
+        "sampling_params": {
+            "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.1, "max_new_tokens": 7, "stop": ["x"],
+            "stop_token_ids": [2, 9], "sampling_seed": 3, "skip_special_tokens": False, "no_stop_trim": True,
+        },
     }  # fmt: skip
-    assert request.headers["X-SMG-Routing-Key"] == "s1"
-    assert request.headers["Authorization"] == "Bearer secret"
-    assert "secret" not in repr(policy)
+    assert not {"stop", "stop_token_ids", "sampling_seed"} & set(plain.sampling_params)
+    assert uuid.UUID(full.rid).hex == full.rid
+    assert full.headers["Authorization"] == "Bearer secret"
+    assert full.headers["X-SMG-Routing-Key"] == "s1"
+    assert "X-SMG-Routing-Key" not in plain.headers
 
 
-async def test_the_completion_is_what_the_server_sampled() -> None:
+async def test_a_session_with_any_name_can_be_a_header(client: Client) -> None:
+    """What cannot stand in a header is quoted."""
+    async with StubServer() as server, client.policy(server.url) as policy:
+        await client.complete(policy, session="group 1\r\nX: ä")
+        assert server.requests[0].headers["X-SMG-Routing-Key"] == "group%201%0D%0AX%3A%20%C3%A4"
+
+
+async def test_the_completion_is_what_the_server_sampled(client: Client) -> None:
     """Ids, logprobs, versions and counts come from the answer; the digest is of what was sent."""
-    async with (
-        StubServer(lambda ids, params: [7, 8, 9]) as server,
-        SGLangPolicy(Endpoint(base_url=server.url)) as policy,
-    ):
-        completion = await complete(policy)
+    async with StubServer(lambda ids, params: [7, 8, 9]) as server, client.policy(server.url) as policy:
+        completion = await client.complete(policy)
     assert completion.tokens.tolist() == [7, 8, 9]
     assert completion.logprobs.tolist() == pytest.approx([-1, -1 / 2, -1 / 3])
     assert completion.finish_reason == "stop"
     assert completion.versions == (VersionSpan("v1", 0, 3),)
     assert completion.prompt_tokens == 5
-    assert completion.prompt_digest == digest(IDS)
+    assert completion.prompt_digest == crc([1, 2, 3, 4, 5])
     assert completion.cached_tokens == 4
+    assert completion.request_id == server.requests[0].rid
 
 
-async def test_a_growing_session_encodes_only_what_is_new() -> None:
-    """The body holds all ids each time, and each id was written once."""
-    async with StubServer() as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        tokens = np.arange(100, dtype=np.int32)
-        for length in (10, 40, 100):
-            completion = await complete(policy, tokens[:length], session="a")
-            assert completion.prompt_digest == digest(tokens[:length])
-        await complete(policy, tokens[50:60], session="a")
-        assert [request.input_ids for request in server.requests] == [
-            *(list(range(length)) for length in (10, 40, 100)),
-            list(range(50, 60)),
-        ]
-        assert policy.totals.encoded_tokens == 110
+async def test_a_growing_session_encodes_each_id_once(client: Client) -> None:
+    """The body holds all ids each time; a sequence that did not grow is encoded anew, and right."""
+    tokens = list(range(100))
+    asked = [tokens[:10], tokens[:40], tokens, tokens[50:60], [0, 1, 2, 3, 7, *range(5, 20)]]
+    async with StubServer() as server, client.policy(server.url) as policy:
+        digests = [(await client.complete(policy, ids, session="a")).prompt_digest for ids in asked]
+        assert [request.input_ids for request in server.requests] == asked
+        assert digests == [crc(ids) for ids in asked]
+        assert policy.totals.encoded_tokens == 100 + 10 + 20
 
 
-@pytest.mark.parametrize("bad", [[1, 2, 50], [-1], [1, 2**31 - 1]])
-async def test_ids_that_would_kill_a_server_are_never_sent(bad: list[int]) -> None:
-    """The error names the position, the id and the limit."""
-    async with StubServer() as server, SGLangPolicy(Endpoint(base_url=server.url), vocab_size=50) as policy:
-        with pytest.raises(ConfigError, match=r"token \d of \d: got .*; expected an id below 50"):
-            await complete(policy, bad)
+async def test_a_very_long_prompt_is_sent_whole(client: Client) -> None:
+    """More than a mebibyte of text, which the HTTP library warns about in other shapes."""
+    ids = np.full(200_000, 151_000, dtype=np.int32)
+    async with StubServer() as server, client.policy(server.url) as policy:
+        completion = await client.complete(policy, ids)
+        assert server.requests[0].input_ids == ids.tolist()
+    assert completion.prompt_digest == crc(ids.tolist())
+
+
+@pytest.mark.parametrize(("bad", "said"), [([1, 2, 50], r"\[2\]: got id 50"), ([-1], r"\[0\]: got id -1")])
+async def test_ids_that_would_kill_a_server_are_never_sent(client: Client, bad: list[int], said: str) -> None:
+    """The error names the position, the id and the limit, for prompts and for stop ids."""
+    async with StubServer() as server, client.policy(server.url, vocab_size=50) as policy:
+        with pytest.raises(ConfigError, match=rf"tokens{said}; expected 0 <= id < 50"):
+            await client.complete(policy, bad)
+        with pytest.raises(ConfigError, match=rf"stop_token_ids{said}; expected 0 <= id < 50"):
+            await client.complete(policy, stop_token_ids=tuple(bad))
         assert not server.requests
-
-
-async def test_no_ids_are_refused() -> None:
-    """An empty prompt is not a request."""
-    async with SGLangPolicy(Endpoint()) as policy:
-        with pytest.raises(EndpointRefused, match="at least one"):
-            await complete(policy, [])
 
 
 # -- what is believed -------------------------------------------------------------------------------------------------
 
-REFUSED: list[Fault] = ["error_string", "error_type", "no_logprobs"]
-RETRIED: list[Fault] = ["reset", "reset_in_body", "error_500", "error_503", "error_in_200", "not_json", "nan"]
 
-
-@pytest.mark.parametrize("fault", REFUSED)
-async def test_a_refusal_is_never_sent_again(fault: Fault) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("error_string", "unknown sampling parameter: max_tokens"),
+        ("error_object", "top_p must be in"),
+        ("error_type", "bad request"),
+        ("no_logprobs", "without output_token_logprobs"),
+        ("wrong_rid", "renames requests"),
+        (Answer(401, b'{"detail":"who?"}'), "status 401: who"),
+        (Answer(403, b"<h1>no</h1>"), "status 403: <h1>no</h1>"),
+        (Answer(404, b""), r"status 404: \(empty body\)"),
+        (Answer(422, b'{"detail":[1]}'), "status 422"),
+        (Answer(307, b"elsewhere"), "status 307: elsewhere"),
+        (Answer(200, b'{"object":"chat.completion","choices":[]}'), "not an answer of SGLang's /generate"),
+    ],
+)
+async def test_a_refusal_is_never_sent_again(client: Client, fault: Fault | Answer, said: str) -> None:
     """Whatever its shape, with the server's own words."""
-    async with StubServer(faults=[fault]) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        with pytest.raises(EndpointRefused):
-            await complete(policy)
+    async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
+        with pytest.raises(EndpointRefused, match=said):
+            await client.complete(policy)
+        assert len(server.requests) == 1
+        assert not server.aborted
+
+
+@pytest.mark.parametrize("fault", ["error_context", "error_budget"])
+async def test_a_prompt_that_does_not_fit_is_its_own_error(client: Client, fault: Fault) -> None:
+    """Both of the server's messages; the agent loop makes a stop reason of it."""
+    async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
+        with pytest.raises(ContextOverflow, match="context length"):
+            await client.complete(policy)
         assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("fault", RETRIED)
-async def test_what_may_pass_is_tried_again_under_a_new_id(fault: Fault) -> None:
-    """And what was lost is aborted first, so that no two generations of one call live at once."""
-    async with StubServer(faults=[fault]) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        completion = await complete(policy)
+@pytest.mark.parametrize("fault", ["wrong_ids", "wrong_count"])
+async def test_an_answer_about_other_ids_is_a_broken_law(client: Client, fault: Fault) -> None:
+    """It never becomes data, and it is never tried again in silence."""
+    async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
+        with pytest.raises(TokenMismatchError):
+            await client.complete(policy)
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("fault", ["nan", "nan_happened"])
+async def test_broken_numbers_fail_the_call(client: Client, fault: Fault) -> None:
+    """Sampling again until the model happens to compute numbers would hide that it is sick."""
+    async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
+        with pytest.raises(EndpointUnavailable, match=r"NaN|nan"):
+            await client.complete(policy)
+        assert len(server.requests) == 1
+
+
+async def test_an_aborted_answer_keeps_its_partial_tokens(client: Client) -> None:
+    """It is a completion that says it was aborted, and an empty one if it was still queued."""
+    script = lambda ids, params: [1, 2, 3, 4]  # noqa: E731
+    async with StubServer(script, faults=["abort", "abort_queued"]) as server, client.policy(server.url) as policy:
+        partial, empty = await client.complete(policy), await client.complete(policy)
+    assert (partial.finish_reason, partial.tokens.tolist()) == ("abort", [1, 2])
+    assert (empty.finish_reason, empty.tokens.tolist()) == ("abort", [])
+
+
+@pytest.mark.parametrize("fault", ["old", "no_output_ids"])
+async def test_an_older_server_is_understood(client: Client, fault: Fault) -> None:
+    """What it does not say has a default; ids come from beside their logprobs where they stand nowhere else."""
+    async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
+        completion = await client.complete(policy)
+    assert completion.tokens.tolist() == [1, 2, 3]
+    assert completion.prompt_tokens == 5
+    assert completion.versions == (VersionSpan("default" if fault == "old" else "v1", 0, 3),)
+
+
+# -- what is tried again ----------------------------------------------------------------------------------------------
+
+LEFT_RUNNING: list[Fault] = ["reset", "reset_in_body", "error_500", "error_duplicate", "not_http"]
+OVER: list[Fault | Answer] = ["error_503", "error_in_200", "abort_503", "not_json", Answer(429, b"slow down")]
+
+
+@pytest.mark.parametrize("fault", [*LEFT_RUNNING, *OVER])
+async def test_what_may_pass_is_tried_again_and_never_runs_twice(client: Client, fault: Fault | Answer) -> None:
+    """Under a new rid; what may still be running is aborted first, what cannot be is not."""
+    async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
+        completion = await client.complete(policy)
         first, second = (request.rid for request in server.requests)
-        assert first != second
-        assert completion.request_id == second
-        assert server.aborted == ([first] if fault.startswith("reset") else [])
+        assert completion.request_id == second != first
+        assert server.aborted == ([first] if fault in LEFT_RUNNING else [])
+        assert server.most_live == 1
+        assert not server.live
         assert policy.totals.retries == 1
 
 
-async def test_retries_end() -> None:
-    """With the last cause, and how often it was tried."""
-    async with StubServer(faults=["error_503"] * 5) as server:
-        async with SGLangPolicy(Endpoint(base_url=server.url, max_retries=1)) as policy:
-            with pytest.raises(EndpointUnavailable, match=r"503: The request queue is full. \(after 2 attempts\)"):
-                await complete(policy)
+async def test_nothing_is_sent_again_before_an_abort_is_acknowledged(client: Client) -> None:
+    """A lost request behind a server that cannot abort: one generation, and an error that says so."""
+    async with StubServer(faults=["reset"], workers=[]) as server, client.policy(server.url, max_retries=3) as policy:
+        with pytest.raises(EndpointUnavailable, match=r"after 4 attempts: a generation may still be running"):
+            await client.complete(policy)
+        assert len(server.requests) == 1
+        assert server.most_live == 1
+
+
+async def test_a_router_passes_no_aborts_so_its_workers_are_told(client: Client) -> None:
+    """All of those that it lists, as nobody knows which one has the generation."""
+    async with StubServer() as one, StubServer() as two:
+        async with StubServer(faults=["reset"], workers=[one.url, two.url]) as router:
+            async with client.policy(router.url) as policy:
+                await client.complete(policy)
+            lost = router.requests[0].rid
+        assert one.aborted == two.aborted == [lost]
+
+
+async def test_a_server_that_is_gone_runs_nothing(client: Client) -> None:
+    """Its lost request needs no abort: the call goes on elsewhere."""
+    async with StubServer() as sound:
+        async with StubServer() as dying:
+            async with client.policy(dying.url, sound.url) as policy:
+                await client.complete(policy, session="a")
+                await dying.__aexit__(None, None, None)
+                completion = await client.complete(policy, session="a")
+                assert completion.request_id == sound.requests[0].rid
+
+
+async def test_retries_end_and_tell_the_last_cause(client: Client) -> None:
+    """With what was said last, and how often it was tried."""
+    async with StubServer(faults=["error_503"] * 5) as server, client.policy(server.url, max_retries=1) as policy:
+        with pytest.raises(
+            EndpointUnavailable, match=r"after 2 attempts: status 503: The request queue is full"
+        ) as told:
+            await client.complete(policy)
+        assert isinstance(told.value.__cause__, EndpointUnavailable)
         assert len(server.requests) == 2
 
 
-async def test_a_prompt_that_does_not_fit_is_its_own_error() -> None:
-    """The agent loop makes a stop reason of it."""
-    async with StubServer(faults=["error_context"]) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        with pytest.raises(ContextOverflow, match="longer than the model's context"):
-            await complete(policy)
+async def test_connections_that_the_server_closed_while_idle_are_not_seen(client: Client) -> None:
+    """Every reused connection is dead, no retries are allowed, and yet each call is answered, once."""
+    async with StubServer(closes_idle=True) as server, client.policy(server.url, max_retries=0) as policy:
+        for _ in range(20):
+            assert (await client.complete(policy)).tokens.tolist() == [1, 2, 3]
+        assert len(server.requests) == 20
+        assert policy.totals.retries > 0
 
 
-@pytest.mark.parametrize("fault", ["wrong_ids", "wrong_count"])
-async def test_an_answer_that_contradicts_itself_is_a_broken_law(fault: Fault) -> None:
-    """It never becomes data, and it is never tried again in silence."""
-    async with StubServer(faults=[fault]) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        with pytest.raises(TokenMismatchError):
-            await complete(policy)
+async def test_a_whole_pool_of_dead_connections_is_not_seen(client: Client) -> None:
+    """The one replacement goes over a new connection, not over the next dead one."""
+    arrived, latency = arrivals(8)
 
+    async def together(request: Request) -> None:
+        await latency(request)
+        await arrived.wait()
 
-async def test_an_old_server_is_understood() -> None:
-    """Without counts, versions and cache figures there are defaults."""
-    async with StubServer(faults=["old"]) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        completion = await complete(policy)
-    assert completion.versions == (VersionSpan("default", 0, 3),)
-    assert completion.prompt_tokens == 5
-
-
-async def test_an_aborted_answer_keeps_its_partial_tokens() -> None:
-    """It is a completion that says it was aborted."""
-    server_reply = StubServer(lambda ids, params: [1, 2, 3, 4], faults=["abort"])
-    async with server_reply as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        completion = await complete(policy)
-    assert completion.finish_reason == "abort"
-    assert completion.tokens.tolist() == [1, 2]
+    async with StubServer(closes_idle=True, latency=together) as server:
+        async with client.policy(server.url, max_retries=0) as policy:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(8):
+                    tasks.start_soon(client.complete, policy)
+            await client.complete(policy)
+            assert len(server.requests) == 9
+            assert policy.totals.retries == 1
 
 
 @pytest.mark.parametrize("fault", ["drip", "close_after"])
-async def test_slow_and_closing_servers_cost_nothing(fault: Fault) -> None:
+async def test_slow_and_closing_servers_cost_nothing(client: Client, fault: Fault) -> None:
     """Every call is answered once, whatever the connection does after it."""
-    async with StubServer(faults=[fault] * 20) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
+    async with StubServer(faults=[fault] * 20) as server, client.policy(server.url, max_retries=0) as policy:
         for _ in range(20):
-            assert (await complete(policy)).tokens.tolist() == [1, 2, 3]
+            assert (await client.complete(policy)).tokens.tolist() == [1, 2, 3]
+        assert not server.live
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=10,
-)
-META = st.fixed_dictionaries(
-    {},
-    optional={
-        "finish_reason": ANYTHING | st.fixed_dictionaries({"type": st.sampled_from(["stop", "length", "abort", "x"])}),
-        "output_token_logprobs": ANYTHING
-        | st.lists(st.tuples(st.floats() | st.none(), st.integers(-5, 2**40), st.none()), max_size=4),
-        "prompt_tokens": ANYTHING | st.just(5),
-        "cached_tokens": ANYTHING,
-        "weight_version": ANYTHING,
-        "weight_versions": ANYTHING
-        | st.lists(
-            st.fixed_dictionaries({"version": st.just("v"), "start": st.integers(-1, 4), "end": st.integers(-1, 4)})
-        ),
-    },
-)
-BODIES = st.binary(max_size=30) | (
-    ANYTHING | st.fixed_dictionaries({"meta_info": META}, optional={"output_ids": st.lists(st.integers(), max_size=4)})
-).map(lambda value: msgspec.json.encode(_jsonable(value)))
+def test_the_pause_is_random_below_a_bound_that_doubles() -> None:
+    """Full jitter: from nothing up to 0.5 s, 1 s, 2 s, and so on up to 15 s."""
+    for failures, bound in [(1, 0.5), (2, 1.0), (3, 2.0), (6, 15.0), (1000, 15.0)]:
+        pauses = [full_jitter(failures) for _ in range(200)]
+        assert 0 <= min(pauses) < bound / 4
+        assert bound * 3 / 4 < max(pauses) <= bound
 
 
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(entry) for entry in value]
-    return value % 2**63 if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-@settings(max_examples=2000, deadline=None)
-@given(body=BODIES, status=st.sampled_from([200, 200, 200, 400, 404, 429, 500, 503]))
-def test_any_answer_is_a_completion_or_a_typed_error(body: bytes, status: int) -> None:
-    """Nothing that a server says becomes an exception of another kind."""
-    options: dict[str, Any] = {"sent": 5, "prompt_digest": 0, "request_id": "r", "seconds": 0.0, "place": "x"}
-    try:
-        completion = read_completion(Answer(status, body), **options)
-    except (EndpointError, TokenMismatchError):
-        return
-    assert len(completion.tokens) == len(completion.logprobs)
-    assert np.isfinite(completion.logprobs).all()
+async def test_no_rid_is_ever_used_twice(client: Client) -> None:
+    """Under every fault at once: fresh for each attempt, all of one width, and every generation ended."""
+    faults: list[Fault] = ["reset", "error_500", "error_503", "reset_in_body", "none", "abort_503"]
+    async with StubServer(faults=faults * 20) as server, client.policy(server.url, max_retries=20) as policy:
+        async with anyio.create_task_group() as tasks:
+            for number in range(40):
+                tasks.start_soon(client.complete, policy, [number])
+        rids = [request.rid for request in server.requests]
+        assert len(set(rids)) == len(rids) == policy.totals.requests
+        assert {len(rid) for rid in rids} == {32}
+        assert not server.live
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------
 
 
-async def test_what_is_cancelled_is_aborted() -> None:
-    """A hundred requests that nobody waits for any more: the server hears of each."""
-    arrived = anyio.Event()
-
-    async def note(request: Request) -> None:
-        if len(server.requests) == 100:
-            arrived.set()
-
-    async with StubServer(faults=["hang"] * 100, latency=note) as server:
-        async with SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(100):
-                    tasks.start_soon(complete, policy)
-                await arrived.wait()
-                tasks.cancel_scope.cancel()
-            assert sorted(server.aborted) == sorted(request.rid for request in server.requests)
-            assert sum(policy.in_flight) == 0
-            assert (await complete(policy)).tokens.tolist() == [1, 2, 3]
+async def test_what_is_cancelled_is_aborted(client: Client) -> None:
+    """A hundred requests that nobody waits for any more: the server hears of each before the caller goes on."""
+    arrived, latency = arrivals(100)
+    async with StubServer(faults=["hang"] * 100, latency=latency) as server, client.policy(server.url) as policy:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(100):
+                tasks.start_soon(client.complete, policy)
+            await arrived.wait()
+            tasks.cancel_scope.cancel()
+        assert sorted(server.aborted) == sorted(request.rid for request in server.requests)
+        assert not server.live
+        assert policy.totals.aborts == 100
+        assert (await client.complete(policy)).tokens.tolist() == [1, 2, 3]
 
 
-async def test_a_call_has_a_deadline() -> None:
-    """A server that never answers is given up, and told so."""
-    async with StubServer(faults=["hang"]) as server:
-        async with SGLangPolicy(Endpoint(base_url=server.url, request_seconds=0.05)) as policy:
-            with pytest.raises(EndpointUnavailable, match=r"did not answer within 0.05 s"):
-                await complete(policy)
+async def test_a_task_cancelled_by_asyncio_aborts_too(client: Client) -> None:
+    """Callers that do not use anyio are no worse off."""
+    arrived, latency = arrivals(1)
+    async with StubServer(faults=["hang"], latency=latency) as server, client.policy(server.url) as policy:
+        task = asyncio.create_task(client.complete(policy))  # noqa: TID251 - the caller under test is asyncio's
+        await arrived.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         assert server.aborted == [server.requests[0].rid]
 
 
-async def test_sessions_stay_with_their_worker_and_leave_it_when_it_fails() -> None:
-    """Sticky for the prefix cache; the retry goes elsewhere."""
-    async with StubServer() as one, StubServer() as two:
-        async with SGLangPolicy(Endpoint(base_url=[one.url, two.url])) as policy:
-            for session in "abcd":
-                for _ in range(3):
-                    await complete(policy, session=session)
-            sessions = [{request.headers["X-SMG-Routing-Key"] for request in server.requests} for server in (one, two)]
-            assert not sessions[0] & sessions[1]
-    async with StubServer(faults=["error_503"] * 99) as broken, StubServer() as sound:
-        async with SGLangPolicy(Endpoint(base_url=[broken.url, sound.url])) as policy:
-            await complete(policy, session="a")
-            await complete(policy, session="a")
-        assert len(broken.requests) == 1
-        assert len(sound.requests) == 2
+async def test_a_call_has_a_deadline(client: Client) -> None:
+    """A server that never answers is given up, and told so."""
+    async with StubServer(faults=["hang"]) as server, client.policy(server.url, request_seconds=0.05) as policy:
+        with pytest.raises(EndpointUnavailable, match=rf"POST {server.url}/generate did not answer within 0.05 s"):
+            await client.complete(policy)
+        assert server.aborted == [server.requests[0].rid]
 
 
-def test_a_pool_that_nobody_closes_is_closed_with_its_loop() -> None:
-    """One for each loop and endpoint, without a warning (which would be an error here)."""
+async def test_a_deadline_after_failures_tells_what_failed(client: Client) -> None:
+    """The last cause hangs on the error, also where the time ran out first."""
+    async with StubServer(faults=["error_503"]) as server:
+        endpoint = Endpoint(base_url=server.url, request_seconds=0.05)
+        async with SGLangPolicy(endpoint, backoff=lambda failures: 60.0) as policy:
+            with pytest.raises(EndpointUnavailable, match="did not answer within") as told:
+                await client.complete(policy)
+    assert "queue is full" in str(told.value.__cause__)
 
-    async def use() -> tuple[SGLangPolicy, int]:
-        async with StubServer() as server:
-            endpoint = Endpoint(base_url=server.url)
-            policy = shared_policy(endpoint)
+
+async def test_whoever_waits_is_listed(client: Client) -> None:
+    """The place, the URL and the deadline of each request in flight, and nothing afterwards."""
+    arrived, latency = arrivals(1)
+    async with StubServer(faults=["hang"], latency=latency) as server, client.policy(server.url) as policy:
+        async with anyio.create_task_group() as tasks:
+            with at("group 3"):
+                tasks.start_soon(client.complete, policy)
+            await arrived.wait()
+            (wait,) = waits()
+            tasks.cancel_scope.cancel()
+        assert (wait.place, wait.what) == ("group 3", f"POST {server.url}/generate")
+        assert wait.deadline is not None
+        assert not waits()
+
+
+# -- several workers --------------------------------------------------------------------------------------------------
+
+
+async def test_sessions_stay_with_their_worker(client: Client) -> None:
+    """New ones go where there is least to do, and all calls of one go to one place."""
+    async with StubServer() as one, StubServer() as two, client.policy(one.url, two.url) as policy:
+        for session in "abcd" * 3:
+            await client.complete(policy, session=session)
+        places = [{request.headers["X-SMG-Routing-Key"] for request in server.requests} for server in (one, two)]
+    assert places in ([{"a", "c"}, {"b", "d"}], [{"b", "d"}, {"a", "c"}])
+
+
+async def test_a_session_leaves_a_worker_that_fails_it(client: Client) -> None:
+    """The next attempt goes elsewhere, and so do the calls after it."""
+    async with StubServer(faults=["error_503"] * 9) as full, StubServer() as sound:
+        async with client.policy(full.url, sound.url) as policy:
+            for _ in range(3):
+                await client.complete(policy, session="a")
+        assert (len(full.requests), len(sound.requests)) == (1, 3)
+
+
+async def test_a_cancelled_request_is_aborted_where_it_runs(client: Client) -> None:
+    """Not at the first URL, and not at all of them."""
+    arrived, latency = arrivals(2)
+    async with StubServer(faults=["hang"], latency=latency) as one, StubServer(faults=["hang"], latency=latency) as two:
+        async with client.policy(one.url, two.url) as policy:
             async with anyio.create_task_group() as tasks:
-                for _ in range(50):
-                    tasks.start_soon(complete, shared_policy(endpoint))
-            assert server.connections <= 50
-            return policy, id(policy._transport._session)
-
-    first, _ = asyncio.run(use())
-    second, _ = asyncio.run(use())
-    assert first is not second
-    del first, second
-    gc.collect()
+                tasks.start_soon(client.complete, policy)
+                tasks.start_soon(client.complete, policy)
+                await arrived.wait()
+                tasks.cancel_scope.cancel()
+        for server in (one, two):
+            assert server.aborted == [server.requests[0].rid]
 
 
-# -- what is it -------------------------------------------------------------------------------------------------------
+# -- pools ------------------------------------------------------------------------------------------------------------
 
 
-async def test_describe_tells_what_serves() -> None:
-    """Version, model, weights and context."""
-    async with StubServer(max_context=99) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        info = await policy.describe()
-    assert (info.version, info.model, info.weight_version, info.max_context) == ("0.5.23", "stub", "v1", 99)
-
-
-async def test_nobody_there_is_said() -> None:
-    """With the URL, and what to look at."""
+async def test_many_first_uses_open_one_pool(client: Client) -> None:
+    """256 calls at once on a policy that was never used."""
     async with StubServer() as server:
-        url = server.url
-    async with SGLangPolicy(Endpoint(base_url=url, max_retries=0)) as policy:
-        with pytest.raises(EndpointUnavailable, match=rf"{url}: nobody answers there .*is the server up"):
-            await policy.describe()
-        with pytest.raises(EndpointUnavailable, match=url):
-            await complete(policy)
+        endpoint = Endpoint(base_url=server.url)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(256):
+                tasks.start_soon(client.complete, shared_policy(endpoint))
+        policy = shared_policy(endpoint)
+        assert policy.totals.completions == 256
+        assert "opened 1 times" in repr(policy._transport)
+        assert server.connections <= 256
 
 
-async def test_another_server_is_refused() -> None:
-    """One that is not SGLang, by what it lacks."""
-    async with StubServer(model_info=None) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        with pytest.raises(EndpointRefused, match="expected an SGLang server"):
-            await policy.describe()
-    async with StubServer(model_info={"hello": 1}) as server, SGLangPolicy(Endpoint(base_url=server.url)) as policy:
-        with pytest.raises(EndpointRefused, match="expected an SGLang server"):
-            await policy.describe()
+async def test_one_policy_for_each_endpoint_and_vocabulary() -> None:
+    """Sampling makes no other endpoint of it; the key does."""
+    here = Endpoint()
+    assert shared_policy(here) is shared_policy(Endpoint(sampling=SamplingParams(temperature=0.1)))
+    assert shared_policy(here) is not shared_policy(Endpoint(api_key="k"))
+    assert shared_policy(here) is not shared_policy(here, vocab_size=9)
+
+
+def use_shared(client: Client, runner: Any) -> SGLangPolicy:
+    async def use() -> SGLangPolicy:
+        async with StubServer() as server:
+            policy = shared_policy(Endpoint(base_url=server.url))
+            await client.complete(policy)
+            return policy
+
+    policy: SGLangPolicy = runner(use)
+    gc.collect()
+    return policy
+
+
+@pytest.mark.parametrize("runner", [lambda use: asyncio.run(use()), anyio.run], ids=["asyncio", "anyio"])
+def test_a_pool_that_nobody_closes_is_closed_with_its_loop(client: Client, runner: Any) -> None:
+    """Without a warning (which would be an error here), and the next loop has its own."""
+    first, second = use_shared(client, runner), use_shared(client, runner)
+    assert first is not second
+    assert "closed" in repr(first._transport)
+
+
+def test_a_policy_can_be_used_in_one_loop_after_the_other(client: Client) -> None:
+    """Its pool goes with the loop; counts stay."""
+
+    async def use() -> Completion:
+        async with StubServer() as server:
+            policy._workers.all[0].url = server.url
+            return await client.complete(policy)
+
+    policy = client.policy("http://127.0.0.1:1")
+    for _ in range(2):
+        assert asyncio.run(use()).tokens.tolist() == [1, 2, 3]
+    assert policy.totals.completions == 2
+
+
+# -- what it tells ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_repr_is_the_state(client: Client) -> None:
+    """Where, how much is in flight, and what was done so far."""
+    async with StubServer(faults=["error_503"]) as server, client.policy(server.url) as policy:
+        await client.complete(policy)
+        assert repr(policy) == (
+            f"<SGLangPolicy {server.url}: 0 in flight; 1 completions from 2 requests, 1 retries, 0 aborts;"
+            " tokens: 5 prompt (4 cached), 3 sampled>"
+        )
+
+
+async def test_the_key_is_told_to_nobody(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Not in the repr, not in errors and their causes, not in logs; not even where a server echoes it."""
+    caplog.set_level(logging.DEBUG)
+    told: list[BaseException | None] = []
+    echo = b'{"error":"bad key hunter2"}'
+    for fault in (Answer(401, echo), Answer(503, echo), Answer(500, echo), "reset", "not_http"):
+        async with StubServer(faults=[fault], workers=[]) as server:
+            async with client.policy(server.url, max_retries=0, api_key="hunter2") as policy:
+                with pytest.raises((EndpointRefused, EndpointUnavailable)) as raised:
+                    await client.complete(policy)
+                told.append(raised.value)
+                assert "hunter2" not in repr(policy) + repr(policy.endpoint)
+    while told:
+        error = told.pop()
+        if error is not None:
+            told += [error.__cause__, error.__context__ if not error.__suppress_context__ else None]
+            assert "hunter2" not in repr(error) + str(error) + repr(error.args)
+    assert "hunter2" not in caplog.text
+
+
+def test_a_key_that_cannot_be_a_header_is_a_mistake(client: Client) -> None:
+    """Said at once, and without printing it."""
+    with pytest.raises(ConfigError, match="api_key") as raised:
+        client.policy("http://x", api_key="hunter2\r\nX: y")
+    assert "hunter2" not in str(raised.value)

@@ -8,7 +8,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
-from rollouts.training.batch import collate
+from rollouts.training.batch import collate, collate_packed, group_advantages, loss_weights
 
 
 def sample(**fields: Any) -> Sample:
@@ -73,3 +73,77 @@ def test_no_samples_are_no_batch() -> None:
     """An empty list is refused."""
     with pytest.raises(ConfigError, match="at least one sample"):
         collate([])
+
+
+# -- packed ------------------------------------------------------------------------------------------------------------
+
+
+def test_packed_samples_stand_one_behind_the_other() -> None:
+    """Nothing is between them; positions begin anew in each, and the boundaries say where."""
+    long = sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], rollout_log_probs=[0, 0, -1, -2])
+    packed = collate_packed([sample(), long])
+    assert packed.tokens.tolist() == [5, 6, 7, 1, 2, 3, 4]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.boundaries.tolist() == [0, 3, 7]
+    assert packed.loss_masks.tolist() == [0, 1, 0, 0, 0, 1, 1]
+    assert packed.rollout_log_probs.tolist() == [0, -0.5, 0, 0, 0, -1, -2]
+    assert str(packed.boundaries.dtype) == "torch.int32"
+    assert len(packed) == 2
+
+
+# -- advantages and weights --------------------------------------------------------------------------------------------
+
+
+def group(rewards: list[float], index: int = 0, **fields: Any) -> list[Sample]:
+    return [
+        sample(reward=reward, group_index=index, rollout_id=100 * index + n, **fields)
+        for n, reward in enumerate(rewards)
+    ]
+
+
+def test_advantages_are_normalised_in_each_group() -> None:
+    """Minus the mean, over the unbiased standard deviation + 1e-6, as slime has it; other groups do not matter."""
+    torch = pytest.importorskip("torch")
+    samples = [*group([1, 0, 0, 0]), *group([0.5, 2, 1, 0.25], 1)]
+    rewards = torch.tensor([[1.0, 0, 0, 0], [0.5, 2, 1, 0.25]])
+    rewards = rewards - rewards.mean(-1, keepdim=True)
+    rewards = rewards / (rewards.std(-1, keepdim=True) + 1e-6)
+    assert group_advantages(samples) == pytest.approx(rewards.flatten().numpy(), rel=1e-6)
+    mixed = [samples[n] for n in (5, 0, 7, 1, 4, 2, 6, 3)]
+    assert group_advantages(mixed) == pytest.approx(rewards.flatten().numpy()[[5, 0, 7, 1, 4, 2, 6, 3]], rel=1e-6)
+
+
+def test_a_group_without_spread_has_no_advantage() -> None:
+    """Equal rewards teach nothing, and neither does one rollout alone."""
+    assert group_advantages(group([0.7, 0.7, 0.7])).tolist() == [0, 0, 0]
+    assert group_advantages(group([3.0])).tolist() == [0]
+
+
+def test_branches_of_one_rollout_are_one_reward_of_the_group() -> None:
+    """A rollout that forks does not pull the mean of its group towards itself."""
+    whole = group([1, 0, 0])
+    forked = [whole[0], sample(reward=1, group_index=0, rollout_id=0), *whole[1:]]
+    assert group_advantages(forked).tolist() == [group_advantages(whole)[n] for n in (0, 0, 1, 2)]
+
+
+def test_branches_of_one_rollout_share_one_weight() -> None:
+    """Each rollout weighs 1 / rollouts in the whole loss, spread over its trained tokens, wherever they stand."""
+    long = {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1], "rollout_log_probs": [0, -1, -1, -1]}
+    samples = [*group([1, 0]), sample(rollout_id=0, **long)]
+    weights = loss_weights(samples)
+    trained = [1, 1, 3]
+    of_rollouts = [weights[0] * trained[0] + weights[2] * trained[2], weights[1] * trained[1]]
+    assert of_rollouts == pytest.approx([0.5, 0.5])
+    assert weights[0] == weights[2] == pytest.approx(1 / 4 / 2)
+
+
+def test_samples_without_a_rollout_id_are_rollouts_of_their_own() -> None:
+    """So that a batch that knows no forks needs no ids."""
+    assert loss_weights([sample(), sample()]) == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize(("fields", "message"), [({"reward": None}, "reward"), ({"group_index": None}, "group_index")])
+def test_advantages_need_rewards_and_groups(fields: dict[str, Any], message: str) -> None:
+    """What lacks them is named."""
+    with pytest.raises(ConfigError, match=message):
+        group_advantages([sample(), sample(**fields)])

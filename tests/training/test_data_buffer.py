@@ -222,3 +222,25 @@ def test_a_bad_file_is_refused_with_its_line(text: str | None, words: str, tmp_p
     with pytest.raises(ConfigError) as caught:
         load_prompts(path)
     assert words in str(caught.value)
+
+
+def test_held_out_prompts_are_never_handed_out() -> None:
+    """Nor what is equal to one of them: the last different prompts of the data, for evaluation."""
+    buffer = DataBuffer(["a", "b", "c", "b", "d"], seed=3, epochs=1)
+    assert [prompt.prompt for prompt in buffer.hold_out(3)] == ["b", "c", "d"]
+    assert [prompt.prompt for prompt in buffer.prompts] == ["a"]
+    assert [prompt for _, prompt in taken(buffer, 1)] == ["a"]
+    with pytest.raises(DataExhausted):
+        buffer.get_prompts(1)
+
+
+def test_holding_out_leaves_something_and_comes_first() -> None:
+    """All of the data is too much; and after the first prompt was taken it is too late."""
+    buffer = DataBuffer(texts(3))
+    assert buffer.hold_out(0) == []
+    for count in (-1, 3, 4):
+        with pytest.raises(ConfigError, match="0 to 2"):
+            buffer.hold_out(count)
+    buffer.get_prompts(1)
+    with pytest.raises(ConfigError, match="from which nothing was taken"):
+        buffer.hold_out(1)

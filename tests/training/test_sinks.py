@@ -215,3 +215,16 @@ def test_an_unknown_outcome_is_refused(tmp_path: Path) -> None:
     RunWriter(tmp_path / "run")
     with pytest.raises(ConfigError, match="outcome: got 'lost'"):
         load_run(tmp_path / "run", "lost")  # type: ignore[arg-type]
+
+
+def test_a_group_that_became_too_old_moves_from_kept_to_dropped(tmp_path: Path) -> None:
+    """It was accepted, and is told of a second time: on disk it stands once, with the reason."""
+    writer = RunWriter(tmp_path / "run", format="jsonl")
+    writer.on_group(group(0))
+    writer.on_group(group(1))
+    writer.on_group(group(0, "dropped", "too old"))
+    writer.finish("stopped")
+    assert {row.data["group_index"] for row in read_rows(tmp_path / "run", "unbatched")} == {1}
+    assert {(row.data["group_index"], row.data["reason"]) for row in read_rows(tmp_path / "run", "dropped")} == {
+        (0, "too old")
+    }

@@ -1,0 +1,63 @@
+"""Ending a generation on the server that may be running it.
+
+Invariant: :func:`abort_generation` returns only if the server acknowledged, or is known to be gone; otherwise it
+raises, and the generation must be taken for alive.
+
+This module does not know why something is aborted, nor what happens next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rollouts.errors import EndpointUnavailable, boundary
+from rollouts.inference.transport import Transport, Unsent, shown
+from rollouts.inference.wire_errors import loads, message_of
+
+__all__ = ["abort_generation"]
+
+ABORT_SECONDS = 5.0
+"""Deadline of one abort, all of its requests together."""
+
+
+async def abort_generation(transport: Transport, url: str, rid: str, headers: Mapping[str, str]) -> None:
+    """Tell the server at ``url`` to end the generation ``rid``; an unknown one is no error there.
+
+    A router has no such route: the workers that it lists are told, all of them, as nobody knows which one has it.
+
+    Raises:
+        EndpointUnavailable: not acknowledged within :data:`ABORT_SECONDS`.
+    """
+    with boundary(EndpointUnavailable, f"POST {shown(url)}/abort_request", seconds=ABORT_SECONDS):
+        status, payload = await _abort(transport, url, rid, headers)
+        if status in (404, 405):
+            for worker in await _workers_behind(transport, url, headers):
+                status, payload = await _abort(transport, worker, rid, headers)
+                if status != 200:
+                    break
+        if status != 200:
+            raise EndpointUnavailable(
+                f"a generation may still be running: POST {shown(url)}/abort_request gave status {status}:"
+                f" {message_of(payload)}"
+            )
+
+
+async def _abort(transport: Transport, url: str, rid: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    try:
+        return await transport.post(f"{url}/abort_request", msgspec.json.encode({"rid": rid}), headers, fresh=True)
+    except Unsent as error:
+        if error.refused:
+            return 200, b""  # nobody listens there any more: nothing runs there either
+        raise
+
+
+async def _workers_behind(transport: Transport, url: str, headers: Mapping[str, str]) -> Sequence[str]:
+    status, payload = await transport.get(f"{url}/workers", headers)
+    listing = loads(payload) if status == 200 else None
+    entries = listing.get("workers") if isinstance(listing, dict) else listing
+    if not isinstance(entries, list):
+        return ()
+    urls = [entry.get("url") if isinstance(entry, dict) else entry for entry in entries]
+    return [url.rstrip("/") for url in urls if isinstance(url, str) and url.startswith(("http://", "https://"))]

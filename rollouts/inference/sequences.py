@@ -1,0 +1,140 @@
+"""What was already encoded of each session's sequence, so that a further call encodes only its new ids.
+
+Invariant: what is encoded is exactly what was asked for. Kept text is used only where the ids that it was made of are
+compared and found equal; a sequence that did not merely grow is encoded anew. Memory is bounded, by size and by age.
+
+This module knows nothing of requests, servers or what the ids mean.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import OrderedDict
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.errors import ConfigError
+
+__all__ = ["EncodedIds", "SequenceCache"]
+
+_LARGEST_ID = 2**31 - 1
+
+
+@attrs.frozen
+class EncodedIds:
+    """Token ids as they go over the wire."""
+
+    text: bytes
+    """Decimal ids with commas between them."""
+    count: int
+    digest: int
+    """CRC-32 of the ids as little-endian int32."""
+
+
+@attrs.define
+class _Kept:
+    text: bytearray
+    ids: npt.NDArray[np.int32]
+    digest: int
+    used: float
+
+    @property
+    def size(self) -> int:
+        return len(self.text) + self.ids.nbytes
+
+
+class SequenceCache:
+    """Encodes sequences, and keeps the last one of every session.
+
+    Args:
+        vocab_size: ids must be below it; ``None`` where it is not known.
+        max_bytes: what may be kept in all; the least recently used session goes first.
+        max_idle_seconds: a session unused for longer goes, too.
+    """
+
+    def __init__(
+        self, vocab_size: int | None = None, *, max_bytes: int = 512 << 20, max_idle_seconds: float = 900.0
+    ) -> None:
+        if vocab_size is not None and vocab_size < 1:
+            raise ConfigError.of("vocab_size", vocab_size, "an integer >= 1, or None")
+        self.vocab_size = vocab_size
+        self.max_bytes = max_bytes
+        self.max_idle_seconds = max_idle_seconds
+        self.encoded = 0
+        """Ids encoded so far; an id that was taken from kept text is not counted again."""
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<SequenceCache: {len(self._kept)} sessions, {self._bytes / 2**20:.1f} MiB>"
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def encode(self, tokens: Any, session: str = "") -> EncodedIds:
+        """Encode a sequence; with a session, only what it has grown by.
+
+        Args:
+            tokens: ids, shape ``(n,)``, n >= 1.
+            session: its name; empty for a sequence that will not be extended.
+
+        Raises:
+            ConfigError: an id is not one of the vocabulary (a real server dies of it), or there are none.
+        """
+        column = np.asarray(tokens)
+        if column.ndim != 1 or column.size == 0 or column.dtype.kind not in "iu":
+            shape = f"{column.dtype} of shape {column.shape}"
+            raise ConfigError(f"tokens: got {shape}; expected integers of shape (n,), n >= 1")
+        kept = self._forget(session) if session else None
+        if kept is None or not np.array_equal(column[: len(kept.ids)], kept.ids):
+            kept = _Kept(bytearray(), np.empty(0, np.int32), 0, 0.0)
+        start = len(kept.ids)
+        if start < len(column):
+            new = column[start:]
+            self.check(new, "tokens", start)
+            new = new.astype("<i4")
+            kept.text += b"," * bool(start) + msgspec.json.encode(new.tolist())[1:-1]
+            kept.digest = zlib.crc32(new.tobytes(), kept.digest)
+            kept.ids = column.astype(np.int32)  # a copy: the caller's may be a view of something that changes
+            self.encoded += len(new)
+        if session:
+            self._keep(session, kept)
+        return EncodedIds(bytes(kept.text), len(column), kept.digest)
+
+    def check(self, ids: Any, field: str, start: int = 0) -> None:
+        """Check that ids are of the vocabulary.
+
+        Raises:
+            ConfigError: one is not; the message names its position (counted from ``start``), the id and the limit. It
+                is no EndpointError: nothing was sent, and a tokenizer that does not belong to the model is a mistake
+                in the set-up, not something that a server said about one request.
+        """
+        ids = np.asarray(ids)
+        limit = _LARGEST_ID + 1 if self.vocab_size is None else min(self.vocab_size, _LARGEST_ID + 1)
+        if ids.size and (ids.min() < 0 or ids.max() >= limit):
+            at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+            raise ConfigError(
+                f"{field}[{start + at}]: got id {int(ids[at])}; expected 0 <= id < {limit}"
+                f"{'' if self.vocab_size is None else ' (vocab_size)'}: does the tokenizer belong to this model?"
+            )
+
+    def _forget(self, session: str) -> _Kept | None:
+        kept = self._kept.pop(session, None)
+        if kept is not None:
+            self._bytes -= kept.size
+        return kept
+
+    def _keep(self, session: str, kept: _Kept) -> None:
+        kept.used = time.monotonic()
+        self._kept[session] = kept
+        self._bytes += kept.size
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if self._bytes <= self.max_bytes and kept.used - self._kept[oldest].used <= self.max_idle_seconds:
+                break
+            self._forget(oldest)

@@ -1,0 +1,101 @@
+"""What SGLang says when it does not serve: bodies of four shapes, and more of whatever stands in between.
+
+Invariant: any status with any bytes becomes one error of the house, which says whether another attempt may help and
+whether a generation may still be running. This module does no I/O.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
+
+__all__ = [
+    "RETRIED_STATUSES",
+    "UNREADABLE",
+    "MayStillRun",
+    "error_in_200",
+    "error_of",
+    "loads",
+    "message_of",
+    "status_of",
+]
+
+RETRIED_STATUSES = frozenset({408, 425, 429})
+"""Besides 5xx."""
+
+_ANY = msgspec.json.Decoder()
+UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+"""What decoding raises on bytes that are not the JSON expected."""
+
+
+class MayStillRun(EndpointUnavailable):
+    """An error in spite of which the generation may be running: it came from something in between, or about it."""
+
+
+def error_of(status: int, message: str) -> EndpointError:
+    """The error that an HTTP status and its message amount to."""
+    text = f"status {status}: {message}"
+    lowered = message.lower()
+    if 400 <= status < 500 and "context length" in lowered and ("longer than" in lowered or "exceed" in lowered):
+        return ContextOverflow(text)
+    # 503 is a full queue. Any other 5xx may be a proxy's, whose server works on; so does one that was sent a rid again,
+    # which routers do when a connection breaks.
+    if (status >= 500 and status != 503) or (status == 400 and "duplicate request id" in lowered):
+        return MayStillRun(text)
+    if status == 503 or status in RETRIED_STATUSES:
+        return EndpointUnavailable(text)
+    return EndpointRefused(text)
+
+
+def message_of(payload: bytes) -> str:
+    """What an error body says, in whichever of the server's shapes it comes; else its beginning."""
+    value = loads(payload)
+    found = _message(value)
+    if found is None:
+        found = " ".join(payload[:400].decode(errors="replace").split())[:200]
+    return found[:1000] or "(empty body)"
+
+
+def loads(payload: bytes) -> Any:
+    """Decode any JSON; ``None`` for what is none."""
+    try:
+        return _ANY.decode(payload)
+    except UNREADABLE:
+        return None
+
+
+def _message(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    error = value.get("error")
+    inner = error.get("message") if isinstance(error, dict) else error
+    for candidate in (inner, value.get("message"), value.get("detail")):
+        if isinstance(candidate, str) and candidate:
+            return candidate
+    return None
+
+
+def error_in_200(payload: bytes, problem: BaseException | None) -> EndpointError:
+    """A 200 that is no reply: an error that came with the wrong status, or something else altogether."""
+    value = loads(payload)
+    if value is None:
+        return EndpointUnavailable(f"status 200, but the body is not JSON: {message_of(payload)}")
+    inner = value.get("error") if isinstance(value, dict) else None
+    if isinstance(value, dict) and (inner or value.get("object") == "error"):
+        source = inner if isinstance(inner, dict) else value
+        status = status_of(source.get("code")) or status_of(source.get("status_code"))
+        if status is None or status < 400:
+            kind = source.get("type")
+            status = 400 if isinstance(kind, str) and ("invalid" in kind or "BadRequest" in kind) else 500
+        return error_of(status, f"{message_of(payload)} (in a body that came with status 200)")
+    reason = "no finish_reason" if problem is None else str(problem)[:200]
+    return EndpointRefused(f"not an answer of SGLang's /generate ({reason}): {message_of(payload)}")
+
+
+def status_of(value: Any) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 100 <= value <= 599 else None

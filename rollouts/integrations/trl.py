@@ -1,0 +1,332 @@
+"""TRL 1.16: our rollouts in its two trainers that take foreign ones.
+
+``GRPOTrainer(rollout_func=RolloutFunc(...))`` asks for one completion a prompt and waits for it.
+``AsyncGRPOTrainer(rollout_worker=RolloutWorker(...), weight_transfer=WeightTransfer(...))`` drains a queue that a
+stream of batches fills, however many rows a rollout has.
+
+Invariant: a row's mask is the sample's, so TRL's loss holds no token that the policy did not sample; a row's version is
+that of the oldest weights that sampled any of it. trl is imported nowhere here: its contracts are shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.from_thread
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.dtypes import ChatDict, Endpoint, Prompt
+from rollouts.errors import ConfigError
+from rollouts.inference.weights import update_weights
+from rollouts.training.batch import group_advantages
+from rollouts.training.config import RolloutConfig
+from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.evaluation import run_evaluation, task_key
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.types import Sample, Status
+
+__all__ = ["RolloutFunc", "RolloutRow", "RolloutWorker", "WeightTransfer", "dataset_rows", "env_reward", "to_row"]
+
+_FULL_SECONDS = 0.05
+
+
+# -- GRPOTrainer -------------------------------------------------------------------------------------------------------
+
+
+def dataset_rows(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
+    """Prompts as rows of a data set for TRL: ``datasets.Dataset.from_list(dataset_rows(prompts))``."""
+    return [{"prompt": [message.to_chat() for message in prompt.messages]} for prompt in prompts]
+
+
+def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], **others: Any) -> list[float | None]:
+    """The reward function to give ``GRPOTrainer``: what the rollouts were scored with. ``None`` is no score."""
+    return list(env_reward)
+
+
+class RolloutFunc:
+    """The ``rollout_func`` of a ``GRPOTrainer``; a context manager, since it keeps an event loop in a thread.
+
+    ``tools=`` of the trainer must stay unset, or TRL runs a tool loop of its own over what comes back. A rollout that
+    failed for good comes back as one token that is not trained, with no reward: TRL leaves such a row out of its
+    group's mean.
+
+    Args:
+        config: whose ``generate_fn``, ``reward_fn`` and deadlines to use. TRL makes the groups, so it needs no sizes.
+        prompts: what the data set holds, with labels and metadata: TRL hands over the text alone.
+        endpoint: the server to hand new weights to before each generation; ``None`` leaves it as it is.
+        folder: where weights are written for it; the server must be able to read there.
+        pad_token_id: the one token of a rollout that failed.
+
+    Attributes:
+        served: the trainer's step whose weights the server has; ``None`` before the first generation.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        prompts: Iterable[Prompt],
+        *,
+        endpoint: Endpoint | None = None,
+        folder: str | Path | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
+        if endpoint is not None and folder is None:
+            raise ConfigError.of("RolloutFunc.folder", None, "a folder for the weights, since endpoint is given")
+        self.config = config
+        self.endpoint = endpoint
+        self.folder = None if folder is None else Path(folder)
+        self.pad_token_id = pad_token_id
+        self._prompts = {_chat_key(prompt.messages): prompt for prompt in prompts}
+        self.served: int | None = None
+        self._stack = contextlib.ExitStack()
+        self._portal: anyio.from_thread.BlockingPortal | None = None
+
+    def __enter__(self) -> Self:
+        self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._portal = None
+        self._stack.close()
+
+    def __call__(self, prompts: Sequence[str | Sequence[ChatDict]], trainer: Any) -> dict[str, Any]:
+        """One completion for each prompt, in order; TRL has repeated each prompt for its group already.
+
+        Raises:
+            ConfigError: a prompt that was not given, or rollouts that fork, for which this slot has no room.
+        """
+        if self._portal is None:
+            raise RuntimeError("a RolloutFunc is a context manager: with RolloutFunc(...) as rollout_func")
+        known = [self._known(prompt) for prompt in prompts]
+        self._hand_over(trainer)
+        samples = self._portal.call(self._play, known)
+        if len(samples) != len(prompts):
+            raise ConfigError.of("rollout_func", f"{len(samples)} rows", f"{len(prompts)}, one a prompt: no forks here")
+        columns: dict[str, list[Any]] = {
+            "prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "env_reward": []
+        }  # fmt: skip
+        for sample in samples:
+            for name, value in self._row(sample).items():
+                columns[name].append(value)
+        return columns
+
+    async def _play(self, prompts: Sequence[Prompt]) -> list[Sample]:
+        return await run_evaluation(self.config, prompts, 1)
+
+    def _known(self, prompt: str | Sequence[ChatDict]) -> Prompt:
+        found = self._prompts.get(_chat_key(Prompt(prompt).messages))
+        if found is None:
+            raise ConfigError.of("rollout_func(prompts)", prompt, "a prompt that RolloutFunc was given")
+        return found
+
+    def _hand_over(self, trainer: Any) -> None:
+        step = int(trainer.state.global_step)
+        if self.endpoint is None or self.folder is None or self._portal is None or step == self.served:
+            return
+        folder = self.folder / str(step)
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        self._portal.call(update_weights, self.endpoint, folder, str(step))
+        shutil.rmtree(folder)
+        self.served = step
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        mask = sample.mask_column
+        if sample.status is Status.FAILED or sample.logprob_column is None or not mask.any():
+            ids = sample.token_column.tolist() or [self.pad_token_id]
+            pad = [self.pad_token_id]
+            return {"prompt_ids": ids, "completion_ids": pad, "logprobs": [0.0], "env_mask": [0], "env_reward": None}
+        start = int(mask.argmax())
+        return {
+            "prompt_ids": sample.token_column[:start].tolist(),
+            "completion_ids": sample.token_column[start:].tolist(),
+            "logprobs": sample.logprob_column[start:].tolist(),
+            "env_mask": mask[start:].astype(np.int8).tolist(),
+            "env_reward": sample.reward,
+        }
+
+
+def _chat_key(messages: object) -> str:
+    """Names a prompt by its messages; TRL fills columns of a data set with ``None``, which are no part of it."""
+    return task_key(messages, None)
+
+
+# -- AsyncGRPOTrainer --------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class RolloutRow:
+    """What the trainer takes from the queue: the fields of TRL's ``RolloutSample``."""
+
+    prompt: list[ChatDict]
+    completion: list[ChatDict]
+    input_ids: npt.NDArray[np.int64]
+    completion_mask: npt.NDArray[np.int64]
+    """1 where the policy sampled the token."""
+    old_log_probs: npt.NDArray[np.float32]
+    """0 on context."""
+    advantage: float
+    model_version: int
+    group_id: int
+    metrics: dict[str, float]
+    enqueued_at: float | None = None
+
+
+def to_row(sample: Sample, advantage: float) -> RolloutRow:
+    """One sample as a row.
+
+    Raises:
+        ConfigError: it lacks logprobs, or its policy version is no number.
+    """
+    if sample.logprob_column is None or sample.group_index is None:
+        raise ConfigError.of("to_row(sample)", sample, "a sample with logprobs and a group")
+    names = [span.version for span in sample.versions]
+    if not names or not all(name.isdecimal() for name in names):
+        raise ConfigError.of("Sample.versions", names, "numbers, as WeightTransfer names them")
+    first = next((n for n, message in enumerate(sample.messages) if message.get("role") == "assistant"), 0)
+    return RolloutRow(
+        prompt=list(sample.messages[:first]),
+        completion=list(sample.messages[first:]),
+        input_ids=sample.token_column.astype(np.int64),
+        completion_mask=sample.mask_column.astype(np.int64),
+        old_log_probs=sample.logprob_column.copy(),
+        advantage=float(advantage),
+        model_version=min(int(name) for name in names),
+        group_id=sample.group_index,
+        metrics={"reward": float(sample.reward or 0.0), **sample.metrics},
+    )
+
+
+class RolloutWorker:
+    """The ``rollout_worker`` of an ``AsyncGRPOTrainer``: fills its queue from a stream, in a thread of this process.
+
+    How far generation runs ahead of training is bounded by ``rows_ahead`` and the config's ``over_sampling_factor``;
+    rows that are too old all the same are dropped by TRL (``max_staleness`` of its config).
+
+    Args:
+        config: as for :class:`~rollouts.training.AsyncRolloutManager`.
+        data_buffer: where prompts come from; the trainer's own data set is not read.
+        rows_ahead: rows that may wait in the queue.
+    """
+
+    def __init__(self, config: RolloutConfig, data_buffer: DataBuffer, *, rows_ahead: int = 256) -> None:
+        self.rollout_buffer: queue.Queue[RolloutRow] = queue.Queue(rows_ahead)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.manager = AsyncRolloutManager(config, data_buffer)
+        self.model_version = 0
+        self._stack = contextlib.ExitStack()
+        self._work: Future[None] | None = None
+        self._alive_at = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to generate."""
+        portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal())
+        self._alive_at = time.monotonic()
+        self._work = portal.start_task_soon(self._fill)
+
+    def stop(self) -> None:
+        """End generation; rollouts in flight go back to the buffer."""
+        if self._work is not None:
+            self._work.cancel()
+        self._stack.close()
+
+    def update_model_version(self, model_version: int) -> None:
+        """The trainer says what is served now; rows carry what the server itself said when it sampled them."""
+        self.model_version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if generation has ended, or has given nothing for so many seconds.
+
+        Raises:
+            RuntimeError: the cause is what ended it.
+        """
+        if self._work is not None and self._work.done():
+            error = None if self._work.cancelled() else self._work.exception()
+            raise RuntimeError(f"generation has ended: {error or 'it was stopped, or the data ran dry'}") from error
+        silent = time.monotonic() - self._alive_at
+        if silent > stale_after_s:
+            waiting = "; ".join(self.manager.waiting_for(3)) or "nothing"
+            raise RuntimeError(f"generation has given nothing for {silent:.0f} s; it waits for {waiting}")
+
+    async def _fill(self) -> None:
+        async with self.manager, contextlib.aclosing(self.manager.stream()) as batches:
+            async for samples in batches:
+                await self._put(samples)
+
+    async def _put(self, samples: Sequence[Sample]) -> None:
+        self.metrics_queue.put({f"rollout/{name}": value for name, value in self.manager.metrics.items()})
+        for sample, advantage in zip(samples, group_advantages(samples), strict=True):
+            row = attrs.evolve(to_row(sample, float(advantage)), enqueued_at=time.time())
+            while True:
+                self._alive_at = time.monotonic()
+                try:
+                    self.rollout_buffer.put_nowait(row)
+                    break
+                except queue.Full:
+                    await anyio.sleep(_FULL_SECONDS)
+
+
+class WeightTransfer:
+    """The ``weight_transfer`` of an ``AsyncGRPOTrainer``: weights to a server of SGLang's protocol, through a folder.
+
+    Requests that run when weights change are read anew under them, so each token's logprob is that of its version.
+    Versions are numbered as the trainer numbers them, from 1.
+
+    Args:
+        endpoint: the server or workers.
+        model: the folder that the model was loaded from: its config stands beside the new weights.
+        folder: where they are written; the server must be able to read there.
+    """
+
+    def __init__(self, endpoint: Endpoint, model: str | Path, folder: str | Path) -> None:
+        self.endpoint = endpoint
+        self.model = Path(model)
+        self.folder = Path(folder)
+        self.version = 0
+
+    def init_weight_transfer(self) -> None:
+        """Nothing is kept open between two transfers."""
+
+    def pause(self) -> None:
+        """The update itself pauses the server, for as long as it takes and no longer."""
+
+    def resume(self) -> None:
+        """See :meth:`pause`."""
+
+    def destroy(self) -> None:
+        """See :meth:`init_weight_transfer`."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Serve these weights from now on, as the next version.
+
+        Raises:
+            EndpointError: a server did not take them.
+        """
+        from safetensors.torch import save_file
+
+        self.version += 1
+        folder = self.folder / str(self.version)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for file in self.model.glob("*.json"):
+            if file.name in ("config.json", "generation_config.json"):
+                shutil.copy(file, folder / file.name)
+        anyio.run(_send, self.endpoint, folder, str(self.version))
+        shutil.rmtree(folder)
+
+
+async def _send(endpoint: Endpoint, folder: Path, version: str) -> None:
+    await update_weights(endpoint, folder, version, while_running="retract")

@@ -1,0 +1,382 @@
+"""The journal: an append-only log of records that survives the death of its writer at any moment.
+
+    journal/segment-000000.journal, segment-000001.journal, …     frames, one after another
+    frame = magic 2s · kind u8 · version u8 · length u32 · sequence u64 · payload crc u32 · header crc u32 · payload
+    payload = length u32 · MessagePack fields · tokens int32[n] · mask uint8[n] · logprobs float32[n]   (little-endian)
+
+Invariant: what :meth:`Journal.commit` returned for is on disk and will be read again. A record that was being written
+when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one flipped bit
+anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a shorter journal.
+
+Columns are stored as they are held, 9 bytes a token. Disks are written in threads, never on the event loop; whoever
+waits for a commit while one is under way shares the next. This module knows nothing of what records mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.errors import ConfigError, JournalError
+from rollouts.training.plain import to_msgpack
+
+__all__ = ["Columns", "Entry", "Journal", "Place", "read_entry", "read_journal"]
+
+_HEADER = struct.Struct("<2sBBIQII")
+_SIGNED = _HEADER.size - 4
+_MAGIC, _VERSION = b"rJ", 1
+_LENGTH = struct.Struct("<I")
+_SEGMENT_BYTES = 64 << 20
+_KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed")
+"""A kind is stored as its number here: add at the end only."""
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """The per-token columns of a record; all of one length."""
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32] | None
+
+    def to_bytes(self) -> bytes:
+        parts = [self.tokens.astype("<i4").tobytes(), self.mask.astype(np.uint8).tobytes()]
+        return b"".join(parts if self.logprobs is None else [*parts, self.logprobs.astype("<f4").tobytes()])
+
+
+@attrs.frozen(order=True)
+class Place:
+    """Where a record stands."""
+
+    segment: int
+    offset: int
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """One record as it was read."""
+
+    kind: str
+    sequence: int
+    fields: dict[str, Any]
+    columns: Columns | None
+    place: Place
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Appends to the journal in a folder; made where there is none, continued where there is one.
+
+    Only one process at a time may hold it. A torn tail is cut when it is opened.
+
+    Args:
+        path: the folder.
+        segment_bytes: a segment that is longer is followed by a new one.
+
+    Raises:
+        ConfigError: another process writes to it.
+        JournalError: it is damaged, or cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        self.path = Path(path)
+        self._segment_bytes = segment_bytes
+        self._queue: list[tuple[int, bytes, bytes]] = []
+        self._appended = 0
+        self._durable = 0
+        self._appending = threading.Lock()
+        self._flushing = anyio.Lock()
+        self._error: JournalError | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            try:
+                end = _recovered(self.path)
+                self._sequence = end.sequence
+                self._segment = end.segment
+                self._file: io.FileIO = self._opened(end.segment)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as error:
+            raise JournalError(f"{self.path}: the journal cannot be opened: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<Journal {self.path}: {self._sequence} records, {self._appended - self._durable} not on disk yet>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def append(self, kind: str, fields: Mapping[str, Any], columns: Columns | None = None) -> None:
+        """Add a record; it is on disk after the next :meth:`commit`. Copies what it is given.
+
+        Raises:
+            JournalError: an earlier record could not be written.
+        """
+        if self._error is not None:
+            raise self._error
+        buffers = b""
+        if columns is not None:
+            fields = {**fields, "columns": [len(columns.tokens), columns.logprobs is not None]}
+            buffers = columns.to_bytes()
+        record = (_KINDS.index(kind), to_msgpack(fields), buffers)
+        with self._appending:
+            self._queue.append(record)
+            self._appended += 1
+
+    async def commit(self) -> None:
+        """Wait until every record appended so far is on disk.
+
+        Raises:
+            JournalError: it could not be written; nothing of the records since the last commit is there then.
+        """
+        mine = self._appended
+        if self._durable >= mine and self._error is None:
+            return
+        with anyio.CancelScope(shield=True):  # a disk that is written to is waited for; what was asked is then done
+            async with self._flushing:
+                if self._durable < mine:
+                    await anyio.to_thread.run_sync(self.flush)
+        if self._error is not None:
+            raise self._error
+
+    def flush(self) -> None:
+        """Write what was appended, in this thread.
+
+        Raises:
+            JournalError: the disk is full, read-only, or gone. The journal is cut back to the last commit, and closed
+                to further records.
+        """
+        if self._error is not None:
+            raise self._error
+        with self._appending:
+            queue, self._queue = self._queue, []
+        if not queue:
+            return
+        try:
+            if self._file.tell() >= self._segment_bytes:
+                self._rotate()
+            start = self._file.tell()
+            try:
+                _write_all(self._file, self._framed(queue))
+                os.fdatasync(self._file.fileno())
+            except OSError:
+                _cut_back(self._file, start)
+                raise
+        except OSError as error:
+            self._error = JournalError(f"{self._name()}: the journal cannot be written: {error}")
+            raise self._error from error
+        self._durable += len(queue)
+
+    def close(self) -> None:
+        """Write what is left and let go of the folder."""
+        try:
+            if self._error is None:
+                self.flush()
+        finally:
+            self._file.close()
+            os.close(self._lock)
+
+    def _framed(self, records: list[tuple[int, bytes, bytes]]) -> bytes:
+        parts = []
+        for kind, fields, buffers in records:
+            parts.append(_frame(kind, self._sequence, fields, buffers))
+            self._sequence += 1
+        return b"".join(parts)
+
+    def _rotate(self) -> None:
+        self._file.close()
+        self._segment += 1
+        self._file = self._opened(self._segment)
+
+    def _opened(self, number: int) -> io.FileIO:
+        """Open a segment to append to it; a new one begins with a record that says which it is."""
+        path = _segment_path(self.path, number)
+        file = path.open("ab", buffering=0)
+        if file.tell() == 0:
+            _write_all(file, _frame(0, self._sequence, to_msgpack({"segment": number}), b""))
+            self._sequence += 1
+            os.fsync(file.fileno())
+            folder = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # so that the name lasts, too
+            finally:
+                os.close(folder)
+        return file
+
+    def _name(self) -> Path:
+        return _segment_path(self.path, self._segment)
+
+
+def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> bytes:
+    length = _LENGTH.size + len(fields) + len(buffers)
+    size = _LENGTH.pack(len(fields))
+    crc = zlib.crc32(buffers, zlib.crc32(fields, zlib.crc32(size)))
+    header = _HEADER.pack(_MAGIC, kind, _VERSION, length, sequence, crc, 0)[:_SIGNED]
+    return b"".join((header, _LENGTH.pack(zlib.crc32(header)), size, fields, buffers))
+
+
+def _locked(path: Path) -> int:
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError.of("journal", str(path), "one that no other process is writing to") from None
+    return lock
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _cut_back(file: io.FileIO, end: int) -> None:
+    try:
+        os.ftruncate(file.fileno(), end)
+    except OSError:  # then the tail is torn, and is cut by whoever opens the journal next
+        return
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_journal(path: str | Path) -> Iterator[Entry]:
+    """The records of a journal in order; stops before a torn tail. Holds one segment at a time.
+
+    Raises:
+        JournalError: a record is damaged or missing; the message names file and offset.
+    """
+    yield from _Walk(Path(path))
+
+
+def read_entry(path: str | Path, place: Place) -> Entry:
+    """The record at ``place``, checked again.
+
+    Raises:
+        JournalError: it is not there as it was written.
+    """
+    name = _segment_path(Path(path), place.segment)
+    with name.open("rb") as file:
+        file.seek(place.offset)
+        header = file.read(_HEADER.size)
+        length = _HEADER.unpack(header)[3] if len(header) == _HEADER.size else 0
+        data = header + file.read(length)
+    parsed = _parse(data, 0, name, place.offset)
+    if parsed is None:
+        raise JournalError(f"{name}, offset {place.offset}: the record ends early")
+    return attrs.evolve(parsed[0], place=place)
+
+
+class _Walk:
+    """Reads all segments; afterwards ``segment``, ``end`` and ``sequence`` say where the last good record ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.segment = 0
+        self.end = 0
+        self.sequence = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        names = sorted(self.path.glob("segment-*.journal"))
+        for number, name in enumerate(names):
+            if name != _segment_path(self.path, number):
+                raise JournalError(f"{_segment_path(self.path, number)}, offset 0: the segment is missing")
+            self.segment, self.end = number, 0
+            data = name.read_bytes()
+            while self.end < len(data):
+                parsed = _parse(data, self.end, name, self.end)
+                if parsed is None:
+                    if number + 1 < len(names):
+                        raise JournalError(f"{name}, offset {self.end}: the segment ends inside a record")
+                    return
+                entry, stop = parsed
+                entry = attrs.evolve(entry, place=Place(number, self.end))
+                first = self.end == 0
+                if entry.sequence != self.sequence or first != (entry.kind == "segment"):
+                    raise JournalError(
+                        f"{name}, offset {self.end}: got record {entry.sequence} of kind {entry.kind}; expected "
+                        f"record {self.sequence}{', which begins the segment' if first else ''}"
+                    )
+                if first and entry.fields.get("segment") != number:
+                    raise JournalError(f"{name}, offset 0: got segment {entry.fields.get('segment')} under this name")
+                self.end, self.sequence = stop, self.sequence + 1
+                if not first:
+                    yield entry
+            if not data and number + 1 < len(names):
+                raise JournalError(f"{name}, offset 0: the segment is empty")
+
+
+def _recovered(path: Path) -> _Walk:
+    """Read everything and cut a torn tail off; where the last good record ends."""
+    walk = _Walk(path)
+    for _ in walk:
+        pass
+    name = _segment_path(path, walk.segment)
+    if name.exists() and name.stat().st_size > walk.end:
+        with name.open("r+b") as file:
+            file.truncate(walk.end)
+            os.fsync(file.fileno())
+    return walk
+
+
+def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int] | None:
+    """The record at ``start``, and where it ends; ``None`` if the data end inside it.
+
+    Raises:
+        JournalError: it is damaged.
+    """
+    left = len(data) - start
+    if left < _HEADER.size:
+        return None
+    magic, kind, version, length, sequence, crc, header_crc = _HEADER.unpack_from(data, start)
+    if zlib.crc32(data[start : start + _SIGNED]) != header_crc:
+        if not any(data[start:]):
+            return None  # a file that was lengthened and never filled
+        raise JournalError(f"{name}, offset {offset}: damaged (the header's checksum does not fit)")
+    if (magic, version) != (_MAGIC, _VERSION) or kind >= len(_KINDS):
+        raise JournalError(f"{name}, offset {offset}: a record of version {version}, kind {kind}; this is version 1")
+    body, stop = start + _HEADER.size, start + _HEADER.size + length
+    if stop > len(data):
+        return None
+    payload = memoryview(data)[body:stop]
+    if zlib.crc32(payload) != crc:
+        raise JournalError(f"{name}, offset {offset}: damaged (the record's checksum does not fit)")
+    (size,) = _LENGTH.unpack_from(payload)
+    fields = msgspec.msgpack.decode(payload[_LENGTH.size : _LENGTH.size + size])
+    columns = _columns(fields.pop("columns", None), payload[_LENGTH.size + size :])
+    return Entry(_KINDS[kind], sequence, fields, columns, Place(0, offset)), stop
+
+
+def _columns(shape: list[Any] | None, buffers: memoryview) -> Columns | None:
+    if shape is None:
+        return None
+    count, has_logprobs = shape
+    tokens = np.frombuffer(buffers, "<i4", count).astype(np.int32)
+    mask = np.frombuffer(buffers, np.uint8, count, 4 * count).astype(np.bool_)
+    logprobs = np.frombuffer(buffers, "<f4", count, 5 * count).astype(np.float32) if has_logprobs else None
+    return Columns(tokens, mask, logprobs)
+
+
+def _segment_path(path: Path, number: int) -> Path:
+    return path / f"segment-{number:06d}.journal"

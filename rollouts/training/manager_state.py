@@ -1,0 +1,130 @@
+"""The state of a manager between two moments: what it needs to go on, and nothing that it can make again.
+
+Invariant: the accounting of a loaded state adds up, with what was in flight counted as handed back; every prompt that
+was taken and came to no end is in the buffer again, with the group index it had. This module schedules nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import msgspec
+
+from rollouts.errors import ConfigError
+from rollouts.training.data_buffer import BufferState, DataBuffer
+from rollouts.training.ledger import History
+from rollouts.training.metrics import Accounting
+from rollouts.training.types import Sample
+
+__all__ = ["ManagerState", "state_of_history"]
+
+_VERSION = 1
+
+
+@attrs.define(kw_only=True)
+class ManagerState:
+    """Where a manager stands."""
+
+    accounting: Accounting
+    batches: int
+    ready: dict[int, list[Sample]]
+    """Accepted groups that are in no batch, by group index."""
+    finished: dict[int, dict[int, list[Sample]]]
+    """Finished rollouts of groups in flight, by group index and number in the group."""
+    attempts: dict[int, int] = attrs.field(factory=dict)
+    """Failed attempts at rollouts in flight, by index."""
+    totals: dict[str, Any] = attrs.field(factory=dict)
+    """Of :class:`RunMetrics`."""
+
+    def to_dict(self, buffer: DataBuffer) -> dict[str, Any]:
+        """Plain values, with the state of the buffer."""
+        return {
+            "version": _VERSION,
+            "buffer": buffer.save_state().to_dict(),
+            "accounting": attrs.asdict(self.accounting),
+            "batches": self.batches,
+            "ready": {str(number): _plain(samples) for number, samples in self.ready.items()},
+            "finished": {
+                str(group): {str(number): _plain(samples) for number, samples in rollouts.items()}
+                for group, rollouts in self.finished.items()
+            },
+            "attempts": {str(index): count for index, count in self.attempts.items()},
+            "totals": self.totals,
+        }
+
+    @classmethod
+    def load(cls, data: Mapping[str, Any], buffer: DataBuffer) -> ManagerState:
+        """Read what :meth:`to_dict` wrote, and set the buffer where it was.
+
+        Raises:
+            ConfigError: it is of another version, damaged, or was saved over other data.
+        """
+        if data.get("version") != _VERSION:
+            raise ConfigError.of("state_dict.version", data.get("version"), str(_VERSION))
+        try:
+            state = cls(
+                accounting=msgspec.convert(data["accounting"], Accounting),
+                batches=msgspec.convert(data["batches"], int),
+                ready={int(number): _samples(rows) for number, rows in data["ready"].items()},
+                finished={
+                    int(group): {int(number): _samples(rows) for number, rows in rollouts.items()}
+                    for group, rollouts in data["finished"].items()
+                },
+                attempts={int(index): int(count) for index, count in data["attempts"].items()},
+                totals=dict(data["totals"]),
+            )
+            buffer_state = BufferState.from_dict(data["buffer"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"state_dict: not what state_dict() gave ({type(error).__name__}: {error})") from None
+        buffer.load_state(buffer_state)
+        return state.landed()
+
+    def landed(self) -> ManagerState:
+        """The same, with what was in flight handed back."""
+        flying = self.accounting.in_flight
+        self.accounting.in_flight = 0
+        self.accounting.returned += flying
+        return self
+
+
+def state_of_history(history: History, buffer: DataBuffer, group_size: int) -> ManagerState:
+    """The state that a journal speaks of; sets the buffer where it was.
+
+    Args:
+        history: the journal, read.
+        buffer: over the same data.
+        group_size: rollouts of a group.
+    """
+    buffer.go_on_after(history.groups, [*history.unsettled, *history.ready])
+    outcomes = [outcome for outcome, _, _ in history.settled.values()]
+    accounting = Accounting(
+        taken=history.taken,
+        ready=len(history.ready),
+        in_batch=sum(len(batch.groups) for batch in history.sealed),
+        dropped=outcomes.count("dropped"),
+        failed=outcomes.count("failed"),
+    )
+    accounting.in_flight = history.taken - len(history.settled)
+    finished: dict[int, dict[int, list[Sample]]] = {}
+    for number in history.unsettled:
+        indices = range(number * group_size, (number + 1) * group_size)
+        done = [index for index in indices if index in history.rollouts and history.rollouts[index].finished]
+        finished[number] = {index - number * group_size: history.samples(index) for index in done}
+    return ManagerState(
+        accounting=accounting,
+        batches=len(history.sealed),
+        ready={number: history.group_samples(number) for number in history.ready},
+        finished=finished,
+        attempts=dict(history.attempts),
+        totals=history.totals.to_dict(),
+    ).landed()
+
+
+def _plain(samples: list[Sample]) -> list[dict[str, Any]]:
+    return [sample.to_dict() for sample in samples]
+
+
+def _samples(rows: list[dict[str, Any]]) -> list[Sample]:
+    return [Sample.from_dict(row) for row in rows]

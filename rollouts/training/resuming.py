@@ -1,0 +1,171 @@
+"""A run that was stopped or killed, opened again: its journal read, and its files brought level with it.
+
+Invariant: the journal is the truth; after :func:`reopen` every group that it settled stands in the files in exactly one
+place, and nothing else does. A group that the writer died in the middle of writing is cut off and written again. This
+module generates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError
+from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.journal import Journal
+from rollouts.training.ledger import History, Ledger
+from rollouts.training.manager_state import ManagerState, state_of_history
+from rollouts.training.metrics import Accounting
+from rollouts.training.run_folder import JOURNAL, read_info
+from rollouts.training.sinks import RunWriter
+from rollouts.training.types import Group
+
+__all__ = ["Reopened", "begin", "reopen"]
+
+
+@attrs.frozen
+class Reopened:
+    """A run that can go on."""
+
+    writer: RunWriter
+    ledger: Ledger
+    state: ManagerState
+    history: History
+
+
+def begin(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Ledger:
+    """Start the journal of a new run.
+
+    Raises:
+        JournalError: it cannot be written.
+    """
+    journal = Journal(path / JOURNAL)
+    ledger = Ledger(journal)
+    ledger.began(_identity(description, buffer))
+    journal.flush()
+    return ledger
+
+
+def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Reopened:
+    """Open a run to go on with it; sets the buffer where it was.
+
+    Args:
+        path: the run's folder.
+        description: what the recipe says of itself now; sizes and data must be those that the run began with.
+        buffer: over the same data.
+
+    Raises:
+        ConfigError: there is no run, it has no journal, somebody writes to it, or the recipe is another one.
+        JournalError: the journal is damaged.
+    """
+    read_info(path)
+    if not (path / JOURNAL).is_dir():
+        raise ConfigError.of("--resume", str(path), "a run with a journal, as this version writes them")
+    journal = Journal(path / JOURNAL)
+    try:
+        history = History.read(path / JOURNAL)
+        identity = _identity(description, buffer)
+        if history.runs:
+            _check_identity(history.runs[0], identity)
+        group_size = identity["n_samples_per_prompt"]
+        state = state_of_history(history, buffer, group_size)
+        turns = {index: history.read_turns(index) for index in history.turns}
+        ledger = Ledger(journal, turns)
+        ledger.began({**identity, "resumed": max(1, len(history.runs))})
+        journal.flush()
+        writer = RunWriter.reopen(path)
+        _level(writer, history, state)
+    except BaseException:
+        journal.close()
+        raise
+    return Reopened(writer, ledger, state, history)
+
+
+def _identity(description: Mapping[str, Any], buffer: DataBuffer) -> dict[str, Any]:
+    """What must not change while a run goes on."""
+    config = description["config"]
+    sizes = {name: config[name] for name in ("batch_size", "n_samples_per_prompt")}
+    return {"recipe": description.get("recipe"), **sizes, "data": buffer.fingerprint}
+
+
+def _check_identity(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, value in now.items():
+        if then.get(name) != value:
+            told = "the seed and the prompts that it began with" if name == "data" else repr(then.get(name))
+            raise ConfigError.of(f"--resume, {name}", value, f"{told}: a run goes on as it began")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _level(writer: RunWriter, history: History, state: ManagerState) -> None:
+    """Write what the journal has and the files lack; remove what the files have too much."""
+    for outcome in ("dropped", "failed"):
+        file = writer.path / f"{outcome}.jsonl"
+        there = _groups_in(file, history)
+        for number, (settled, reason, _) in history.settled.items():
+            if settled == outcome and number not in there:
+                writer.on_group(_group(history, number, reason))
+    (writer.path / "unbatched.jsonl").unlink(missing_ok=True)
+    for batch in history.sealed[writer.batches :]:
+        samples = [sample for number in batch.groups for sample in history.group_samples(number)]
+        writer.write_batch(samples, batch.metrics, msgspec.convert(dict(batch.accounting), Accounting))
+    writer.write_metrics([batch.metrics for batch in history.sealed])
+    for number in state.ready:
+        writer.on_group(_group(history, number, ""))
+
+
+def _group(history: History, number: int, reason: str) -> Group:
+    outcome = history.settled[number][0]
+    samples = tuple(history.group_samples(number))
+    return Group(Prompt(samples[0].prompt, group_index=number), samples, outcome, reason)
+
+
+class _Line(msgspec.Struct):
+    group_index: int
+
+
+def _groups_in(file: Path, history: History) -> set[int]:
+    """The groups that a file holds whole; what follows the last whole one is cut off."""
+    found: set[int] = set()
+    end = 0
+    if not file.exists():
+        return found
+    for number, rows, stop in _runs_of_lines(file):
+        settled = history.settled.get(number)
+        expected = sum(history.rollouts[index].whole for index in settled[2]) if settled else 0
+        if rows != expected:
+            break
+        found.add(number)
+        end = stop
+    if file.stat().st_size > end:
+        with file.open("r+b") as opened:
+            opened.truncate(end)
+            os.fsync(opened.fileno())
+    return found
+
+
+def _runs_of_lines(file: Path) -> Iterator[tuple[int, int, int]]:
+    """``(group, lines, where they end)`` for whole lines of one group after another, up to the first torn line."""
+    group: int | None = None
+    count = end = 0
+    with file.open("rb") as lines:
+        for line in lines:
+            try:
+                number = msgspec.json.decode(line, type=_Line).group_index if line.endswith(b"\n") else None
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                number = None
+            if number != group and group is not None:
+                yield group, count, end
+                count = 0
+            if number is None:
+                return
+            group, count, end = number, count + 1, end + len(line)
+    if group is not None:
+        yield group, count, end

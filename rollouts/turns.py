@@ -1,0 +1,161 @@
+"""What an episode leaves behind after each turn, so that another process can go on with it.
+
+Invariant: a trajectory made again from its turns is the one that was played: every reply is checked against the tokens
+that it was sampled from, as when it was first stored. Turns are kept for one episode of a rollout; where a rollout
+plays several, none is kept, since nobody could tell them apart.
+
+This module knows no file, no environment and no group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.dtypes import ChatDict, Completion, LogprobColumn, Message, Prompt, TokenColumn, ToolCall, VersionSpan
+from rollouts.trajectory import Call, Trajectory
+
+__all__ = ["Turn", "TurnLog", "claim_turn_log", "keeping_turns", "prompt_digest", "replayed"]
+
+
+@attrs.frozen(eq=False)
+class Turn:
+    """What a trajectory gained since the turn before, and how far the episode is."""
+
+    number: int
+    """Replies so far."""
+    tokens: TokenColumn
+    mask: npt.NDArray[np.bool_]
+    logprobs: LogprobColumn
+    fields: Mapping[str, Any]
+    """Plain values: ``calls``, ``versions`` and ``messages`` gained; ``metrics`` and ``step_rewards`` so far; what the
+    loop adds of its own; ``snapshot`` of the environment where it gives one."""
+
+    @classmethod
+    def since(cls, trajectory: Trajectory, start: int, calls: int, messages: int, **fields: Any) -> Turn:
+        """The turn that began when the trajectory had so many tokens, calls and messages."""
+        return cls(
+            number=len(trajectory.calls),
+            tokens=trajectory.tokens[start:],
+            mask=trajectory.mask[start:],
+            logprobs=trajectory.logprobs[start:],
+            fields={
+                "calls": [attrs.asdict(call) for call in trajectory.calls[calls:]],
+                "versions": [[span.version, span.start, span.stop] for span in trajectory.versions],
+                "messages": [_message_to_dict(message) for message in trajectory.messages[messages:]],
+                "metrics": dict(trajectory.metrics),
+                "step_rewards": list(trajectory.step_rewards),
+                **fields,
+            },
+        )
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the environment told its state."""
+        return "snapshot" in self.fields
+
+
+def replayed(turns: Sequence[Turn]) -> Trajectory:
+    """The trajectory that these turns, from the first on, were taken of.
+
+    Raises:
+        TokenMismatchError: a reply was sampled from other tokens than those that stand before it.
+    """
+    tokens = np.concatenate([turn.tokens for turn in turns])
+    logprobs = np.concatenate([turn.logprobs for turn in turns])
+    last = turns[-1].fields
+    spans = [VersionSpan(*span) for span in last["versions"]]
+    trajectory = Trajectory()
+    for call in [Call(**fields) for turn in turns for fields in turn.fields["calls"]]:
+        trajectory.add_context(tokens[len(trajectory) : call.start])
+        completion = Completion(
+            tokens=tokens[call.start : call.stop],
+            logprobs=logprobs[call.start : call.stop],
+            finish_reason=call.finish_reason,
+            versions=[
+                VersionSpan(
+                    span.version, max(span.start, call.start) - call.start, min(span.stop, call.stop) - call.start
+                )
+                for span in spans
+                if span.start < call.stop and span.stop > call.start
+            ],
+            prompt_tokens=call.start,
+            prompt_digest=call.prompt_digest,
+            request_id=call.request_id,
+            cached_tokens=call.cached_tokens,
+            seconds=call.seconds,
+        )
+        trajectory.add_reply(completion, Message("assistant"))
+    trajectory.add_context(tokens[len(trajectory) :])
+    trajectory.messages[:] = [_message_from_dict(fields) for turn in turns for fields in turn.fields["messages"]]
+    trajectory.metrics.update(last["metrics"])
+    trajectory.step_rewards.extend(last["step_rewards"])
+    return trajectory
+
+
+def prompt_digest(prompt: Prompt) -> int:
+    """Tells the episodes of different prompts apart."""
+    return zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
+
+
+def _message_to_dict(message: Message) -> ChatDict:
+    return {**attrs.asdict(message), "tool_calls": [attrs.asdict(call) for call in message.tool_calls]}
+
+
+def _message_from_dict(fields: ChatDict) -> Message:
+    calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
+    return Message(**{**fields, "tool_calls": calls})
+
+
+# -- handing a log down -----------------------------------------------------------------------------------------------
+
+
+class TurnLog:
+    """Takes the turns of one rollout.
+
+    Args:
+        save: writes a turn where it lasts; ``None`` says that those saved so far are worth nothing.
+        turns: what an earlier process saved of this rollout.
+    """
+
+    def __init__(self, save: Callable[[Turn | None], Awaitable[None]], turns: Sequence[Turn] = ()) -> None:
+        self._save = save
+        self._claims = 0
+        self.turns = tuple(turns)
+
+    async def claim(self) -> TurnLog | None:
+        """Be the episode that this log is of; the second to ask ends the keeping for both."""
+        self._claims += 1
+        if self._claims == 2:
+            await self._save(None)
+        return self if self._claims == 1 else None
+
+    async def save(self, turn: Turn) -> None:
+        if self._claims == 1:
+            await self._save(turn)
+
+
+_LOG: contextvars.ContextVar[TurnLog | None] = contextvars.ContextVar("rollouts_turn_log", default=None)
+
+
+@contextlib.contextmanager
+def keeping_turns(log: TurnLog | None) -> Iterator[None]:
+    """Let the episode that is played inside keep its turns in ``log``."""
+    token = _LOG.set(log)
+    try:
+        yield
+    finally:
+        _LOG.reset(token)
+
+
+async def claim_turn_log() -> TurnLog | None:
+    """The log that whoever called us wants turns in, if there is one."""
+    log = _LOG.get()
+    return None if log is None else await log.claim()

@@ -1,0 +1,41 @@
+"""The calculator recipe with a witness: every call of the reward is noted in a file before the run can know of it.
+
+Used by ``scripts/crash_test``; the witness survives the death of the run, and knows nothing of its journal.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from functools import partial
+from pathlib import Path
+
+import attrs
+
+from configs.calculator import exact_answer_reward
+from configs.calculator import recipe as calculator
+from rollouts.dtypes import Endpoint
+from rollouts.recipe import Recipe
+from rollouts.training import Sample
+
+
+def witnessed_reward(sample: Sample, *, witness: Path) -> float:
+    """The calculator's reward; one line ``pid index crc`` a call, written with one ``write``."""
+    line = f"{os.getpid()} {sample.index} {zlib.crc32(sample.token_column.tobytes())}\n"
+    file = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+    return exact_answer_reward(sample)
+
+
+def recipe(
+    endpoint: Endpoint, *, witness: Path, batch_size: int = 4, n_samples_per_prompt: int = 4, prompts: int = 300
+) -> Recipe:
+    """Small groups, endless data in a fixed order."""
+    made = calculator(
+        endpoint, batch_size=batch_size, n_samples_per_prompt=n_samples_per_prompt, prompts=prompts, epochs=None
+    )
+    reward = partial(witnessed_reward, witness=witness)
+    return attrs.evolve(made, name="crash", config=attrs.evolve(made.config, reward_fn=reward))

@@ -1,0 +1,12 @@
+"""What the tests of the client share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.inference.client import Client
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()

@@ -1,0 +1,54 @@
+"""Ending a generation: acknowledged, or taken for alive."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rollouts.errors import EndpointUnavailable
+from rollouts.inference.aborts import abort_generation
+from rollouts.inference.transport import Transport
+from rollouts.testing.server import StubServer
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[Transport]:
+    transport = Transport(connect_seconds=5.0)
+    yield transport
+    await transport.aclose()
+
+
+async def test_an_unknown_rid_is_no_error(transport: Transport) -> None:
+    """The server acknowledges whatever it is told."""
+    async with StubServer() as server:
+        await abort_generation(transport, server.url, "a" * 32, {})
+        assert server.aborted == ["a" * 32]
+
+
+async def test_a_server_that_is_gone_runs_nothing(transport: Transport) -> None:
+    """Nobody listens there any more."""
+    async with StubServer() as server:
+        url = server.url
+    await abort_generation(transport, url, "r", {})
+
+
+async def test_a_name_that_does_not_resolve_proves_nothing(transport: Transport) -> None:
+    """The server may be alive where we cannot see it."""
+    with pytest.raises(EndpointUnavailable):
+        await abort_generation(transport, "http://nowhere.invalid", "r", {})
+
+
+async def test_a_router_without_workers_acknowledges_nothing(transport: Transport) -> None:
+    """And one of whose workers refuses does not, either."""
+    async with StubServer(workers=[]) as router:
+        with pytest.raises(EndpointUnavailable, match="may still be running"):
+            await abort_generation(transport, router.url, "r", {})
+    async with (
+        StubServer() as sound,
+        StubServer(workers=[]) as deaf,
+        StubServer(workers=[sound.url, deaf.url]) as router,
+    ):
+        with pytest.raises(EndpointUnavailable, match="may still be running"):
+            await abort_generation(transport, router.url, "r", {})
+        assert sound.aborted == ["r"]

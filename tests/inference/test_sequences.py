@@ -1,0 +1,102 @@
+"""Kept encodings: exact under any history, and bounded."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.errors import ConfigError
+from rollouts.inference.sequences import EncodedIds, SequenceCache
+
+ID = st.integers(0, 2**31 - 1)
+
+
+def from_scratch(ids: list[int]) -> EncodedIds:
+    return EncodedIds(msgspec.json.encode(ids)[1:-1], len(ids), zlib.crc32(np.asarray(ids, "<i4").tobytes()))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 9), st.lists(ID, max_size=5)), max_size=12))
+def test_what_is_encoded_is_what_was_asked_for(steps: list[tuple[str, int, list[int]]]) -> None:
+    """Whether a sequence grew, shrank, forked or was never seen before."""
+    cache = SequenceCache(max_bytes=200)
+    ids: list[int] = [0]
+    for session, kept, new in steps:
+        ids = [*ids[:kept], *new] or [1]
+        assert cache.encode(np.asarray(ids, np.int32), session) == from_scratch(ids)
+
+
+def test_only_new_ids_are_encoded() -> None:
+    """A session's second call costs what it has grown by; a repeated one costs nothing."""
+    cache = SequenceCache()
+    for length in (10, 30, 30):
+        cache.encode(np.arange(length), "a")
+    assert cache.encoded == 30
+
+
+def test_a_buffer_that_changes_later_changes_nothing_here() -> None:
+    """What is compared is a copy: a caller may write over what it passed."""
+    cache, column = SequenceCache(), np.arange(4, dtype=np.int32)
+    first = cache.encode(column, "a")
+    column[0] = 9
+    assert cache.encode(column, "a") == from_scratch([9, 1, 2, 3])
+    assert first == from_scratch([0, 1, 2, 3])
+
+
+def test_memory_is_bounded_by_size() -> None:
+    """The least recently used session goes first."""
+    cache = SequenceCache(max_bytes=2 * (3 * 4 + 5))
+    for session in ("a", "b", "a", "c"):
+        cache.encode([1, 2, 3], session)
+    assert len(cache) == 2
+    before = cache.encoded
+    cache.encode([1, 2, 3], "a")
+    assert cache.encoded == before
+
+
+def test_memory_is_bounded_by_age() -> None:
+    """What nobody has used for long is forgotten as soon as anything else is kept."""
+    cache = SequenceCache(max_idle_seconds=0.0)
+    for session in "abc":
+        cache.encode([1], session)
+    assert len(cache) == 1
+
+
+def test_calls_without_a_session_leave_nothing() -> None:
+    """There is nothing that would extend them."""
+    cache = SequenceCache()
+    cache.encode([1, 2])
+    assert len(cache) == 0
+    assert repr(cache) == "<SequenceCache: 0 sessions, 0.0 MiB>"
+
+
+@pytest.mark.parametrize("tokens", [[], [[1]], [0.5], ["1"], [True], [2**70]])
+def test_what_is_no_sequence_of_ids_is_a_mistake(tokens: Any) -> None:
+    """No ids, too many dimensions, or no integers."""
+    with pytest.raises(ConfigError, match="tokens"):
+        SequenceCache().encode(tokens)
+
+
+def test_an_id_is_checked_where_it_is_new() -> None:
+    """Its position is that in the whole sequence."""
+    cache = SequenceCache(vocab_size=10)
+    cache.encode([1, 2], "a")
+    with pytest.raises(ConfigError, match=r"tokens\[3\]: got id 10; expected 0 <= id < 10 \(vocab_size\)"):
+        cache.encode([1, 2, 3, 10], "a")
+
+
+def test_without_a_vocabulary_an_id_still_fits_the_column() -> None:
+    """31 bits, never a silent wrap to another id."""
+    with pytest.raises(ConfigError, match=rf"tokens\[0\]: got id {2**31}; expected 0 <= id < {2**31}"):
+        SequenceCache().encode([2**31])
+
+
+def test_a_vocabulary_has_a_size() -> None:
+    """Zero is no size, and no way to say that it is not known."""
+    with pytest.raises(ConfigError, match="vocab_size"):
+        SequenceCache(0)

@@ -1,0 +1,193 @@
+"""Bytes over HTTP: what an error proves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollouts.errors import ConfigError
+from rollouts.inference.transport import Garbled, Lost, Transport, Unsent, shown
+from rollouts.testing.replies import Fault
+from rollouts.testing.server import StubServer
+
+BODY = msgspec.json.encode({"input_ids": [1], "rid": "r"})
+
+
+@pytest.fixture
+def transport() -> Transport:
+    return Transport(connect_seconds=5.0)
+
+
+async def test_where_nobody_listens_nothing_was_sent(transport: Transport) -> None:
+    """A refused connection proves that there is no server."""
+    async with StubServer() as server:
+        url = server.url
+    with pytest.raises(Unsent, match="cannot connect") as raised:
+        await transport.post(url, BODY, {})
+    assert raised.value.refused
+    await transport.aclose()
+
+
+async def test_a_name_that_does_not_resolve_proves_nothing_about_the_server(transport: Transport) -> None:
+    """Nothing was sent, but whatever runs there runs on."""
+    with pytest.raises(Unsent) as raised:
+        await transport.post("http://nowhere.invalid", BODY, {})
+    assert not raised.value.refused
+    await transport.aclose()
+
+
+@pytest.mark.parametrize(("fault", "where"), [("reset", "before the answer"), ("reset_in_body", "in the middle of")])
+async def test_a_broken_connection_is_lost_and_not_stale(transport: Transport, fault: Fault, where: str) -> None:
+    """A first use cannot have been closed while it was idle."""
+    async with StubServer(faults=[fault]) as server:
+        with pytest.raises(Lost, match=where) as raised:
+            await transport.post(f"{server.url}/generate", BODY, {})
+        assert not raised.value.stale
+        await transport.aclose()
+
+
+async def test_a_kept_connection_that_breaks_is_stale(transport: Transport) -> None:
+    """Before the first byte of the answer; after it, it is lost as any other. Fresh ones are never stale."""
+    async with StubServer(closes_idle=True) as server:
+        url = f"{server.url}/generate"
+        await transport.post(url, BODY, {})
+        with pytest.raises(Lost) as raised:
+            await transport.post(url, BODY, {})
+        assert raised.value.stale
+        await transport.post(url, BODY, {})
+        await transport.post(url, BODY, {}, fresh=True)
+        assert len(server.requests) == 3
+        await transport.aclose()
+    async with StubServer(faults=["none", "reset_in_body"]) as server:
+        await transport.post(f"{server.url}/generate", BODY, {})
+        with pytest.raises(Lost) as raised:
+            await transport.post(f"{server.url}/generate", BODY, {})
+        assert not raised.value.stale
+        await transport.aclose()
+
+
+async def test_what_is_no_http_is_garbled(transport: Transport) -> None:
+    """It may have the request all the same."""
+    async with StubServer(faults=["not_http"]) as server:
+        with pytest.raises(Garbled, match="not an HTTP answer"):
+            await transport.post(f"{server.url}/generate", BODY, {})
+        await transport.aclose()
+
+
+async def test_a_redirect_is_an_answer(transport: Transport) -> None:
+    """Following it would send the key, and the request as another one, to wherever it says."""
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        raise web.HTTPFound("/elsewhere")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    status, _ = await transport.post(f"http://127.0.0.1:{runner.addresses[0][1]}/generate", BODY, {})
+    assert (status, seen) == (302, ["/generate"])
+    await transport.aclose()
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("url", ["http://", "http://host:99999999/x"])
+async def test_a_url_without_a_host_is_a_mistake(transport: Transport, url: str) -> None:
+    """Of the user, not of the network."""
+    with pytest.raises(ConfigError, match="base_url"):
+        await transport.post(url, BODY, {})
+    await transport.aclose()
+
+
+async def test_connections_are_kept_and_single_ones_are_not(transport: Transport) -> None:
+    """One after the other goes over one connection, unless a fresh one is asked for."""
+    async with StubServer() as server:
+        for fresh in (False, False, False, True, True):
+            await transport.post(f"{server.url}/generate", BODY, {}, fresh=fresh)
+        assert server.connections == 3
+        await transport.aclose()
+
+
+async def test_what_is_cancelled_leaves_no_connection_to_the_next(transport: Transport) -> None:
+    """A late answer never meets another request."""
+    async with StubServer(lambda ids, params: ids, faults=["hang", "none"]) as server:
+        with anyio.move_on_after(0.05):
+            await transport.post(f"{server.url}/generate", BODY, {})
+        status, payload = await transport.post(
+            f"{server.url}/generate", msgspec.json.encode({"input_ids": [2], "rid": "s"}), {}
+        )
+        assert (status, msgspec.json.decode(payload)["output_ids"]) == (200, [2])
+        await transport.aclose()
+
+
+async def test_a_close_is_not_the_end(transport: Transport) -> None:
+    """The next use opens a pool anew; closing twice is closing."""
+    async with StubServer() as server:
+        for _ in range(2):
+            await transport.post(f"{server.url}/generate", BODY, {})
+            await transport.aclose()
+            await transport.aclose()
+    assert repr(transport) == "<Transport: closed, opened 2 times>"
+
+
+def test_a_closed_pool_has_closed_its_sockets(transport: Transport) -> None:
+    """A loop that runs nothing after the close leaves none open (a warning, which would be an error here)."""
+
+    async def use() -> None:
+        async with StubServer() as server:
+            await transport.post(f"{server.url}/generate", BODY, {})
+            await transport.post(f"{server.url}/generate", BODY, {})
+            await anyio.lowlevel.checkpoint()
+            held.extend(_sockets(transport))
+            await transport.aclose()
+            assert all(socket.fileno() == -1 for socket in held)
+
+    held: list[Any] = []
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(use())
+    loop.close()
+    assert held
+
+
+def _sockets(transport: Transport) -> list[Any]:
+    assert transport._sessions is not None
+    connector: Any = transport._sessions[0].connector
+    return [protocol.transport.get_extra_info("socket") for kept in connector._conns.values() for protocol, _ in kept]
+
+
+async def test_a_close_is_not_cut_short(transport: Transport) -> None:
+    """Though whoever closes it has been cancelled: every socket is closed, without a warning."""
+    async with StubServer() as server:
+        with anyio.CancelScope() as scope:
+            try:
+                await transport.post(f"{server.url}/generate", BODY, {})
+                scope.cancel()
+                await anyio.sleep_forever()
+            finally:
+                await transport.aclose()
+    assert repr(transport) == "<Transport: closed, opened 1 times>"
+
+
+async def test_a_pool_belongs_to_one_loop(transport: Transport) -> None:
+    """Another loop is told so, instead of hanging on the first one's sockets."""
+    async with StubServer() as server:
+        await transport.post(f"{server.url}/generate", BODY, {})
+
+        def elsewhere() -> None:
+            asyncio.run(transport.post(server.url, BODY, {}))  # type: ignore[arg-type]
+
+        with pytest.raises(ConfigError, match="another event loop"):
+            await anyio.to_thread.run_sync(elsewhere)
+        await transport.aclose()
+
+
+def test_a_password_in_a_url_is_not_shown() -> None:
+    """Nor is its user."""
+    assert shown("https://me:secret@host:1/x") == "https://host:1/x"

@@ -1,0 +1,61 @@
+"""Which worker serves which session."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollouts.inference import workers as module
+from rollouts.inference.workers import Worker, Workers
+
+
+@pytest.fixture
+def three() -> Workers:
+    return Workers([Worker(f"http://{name}", name) for name in "abc"])
+
+
+def test_a_new_session_goes_where_least_is_in_flight(three: Workers) -> None:
+    """And stays, however loaded that worker becomes."""
+    three.all[0].in_flight, three.all[2].in_flight = 2, 1
+    worker = three.of("s")
+    assert worker.name == "b"
+    worker.in_flight = 99
+    assert three.of("s") is worker
+    assert three.in_flight == 102
+
+
+def test_idle_workers_are_used_in_turn(three: Workers) -> None:
+    """With nothing in flight, load is what was assigned before."""
+    assert sorted(three.of(f"s{n}").name for n in range(6)) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_an_unreachable_worker_is_asked_last(three: Workers) -> None:
+    """Though it has the least in flight; if none is better it is asked all the same."""
+    three.all[0].suspect()
+    assert {three.of(f"s{n}").name for n in range(4)} == {"b", "c"}
+    for worker in three.all:
+        worker.suspect()
+    assert three.of("last") in three.all
+
+
+def test_a_session_can_be_moved(three: Workers) -> None:
+    """To another worker, for good; a single worker has no other."""
+    first = three.of("s")
+    second = three.instead_of(first, "s")
+    assert second is not first
+    assert three.of("s") is second
+    alone = Workers([Worker("http://a", "a")])
+    assert alone.instead_of(alone.of("s"), "s") is alone.all[0]
+
+
+def test_sessions_are_forgotten_in_the_end(three: Workers) -> None:
+    """The least recently used first, so that memory has a bound."""
+    first = three.of("first")
+    for number in range(module.MAX_SESSIONS):
+        three.of(f"s{number}")
+    first.in_flight = 1
+    assert three.of("first") is not first
+
+
+def test_the_repr_is_the_load(three: Workers) -> None:
+    """Name and requests in flight of each."""
+    assert repr(three) == "<Workers: a 0 in flight, b 0 in flight, c 0 in flight>"

@@ -1,0 +1,162 @@
+"""The whole loop, small: what is stored is what the weights say, through every update, and a lesson can be resumed."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import aclosing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import attrs
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rollouts.dtypes import Endpoint, Message, SamplingParams
+from rollouts.engine import DEMO_MODEL, running_server
+from rollouts.environments.base import StepResult
+from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
+from rollouts.inference.weights import update_weights
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from training.board import read_steps  # noqa: E402 - the guests need torch
+from training.grpo import GrpoConfig, GrpoTrainer  # noqa: E402
+from training.learn import Lesson, learn  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+def exact(sample: Sample) -> float:
+    last = sample.messages[-1] if sample.messages else {}
+    return float(last.get("content") == f"The answer is {sample.label}.")
+
+
+def config_at(url: str, environment_cls: Any = CalculatorEnvironment, **sizes: Any) -> RolloutConfig:
+    endpoint = Endpoint(model=str(DEMO_MODEL), base_url=url, sampling=SamplingParams(max_new_tokens=48))
+    generate_fn = partial(
+        generate_rollout_batch,
+        environment_cls=environment_cls,
+        endpoint=endpoint,
+        tokenizer=endpoint.model,
+        max_turns=4,
+    )
+    return RolloutConfig(generate_fn=generate_fn, reward_fn=exact, n_samples_per_prompt=4, **sizes)
+
+
+def model_of(folder: Path = DEMO_MODEL) -> Any:
+    torch.set_num_threads(1)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def stored(sample: Sample, which: Any) -> Any:
+    assert sample.logprob_column is not None
+    return sample.logprob_column[which]
+
+
+async def test_the_trainer_finds_the_logprobs_that_were_stored() -> None:
+    """Same weights, float32: teacher-forced over the stored ids, every sampled token has its stored logprob."""
+    async with running_server(DEMO_MODEL) as url:
+        config = config_at(url, batch_size=4)
+        async with AsyncRolloutManager(config, DataBuffer(islice(calculator_prompts(1), 20))) as manager:
+            samples = await manager.generate_batch()
+    found = await anyio.to_thread.run_sync(GrpoTrainer(model_of(), GrpoConfig()).logprobs, samples)
+    assert sum(len(values) for values in found) > 200
+    for sample, values in zip(samples, found, strict=True):
+        np.testing.assert_allclose(values.numpy(), stored(sample, sample.mask_column), atol=1e-3, rtol=0)
+
+
+class Gate:
+    """Lets the environments of the first episodes answer only when the first new weights are served."""
+
+    def __init__(self) -> None:
+        self.open = anyio.Event()
+        self.episodes = 0
+
+
+class GatedCalculator(CalculatorEnvironment):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+        self.waits = gate.episodes % 4 == 3 and gate.episodes >= 8
+        gate.episodes += 1
+
+    async def step(self, reply: Message) -> StepResult:
+        if self.waits:
+            await self.gate.open.wait()
+        return await super().step(reply)
+
+
+async def test_each_token_has_the_logprob_of_the_weights_that_it_names(tmp_path: Path) -> None:
+    """Five asynchronous updates, with requests in flight: stored logprobs against the saved weights of each version."""
+    trainer = GrpoTrainer(model_of(), GrpoConfig(warmup_steps=1))
+    folders = {"default": DEMO_MODEL}
+    seen: list[Sample] = []
+    gate = Gate()
+    async with running_server(DEMO_MODEL) as url:
+        config = config_at(url, partial(GatedCalculator, gate), batch_size=2, over_sampling_factor=4)
+        endpoint = Endpoint(base_url=url)
+        buffer = DataBuffer(islice(calculator_prompts(2), 200))
+        async with AsyncRolloutManager(config, buffer) as manager:
+            manager.announce_version("default")
+            async with aclosing(manager.stream(max_staleness=3, policy="pace")) as batches:
+                for version in ("1", "2", "3", "4", "5"):
+                    samples = await anext(batches)
+                    seen += copy.deepcopy(samples)
+                    await anyio.to_thread.run_sync(trainer.step, samples)
+                    folders[version] = tmp_path / version
+                    await anyio.to_thread.run_sync(trainer.model.save_pretrained, folders[version])
+                    await update_weights(endpoint, folders[version], version, while_running="retract")
+                    manager.announce_version(version)
+                    gate.open.set()
+    versions = {version for sample in seen for version in sample.weight_versions}
+    assert len(versions) >= 2
+    assert any(len(sample.weight_versions) > 1 for sample in seen), "an episode that lived through an update"
+    for version in versions:
+        under = [sample for sample in seen if version in sample.weight_versions]
+        found = GrpoTrainer(model_of(folders[version]), GrpoConfig()).logprobs(under)
+        for sample, values in zip(under, found, strict=True):
+            of_version = np.zeros(len(sample), bool)
+            for span in sample.versions:
+                of_version[span.start : span.stop] = span.version == version
+            which = of_version[sample.mask_column]
+            np.testing.assert_allclose(values.numpy()[which], stored(sample, of_version), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: bool) -> None:
+    """Rows of the CSV, a checkpoint that loads, a result; resumed, it goes on with the next step and other prompts."""
+    lesson = Lesson(
+        recipe=ROOT / "configs" / "calculator_grpo.py",
+        out=tmp_path,
+        options={
+            "batch_size": "4",
+            "n_samples_per_prompt": "4",
+            "prompts": "100",
+            "over_sampling_factor": "1.5" if asynchronous else "1",
+        },
+        grpo=GrpoConfig(warmup_steps=0),
+        steps=2,
+        held_out=4,
+        held_out_rollouts=2,
+        asynchronous=asynchronous,
+    )
+    console = Console(quiet=True)
+    result = await learn(lesson, console)
+    rows = read_steps(tmp_path / "steps.csv")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(0 <= row["reward"] <= 1 and row["logprob_diff"] < (1.0 if asynchronous else 1e-4) for row in rows)
+    assert set(result["after"]) == {"reward", "pass@1", "pass@2"}
+    assert msgspec.json.decode((tmp_path / "result.json").read_bytes())["after"] == result["after"]
+    first = model_of(tmp_path / "checkpoint").state_dict()
+    assert any(not torch.equal(value, first[name]) for name, value in model_of().state_dict().items())
+    result = await learn(attrs.evolve(lesson, steps=3, resume=True), console)
+    assert result["steps"] == 3
+    assert [row["step"] for row in read_steps(tmp_path / "steps.csv")] == [1, 2, 3]

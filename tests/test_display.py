@@ -1,0 +1,91 @@
+"""What is shown: the numbers of the run, and nothing that changes it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import anyio
+import pytest
+from rich.console import Console
+
+from rollouts.display import groups_table, panel, plain_line, samples_table, summary, watch
+from rollouts.running import run
+from rollouts.training import AsyncRolloutManager
+from rollouts.training.run_folder import read_rows
+from rollouts.training.sinks import RunWriter
+from tests.stored_runs import store_run
+from tests.test_running import a_recipe
+
+
+def shown(what: object, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what, soft_wrap=isinstance(what, str))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+async def manager(tmp_path: Path) -> AsyncRolloutManager:
+    return await store_run(tmp_path / "run")
+
+
+async def test_the_panel_shows_where_the_groups_are(manager: AsyncRolloutManager) -> None:
+    """Groups in flight, kept, dropped and failed, tokens a second, mean reward, and what is waited for."""
+    text = shown(panel(manager, batches=3))
+    counts = manager.accounting
+    for part in (
+        "batch 3/3",
+        f"{counts.in_flight} in flight",
+        f"{counts.in_batch + counts.ready} kept",
+        f"{counts.dropped} dropped",
+        f"{counts.failed} failed",
+        "tokens/s",
+        f"mean reward {manager.run_metrics.mean_reward:.3f}",
+        "waiting for",
+    ):
+        assert part in text
+
+
+async def test_a_plain_line_says_the_same(manager: AsyncRolloutManager) -> None:
+    """Without a terminal one line has all of it."""
+    line = plain_line(manager, batches=2)
+    assert "\n" not in line
+    assert f"{manager.accounting.dropped} dropped · {manager.accounting.failed} failed" in line
+
+
+async def test_the_live_panel_is_drawn_on_a_terminal(manager: AsyncRolloutManager) -> None:
+    """On a terminal the panel appears at once, and the cursor is given back when it is cancelled."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=90)
+    async with anyio.create_task_group() as tasks:
+
+        async def show() -> None:
+            await watch(manager, batches=2, console=console)
+
+        tasks.start_soon(show)
+        assert isinstance(console.file, io.StringIO)
+        while "in flight" not in console.file.getvalue():
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert console.file.getvalue().endswith("\x1b[2K") or "\x1b[?25h" in console.file.getvalue()
+
+
+async def test_the_summary_adds_up_and_says_what_next(tmp_path: Path) -> None:
+    """The end says the sum, the batches' rewards, the folder, and two commands to type."""
+    recipe = a_recipe()
+    writer = RunWriter(tmp_path / "run", recipe.describe())
+    result = await run(recipe, writer)
+    text = summary(result, writer).plain
+    assert f"{result.accounting.taken} prompts taken = {result.accounting.in_batch} in batch + " in text
+    assert f"mean reward {result.batch_metrics[1]['reward/mean']:.3f}" in text
+    assert f"rollouts show {writer.path}" in text
+    assert f"rollouts verify {writer.path}" in text
+
+
+async def test_tables_list_groups_and_samples(manager: AsyncRolloutManager, tmp_path: Path) -> None:
+    """Each group has a row with prompt, rewards, spread and outcome; each sample one with its numbers."""
+    rows = list(read_rows(tmp_path / "run", "all"))
+    text = shown(groups_table([rows[:4]]))
+    assert f"question {rows[0].data['group_index']}" in text
+    assert "batch 0" in text
+    assert len(shown(samples_table(rows[:4])).strip().splitlines()) == 5

@@ -1,0 +1,250 @@
+"""Recipes: read from a file, given options as text, and tried before work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rollouts.dtypes import Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
+from rollouts.recipe import Recipe, build, load_recipe, preflight, read_options
+from rollouts.testing.server import StubServer
+from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
+
+CALCULATOR = Path(__file__).parents[1] / "configs" / "calculator.py"
+
+
+async def generate(prompts: Sequence[Prompt], **options: Any) -> list[Sample]:
+    return [Sample() for _ in prompts]
+
+
+def a_recipe(**fields: Any) -> Recipe:
+    given = {
+        "name": "test",
+        "config": RolloutConfig(batch_size=1, generate_fn=generate, n_samples_per_prompt=2),
+        "data_buffer": DataBuffer(["question"]),
+        "endpoint": Endpoint(model=str(DEMO_MODEL)),
+        "tokenizer": str(DEMO_MODEL),
+        "environment_cls": CalculatorEnvironment,
+    }
+    return Recipe(**{**given, **fields})
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "some_recipe.py"
+    path.write_text(text)
+    return path
+
+
+# -- the file --
+
+
+def test_the_calculator_is_a_recipe() -> None:
+    """The main job's recipe builds with its defaults: 32 groups of 8, half as many again in work."""
+    made = build(load_recipe(CALCULATOR), Endpoint(model="m"), {})
+    config = made.config
+    assert (config.batch_size, config.n_samples_per_prompt, config.over_sampling_factor) == (32, 8, 1.5)
+    assert made.endpoint.sampling.temperature == 1.0
+    assert len(made.data_buffer) >= 200
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ("The answer is 7.", 1.0),
+        ("The answer is 8.", 0.0),
+        ("I say: The answer is 7.", 0.0),
+        ("The answer is 7. The answer is 7.", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_calculator_rewards_the_exact_sentence(last: str, reward: float) -> None:
+    """Only the whole last reply with the right number scores."""
+    reward_fn: Any = build(load_recipe(CALCULATOR), Endpoint(model="m"), {}).config.reward_fn
+    assert reward_fn(Sample(label="7", messages=[{"role": "assistant", "content": last}])) == reward
+    assert reward_fn(Sample(label="7", messages=[{"role": "tool", "content": "The answer is 7."}])) == 0.0
+
+
+def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path) -> None:
+    """A recipe in configs/ may import what lies beside configs/."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "guest_of_a_recipe.py").write_text("NAME = 'guest'\n")
+    path = written(tmp_path / "configs", "from guest_of_a_recipe import NAME\ndef recipe(endpoint): return NAME\n")
+    assert load_recipe(path)(None) == "guest"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ny = 1 / 0\n", r"some_recipe.py, line 2: importing the recipe raised ZeroDivisionError"),
+        ("import no_such_module_anywhere\n", r"line 1: .*ModuleNotFoundError: No module named 'no_such_module"),
+        ("def recipe(:\n", r"some_recipe.py: importing the recipe raised SyntaxError"),
+        ("raise SystemExit(3)\n", r"line 1: importing the recipe raised SystemExit"),
+        ("x = 1\n", r"some_recipe.py: recipe: got None; expected a function recipe\(endpoint"),
+        ("recipe = 3\n", r"recipe: got 3; expected a function"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """The message says which file, which line where there is one, and what was expected."""
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["none.py", "."])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    """So is one that is not there, or is a folder."""
+    with pytest.raises(ConfigError, match=r"recipe: got '.*'; expected a Python file"):
+        load_recipe(tmp_path / name)
+
+
+# -- options --
+
+
+def function(
+    endpoint: Endpoint,
+    *,
+    data: Path,
+    count: int = 1,
+    share: float = 0.5,
+    flag: bool = False,
+    limit: int | None = None,
+    kind: Literal["a", "b"] = "a",
+    names: tuple[str, ...] = (),
+    text: str = "",
+    judge: Callable[[], float] | None = None,
+) -> Any:
+    return a_recipe(name=text or "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("count", "12", 12),
+        ("share", "2", 2.0),
+        ("flag", "true", True),
+        ("flag", "0", False),
+        ("limit", "7", 7),
+        ("limit", "null", None),
+        ("kind", "b", "b"),
+        ("names", '["x", "y"]', ("x", "y")),
+        ("text", "12", "12"),
+        ("data", "/a/b", Path("/a/b")),
+    ],
+)
+def test_texts_become_what_the_annotation_says(name: str, text: str, value: Any) -> None:
+    """Numbers, flags, None, choices, lists (as JSON), paths and texts."""
+    assert read_options(function, {"data": "x", name: text})[name] == value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cuont": "1"}, r"option: got 'cuont'; expected one that the recipe has: data \(Path\), count \(int\), share"),
+        ({"data": "x", "count": "many"}, r"option count: got 'many'; expected int"),
+        ({"data": "x", "count": "1.5"}, r"option count: got '1.5'; expected int"),
+        ({"data": "x", "kind": "c"}, r"option kind: got 'c'; expected Literal\['a', 'b'\]"),
+        ({"data": "x", "judge": "f"}, r"option judge: got 'f'; expected"),
+        ({}, r"option data: got None; expected Path: the recipe needs it, --set data=\.\.\."),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
+    """The message says which option, its value, and what was expected."""
+    with pytest.raises(ConfigError, match=message):
+        read_options(function, options)
+
+
+def test_what_a_recipe_raises_is_told() -> None:
+    """A recipe function that raises is bad input, with its cause."""
+
+    def broken(endpoint: Endpoint) -> Recipe:
+        raise KeyError("column")
+
+    with pytest.raises(ConfigError, match=r"recipe broken raised KeyError: 'column'") as caught:
+        build(broken, Endpoint(), {})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_recipe_returns_a_recipe() -> None:
+    """Anything else is named."""
+    with pytest.raises(ConfigError, match=r"what the recipe returned: got None; expected a Recipe"):
+        build(lambda endpoint: None, Endpoint(), {})  # type: ignore[arg-type,return-value]
+
+
+# -- the value --
+
+
+@pytest.mark.parametrize("name", ["name", "config", "data_buffer", "endpoint", "environment_cls", "batches", "seed"])
+def test_each_field_is_checked(name: str) -> None:
+    """A field of the wrong type is refused by its name."""
+    with pytest.raises(ConfigError, match=rf"Recipe\.{name}: got \[\]; expected"):
+        a_recipe(**{name: []})
+
+
+def test_no_secret_is_described() -> None:
+    """What goes to run.json has neither the key nor a password in a URL."""
+    endpoint = Endpoint(model="m", base_url="http://user:geheim@host:1/x", api_key="sk-secret")
+    generate_fn = partial(generate, endpoint=endpoint, max_turns=3)
+    config = RolloutConfig(batch_size=1, generate_fn=generate_fn, n_samples_per_prompt=2)
+    described = a_recipe(endpoint=endpoint, config=config).describe()
+    assert described["generate"] == {"max_turns": 3}
+    assert described["endpoint"]["base_url"] == ["http://host:1/x"]
+    assert "geheim" not in str(described)
+    assert "secret" not in str(described)
+
+
+# -- before the work --
+
+
+async def test_preflight_says_what_the_server_is() -> None:
+    """With a sound environment, template and server, the server's own words come back."""
+    async with StubServer(max_context=512) as server:
+        info = await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
+    assert (info.model, info.max_context) == ("stub", 512)
+
+
+async def test_no_server_is_found_before_work_starts() -> None:
+    """Nobody at the URL is said with the URL."""
+    async with StubServer() as server:
+        url = server.url
+    with pytest.raises(EndpointUnavailable, match=url):
+        await preflight(a_recipe(endpoint=Endpoint(base_url=url)))
+
+
+async def test_a_server_that_is_not_sglang_is_refused() -> None:
+    """Somebody at the URL who does not speak the protocol is told apart from nobody."""
+    async with StubServer(model_info=None) as server:
+        with pytest.raises(EndpointRefused, match="is not an SGLang server"):
+            await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
+
+
+async def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:
+    """The folder is named before the server is asked."""
+    with pytest.raises(ConfigError, match=r"tokenizer: .*does not load"):
+        await preflight(a_recipe(tokenizer=str(tmp_path)))
+
+
+class NoSteps:
+    tools = ()
+
+
+class Broken(CalculatorEnvironment):
+    def __init__(self) -> None:
+        raise OSError("no such world")
+
+
+async def test_an_environment_must_be_one() -> None:
+    """An object without the protocol's methods is refused."""
+    with pytest.raises(ConfigError, match=r"environment_cls\(\): .* expected an object with tools, start, step"):
+        await preflight(a_recipe(environment_cls=NoSteps))
+
+
+async def test_an_environment_must_be_makeable() -> None:
+    """What making one raises is told."""
+    with pytest.raises(EnvironmentFailure, match=r"Broken\(\) raised OSError: no such world"):
+        await preflight(a_recipe(environment_cls=Broken))

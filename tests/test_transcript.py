@@ -1,0 +1,119 @@
+"""Transcripts: the stored tokens as text, each reply in colour, its numbers beside it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rollouts.dtypes import Completion, Message, Prompt, StopReason, VersionSpan
+from rollouts.engine import DEMO_MODEL
+from rollouts.errors import EnvironmentFailure, Failure
+from rollouts.renderer import Renderer, renderer_for
+from rollouts.training import Sample, trajectory_to_sample
+from rollouts.trajectory import Call, Trajectory, digest
+from rollouts.transcript import pieces_of, transcript, visible
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return renderer_for(str(DEMO_MODEL))
+
+
+def played(renderer: Renderer, reply: list[int], logprobs: list[float]) -> Sample:
+    trajectory = Trajectory()
+    opening = [Message("user", "What is 1 + 2?")]
+    trajectory.add_context(renderer.opening(opening), opening)
+    completion = Completion(
+        tokens=reply,
+        logprobs=logprobs,
+        finish_reason="stop",
+        versions=[VersionSpan("v9", 0, len(reply))],
+        prompt_tokens=len(trajectory),
+        prompt_digest=digest(trajectory.tokens),
+        request_id="r",
+        cached_tokens=3,
+    )
+    trajectory.add_reply(completion, Message("assistant", "said"))
+    trajectory.seal(StopReason.TASK_COMPLETED)
+    sample = trajectory_to_sample(trajectory, Prompt("q", label="3", group_index=4, index=9), renderer.decode)
+    sample.reward = 1.0
+    return sample
+
+
+def shown(what: Any, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=120, **options)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def ids(renderer: Renderer, text: str) -> list[int]:
+    """Ids of a text, by way of a user's message."""
+    with_text, without = (renderer.opening([Message("user", each)]).tolist() for each in (f"x{text}", "x"))
+    start = next(at for at, (a, b) in enumerate(zip(with_text, without, strict=False)) if a != b)
+    return with_text[start : start + len(with_text) - len(without)]
+
+
+def test_the_text_is_decoded_from_the_stored_tokens(renderer: Renderer) -> None:
+    """What is shown is what the tokens say, not what the messages say; the numbers stand beside it."""
+    reply = [*ids(renderer, " The answer is 3."), *renderer.stop_token_ids[:1]]
+    text = shown(transcript(played(renderer, reply, [-0.5] * len(reply)), renderer.decode))
+    assert "The answer is 3.<|im_end|>" in text
+    assert "said" not in text
+    for part in ("group 4 · sample 9 · reward 1", "label 3", "logprob -0.500", "cached 3/", "version v9", "sampled"):
+        assert part in text
+
+
+def test_trained_tokens_are_coloured_by_their_logprob(renderer: Renderer) -> None:
+    """A likely token is green, an unlikely one yellow, a surprise red; context has no colour of these."""
+    reply = ids(renderer, " The answer is 3.")
+    logprobs = [-0.01] * len(reply)
+    logprobs[0], logprobs[1] = -1.5, -6.0
+    text = shown(transcript(played(renderer, reply, logprobs), renderer.decode), force_terminal=True)
+    first, second = renderer.decode(reply[:1]), renderer.decode(reply[1:2])
+    assert f"\x1b[33m{first}\x1b[0m" in text
+    assert f"\x1b[31m{second}" in text
+    assert "\x1b[32m" in text
+
+
+def test_messages_stand_in_where_there_is_no_tokenizer(renderer: Renderer) -> None:
+    """Without a decoder the conversation is shown as text."""
+    reply = ids(renderer, " The answer is 3.")
+    text = shown(transcript(played(renderer, reply, [-0.5] * len(reply)), None))
+    assert "said" in text
+    assert "What is 1 + 2?" in text
+
+
+def test_a_sample_without_tokens_shows_its_failure() -> None:
+    """A rollout that failed at once has its reason."""
+    sample = Sample(prompt="q", failure=Failure.of(EnvironmentFailure("no world")))
+    assert "EnvironmentFailure at here: no world" in shown(transcript(sample, None))
+
+
+def test_pieces_cover_a_sequence_without_a_gap(renderer: Renderer) -> None:
+    """Replies and what stands between them follow each other from the first token to the last."""
+    sample = played(renderer, ids(renderer, " yes"), [-0.1] * len(ids(renderer, " yes")))
+    pieces = list(pieces_of(sample.calls, len(sample) + 5))
+    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].stop) == (0, len(sample) + 5)
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    """A model cannot move the cursor; line ends and tabs stay."""
+    assert visible("a\x1b[2Jb\n\tc\x7f") == "a␛[2Jb\n\tc␡"
+
+
+def test_a_character_of_several_tokens_is_one_character() -> None:
+    """Where tokens are bytes, a character that they spell together is shown whole."""
+
+    def decode(tokens: Any) -> str:
+        return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
+
+    text = "né".encode()
+    call = Call("r", 1, 4, "stop", 0, 0, 0.1)
+    sample = Sample(tokens=[65, *text], loss_mask=[0, 1, 1, 1], rollout_log_probs=[0, -0.1, -0.1, -0.1], calls=[call])
+    assert "né" in shown(transcript(sample, decode))

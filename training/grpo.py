@@ -1,0 +1,347 @@
+"""GRPO on the samples of a batch: one optimizer, one model of transformers, one process, on CPU or CUDA.
+
+    trainer = GrpoTrainer(model, GrpoConfig())
+    numbers = trainer.step(samples)          # whole groups, as the manager hands them out
+
+Invariant: a token has weight in the loss if and only if its mask says that the policy sampled it. The loss of a batch
+is the mean over rollouts of the mean over their trained tokens, however the batch is cut into micro-batches, and
+however many branches a rollout has. Padded or packed, the numbers are the same.
+
+What is computed, for a trained token of advantage A (``rollouts.training.batch`` says how rewards become A):
+
+    ratio     = exp(logprob - old)                       old: this trainer's weights before the step
+    surrogate = max(-ratio A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) A)
+    tis       = min(exp(old - rollout logprob), tis_clip)     weights of the trainer against those that sampled it
+    loss      = tis * surrogate + kl_coef * KL(reference)
+
+This module knows no server, no environment and no prompt.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import numpy as np
+import torch
+
+from rollouts.errors import ConfigError
+from rollouts.training import Sample
+from rollouts.training.batch import collate, collate_packed, group_advantages, loss_weights
+
+__all__ = ["GrpoConfig", "GrpoTrainer", "kl_estimate", "policy_loss", "token_logprobs"]
+
+
+@attrs.frozen(kw_only=True)
+class GrpoConfig:
+    """Names and defaults are slime's where slime has them."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup_steps: int = 3
+    """Optimizer steps over which the learning rate rises to ``lr``; constant from then on."""
+    clip_grad: float = 1.0
+    """Largest norm of a gradient."""
+    minibatches: int = 2
+    """Optimizer steps a batch: its groups are dealt out into so many parts."""
+    eps_clip: float = 0.2
+    eps_clip_high: float = 0.28
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Whose logprobs the ratio is against: the trainer's, computed anew before the step, or those of the samples."""
+    tis_clip: float | None = 2.0
+    """Ceiling of the importance weight between trainer and rollout; ``None`` for no such weight. Needs the trainer's
+    own old logprobs: with ``old_logprobs="rollout"`` the ratio holds the whole difference already."""
+    kl_coef: float = 0.0
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    temperature: float = 1.0
+    """At which the samples were drawn."""
+    layout: Literal["padded", "packed"] = "padded"
+    """Padded is faster without a kernel for variable lengths; packed where there is one."""
+    micro_batch_tokens: int = 4096
+    """Tokens of one forward pass, padding included; gradients add up over the passes of a minibatch."""
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.old_logprobs == "rollout" and self.tis_clip is not None:
+            raise ConfigError.of("GrpoConfig.tis_clip", self.tis_clip, 'None with old_logprobs="rollout"')
+
+
+# -- arithmetic: vectors over trained tokens, of shape (M,) ------------------------------------------------------------
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    config: GrpoConfig,
+    reference: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss over trained tokens, and sums over them for the metrics.
+
+    Args:
+        logprobs: under the weights that learn, with gradient; all arguments have shape ``(M,)``.
+        old: under the weights before the step.
+        rollout: as the samples have them.
+        advantages: of each token's sample.
+        weights: of each token in the mean; see :func:`rollouts.training.batch.loss_weights`.
+        reference: under the reference model; needed when ``kl_coef`` is not 0.
+    """
+    ratio = (logprobs - old).exp()
+    clipped = ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip_high)
+    per_token = torch.maximum(-ratio * advantages, -clipped * advantages)
+    sums = {"ratio": ratio.detach().sum(), "clip_fraction": (clipped != ratio).sum()}
+    if config.tis_clip is not None:
+        tis = (old - rollout).exp()
+        sums |= {"tis": tis.sum(), "tis_truncated_fraction": (tis > config.tis_clip).sum()}
+        per_token = per_token * tis.clamp(max=config.tis_clip)
+    if config.kl_coef:
+        assert reference is not None, "a KL needs the logprobs of the reference"
+        kl = kl_estimate(logprobs, reference, config.kl_type)
+        sums["kl"] = kl.detach().sum()
+        per_token = per_token + config.kl_coef * kl
+    return (per_token * weights).sum(), sums
+
+
+def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, kind: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+    """Schulman's estimators of the KL from the policy to the reference, of each token."""
+    difference = logprobs - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    return (-difference).exp() - 1 + difference
+
+
+def token_logprobs(
+    model: Any, samples: Sequence[Sample], *, packed: bool = False, temperature: float = 1.0, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logprobs of the trained tokens, in the order of the samples, ``(M,)``; and the entropy of each where asked.
+
+    One teacher-forced forward pass. The first token of a sample has no logprob: nothing stands before it.
+    """
+    device = model.device
+    if packed:
+        whole = collate_packed(samples, device=device)
+        mask = whole.loss_masks & (whole.positions > 0)
+        before = mask.nonzero()[:, 0] - 1
+        rows = {"input_ids": whole.tokens[None], "position_ids": whole.positions[None]}
+        logits = model(**rows, use_cache=False, logits_to_keep=before).logits[0]
+        targets = whole.tokens[mask]
+    else:
+        batch = collate(samples, device=device)
+        mask = batch.loss_masks[:, 1:]
+        rows = {"input_ids": batch.tokens, "attention_mask": batch.attention_mask}
+        logits = model(**rows, use_cache=False).logits[:, :-1][mask]
+        targets = batch.tokens[:, 1:][mask]
+    logits = logits.float()
+    every = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    spread = None
+    if entropy:
+        with torch.no_grad():
+            spread = -(every.exp() * every).sum(-1)
+    return every.gather(1, targets[:, None])[:, 0], spread
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+class GrpoTrainer:
+    """A model that learns from batches.
+
+    Args:
+        model: a causal language model of transformers, on the device where it is to learn.
+        config: how.
+        reference: the model that the KL is taken against; needed when ``kl_coef`` is not 0.
+
+    Attributes:
+        batches: how many were spent.
+        optimizer_steps: how often the weights moved.
+    """
+
+    def __init__(self, model: Any, config: GrpoConfig | None = None, *, reference: Any = None) -> None:
+        self.model = model
+        self.config = config or GrpoConfig()
+        self.reference = reference
+        if self.config.kl_coef and reference is None:
+            raise ConfigError.of("GrpoTrainer.reference", None, "a model, since kl_coef is not 0")
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.config.lr, betas=self.config.betas, weight_decay=self.config.weight_decay
+        )
+        self.batches = 0
+        self.optimizer_steps = 0
+        self._random = random.Random(self.config.seed)
+        model.eval()  # no dropout: the logprobs of two passes are to be comparable
+
+    def __repr__(self) -> str:
+        return f"<GrpoTrainer {self.batches} batches, {self.optimizer_steps} optimizer steps, {self.model.device}>"
+
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Spend one batch of whole groups: ``minibatches`` optimizer steps.
+
+        Returns:
+            Means over trained tokens: ``ratio``, ``clip_fraction``, ``entropy``, ``kl``, ``tis``, the difference
+            between rollout and trainer logprobs; and ``loss``, ``grad_norm``, ``lr``, ``seconds``.
+
+        Raises:
+            ConfigError: a sample without reward, group or logprobs; or no trained token at all.
+        """
+        began = time.perf_counter()
+        if not any(sample.mask_column[1:].any() for sample in samples):
+            raise ConfigError.of("step(samples)", samples, "samples with at least one trained token")
+        advantages = group_advantages(samples)
+        given = [_trained(sample) for sample in samples]
+        own, entropy = self._logprobs(samples, self.model)
+        old = own if self.config.old_logprobs == "trainer" else given
+        reference = self._logprobs(samples, self.reference)[0] if self.config.kl_coef else old
+        sums: collections.Counter[str] = collections.Counter()
+        notes: dict[str, list[float]] = {}
+        for part in self._minibatches(samples):
+            weights = loss_weights([samples[row] for row in part])
+            place = dict(zip(part, weights, strict=True))
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = 0.0
+            for rows in self._micro_batches(samples, part):
+                counts = torch.tensor([len(given[row]) for row in rows], device=self.model.device)
+                logprobs, _ = token_logprobs(
+                    self.model, [samples[row] for row in rows],
+                    packed=self.config.layout == "packed", temperature=self.config.temperature,
+                )  # fmt: skip
+                each, summed = policy_loss(
+                    logprobs,
+                    torch.cat([old[row] for row in rows]).to(logprobs),
+                    torch.cat([given[row] for row in rows]).to(logprobs),
+                    torch.tensor([advantages[row] for row in rows]).to(logprobs).repeat_interleave(counts),
+                    torch.tensor([place[row] for row in rows]).to(logprobs).repeat_interleave(counts),
+                    self.config,
+                    torch.cat([reference[row] for row in rows]).to(logprobs),
+                )
+                each.backward()
+                loss += each.item()
+                sums.update({name: float(value) for name, value in summed.items()}, tokens=len(logprobs))
+            notes.setdefault("loss", []).append(loss)
+            notes.setdefault("grad_norm", []).append(self._apply())
+        self.batches += 1
+        every, ours = torch.cat(given), torch.cat(own)
+        differences = (every - ours).abs()
+        return {
+            **{name: value / sums["tokens"] for name, value in sums.items() if name != "tokens"},
+            **{name: sum(values) / len(values) for name, values in notes.items()},
+            "entropy": float(torch.cat(entropy).mean()),
+            "logprob_diff": float(differences.mean()),
+            "logprob_diff_max": float(differences.max()),
+            "trained_tokens": float(len(every)),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "seconds": time.perf_counter() - began,
+        }
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Of each sample the logprobs of its trained tokens under the weights as they are now, on the CPU."""
+        return self._logprobs(samples, self.model)[0]
+
+    # -- pieces of a step --
+
+    def _apply(self) -> float:
+        """One optimizer step from the gradients that are there; the norm they had."""
+        self.optimizer_steps += 1
+        warmth = min(1.0, self.optimizer_steps / max(self.config.warmup_steps, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * warmth
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
+        if not math.isfinite(float(norm)):
+            raise FloatingPointError(f"the gradient of optimizer step {self.optimizer_steps} has norm {float(norm)}")
+        self.optimizer.step()
+        return float(norm)
+
+    @torch.no_grad()
+    def _logprobs(self, samples: Sequence[Sample], model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        logprobs: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+        entropies = list(logprobs)
+        for rows in self._micro_batches(samples, range(len(samples))):
+            chosen = [samples[row] for row in rows]
+            packed, temperature = self.config.layout == "packed", self.config.temperature
+            values, entropy = token_logprobs(model, chosen, packed=packed, temperature=temperature, entropy=True)
+            assert entropy is not None
+            counts = [len(_trained(sample)) for sample in chosen]
+            for row, value, spread in zip(rows, values.cpu().split(counts), entropy.cpu().split(counts), strict=True):
+                logprobs[row], entropies[row] = value, spread
+        return logprobs, entropies
+
+    def _minibatches(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
+        """Rows of each optimizer step: whole groups, dealt out at random."""
+        groups: dict[int | None, list[int]] = {}
+        for row, sample in enumerate(samples):
+            groups.setdefault(sample.group_index, []).append(row)
+        order = list(groups)
+        self._random.shuffle(order)
+        parts = min(self.config.minibatches, len(order))
+        for part in range(parts):
+            yield [row for group in order[part::parts] for row in groups[group]]
+
+    def _micro_batches(self, samples: Sequence[Sample], rows: Iterable[int]) -> Iterator[list[int]]:
+        """Rows of each forward pass: alike in length, and together within ``micro_batch_tokens``."""
+        chosen: list[int] = []
+        used = 0
+        for row in sorted((row for row in rows if len(_trained(samples[row]))), key=lambda row: len(samples[row])):
+            length = len(samples[row])
+            used = used + length if self.config.layout == "packed" else length * (len(chosen) + 1)
+            if chosen and used > self.config.micro_batch_tokens:
+                yield chosen
+                chosen, used = [], length
+            chosen.append(row)
+        if chosen:
+            yield chosen
+
+    # -- on disk --
+
+    def save(self, folder: str | Path, *, tokenizer: Any = None) -> Path:
+        """Write model, optimizer, counters and random states; the folder appears whole or not at all."""
+        folder = Path(folder)
+        writing = folder.with_name(f".{folder.name}.writing")
+        shutil.rmtree(writing, ignore_errors=True)
+        self.model.save_pretrained(writing)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(writing)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "counters": (self.batches, self.optimizer_steps),
+            "random": self._random.getstate(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+        torch.save(state, writing / "trainer.pt")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder, folder.with_name(f".{folder.name}.old"))
+        os.replace(writing, folder)
+        shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
+        return folder
+
+    def load(self, folder: str | Path) -> None:
+        """Go on where :meth:`save` was called, to the bit on the same machine. The weights are loaded in place."""
+        folder = Path(folder)
+        saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype, local_files_only=True)
+        self.model.load_state_dict(saved.state_dict())
+        state = torch.load(folder / "trainer.pt", weights_only=True, map_location="cpu")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.batches, self.optimizer_steps = state["counters"]
+        self._random.setstate(state["random"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and state["cuda"]:
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _trained(sample: Sample) -> torch.Tensor:
+    """Rollout logprobs of the trained tokens, ``(m,)``; the first token of a sample is never one of them."""
+    column, mask = sample.logprob_column, sample.mask_column
+    return torch.empty(0) if column is None else torch.from_numpy(np.ascontiguousarray(column[1:][mask[1:]]))

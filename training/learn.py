@@ -1,0 +1,348 @@
+"""Learn from rollouts: generate over HTTP, step, hand the new weights to the server, and again.
+
+    python -m training.learn configs/calculator_grpo.py --out runs/learn
+
+Invariant: the weights that the server samples with are those that the trainer wrote under that version; versions count
+from 1 and every sampled token carries its own. Held-out prompts are never trained on.
+
+Synchronous, generation and training take turns, and every batch is of the newest weights. With ``--async`` generation
+goes on while the trainer steps, and batches are up to ``--max-staleness`` versions old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+import attrs
+import msgspec
+import torch
+import transformers
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from rollouts.dtypes import Endpoint, Prompt
+from rollouts.engine import DEMO_MODEL
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.inference.weights import update_weights
+from rollouts.recipe import Recipe, build, load_recipe, preflight, read_options
+from rollouts.serving import engine_process
+from rollouts.training import AsyncRolloutManager, BufferState, Sample
+from rollouts.training.evaluation import TaskScore, estimate_mean, estimate_pass_at_k, run_evaluation, task_scores
+from rollouts.training.filters import check_reward_nonzero_std
+from training.board import Board, draw_curve
+from training.grpo import GrpoConfig, GrpoTrainer
+
+__all__ = ["Ablation", "Lesson", "learn"]
+
+Ablation = Literal["mask", "advantages"]
+"""What to break, to see that it matters: every token trained; or each rollout with the reward of another."""
+
+
+@attrs.frozen(kw_only=True)
+class Lesson:
+    """What to learn, from what, and how long."""
+
+    recipe: Path
+    out: Path
+    model: Path = DEMO_MODEL
+    options: dict[str, str] = attrs.field(factory=dict)
+    """Of the recipe, as text."""
+    grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
+    steps: int = 50
+    held_out: int = 64
+    """Prompts that are not trained on; each is played ``held_out_rollouts`` times before and after."""
+    held_out_rollouts: int = 8
+    asynchronous: bool = False
+    max_staleness: int = 2
+    policy: Literal["drop", "pace"] = "pace"
+    ablation: Ablation | None = None
+    save_every: int = 0
+    """Checkpoint after so many steps; 0 for one at the end."""
+    keep_weights: bool = False
+    """Keep the weights of every version, and the samples of every batch, to check one against the other."""
+    resume: bool = False
+    slots: int = 64
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint"
+
+
+async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
+    """Do the whole lesson; returns what ``result.json`` says.
+
+    Raises:
+        RolloutsError: the recipe is wrong, the server does not answer, or generation came to an end.
+    """
+    began = time.monotonic()
+    source = lesson.checkpoint if lesson.resume else lesson.model
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(engine_process(source, lesson.out / "engine.log", slots=lesson.slots))
+        endpoint = Endpoint(model=str(source), base_url=engine.url)
+        recipe = build(load_recipe(lesson.recipe), endpoint, lesson.options)
+        server = await preflight(recipe)
+        held_out = recipe.data_buffer.hold_out(lesson.held_out)
+        trainer = await anyio.to_thread.run_sync(_trainer, lesson, source)
+        manager = await stack.enter_async_context(AsyncRolloutManager(recipe.config, recipe.data_buffer))
+        manager.announce_version(server.weight_version or "default")
+        board = stack.enter_context(Board(lesson.out / "steps.csv", console, steps=lesson.steps, resume=lesson.resume))
+        if lesson.resume:
+            _load_buffer(lesson, recipe)
+        before = await _evaluate(lesson, recipe, held_out, board, "before")
+        started = time.monotonic()
+        async with contextlib.aclosing(_batches(lesson, manager)) as batches:
+            step = trainer.batches
+            asked = time.monotonic()
+            while step < lesson.steps:
+                samples = await anext(batches)
+                step += 1
+                generated = time.monotonic()
+                numbers = await anyio.to_thread.run_sync(_spend, trainer, samples, lesson, step)
+                trained = time.monotonic()
+                await _publish(lesson, trainer, recipe.endpoint, manager, step, samples)
+                now = time.monotonic()
+                board.add(
+                    step,
+                    {
+                        "elapsed": now - started,
+                        **numbers,
+                        "generation_seconds": generated - asked,
+                        "step_seconds": trained - generated,
+                        "update_seconds": now - trained,
+                        "tokens_per_second": sum(int(sample.mask_column.sum()) for sample in samples) / (now - asked),
+                        **{
+                            name: value for name, value in manager.metrics.items() if name.startswith(("stale", "idle"))
+                        },
+                    },
+                )
+                asked = now
+                if lesson.save_every and step % lesson.save_every == 0:
+                    await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
+        learned = time.monotonic()
+        after = await _evaluate(lesson, recipe, held_out, board, "after")
+        await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
+        ended = time.monotonic()
+        result = {
+            "before": _told(before, lesson.held_out_rollouts),
+            "after": _told(after, lesson.held_out_rollouts),
+            "steps": step,
+            "seconds": {"total": ended - began, "learning": learned - started},
+            "accounting": attrs.asdict(manager.accounting),
+            "lesson": {
+                "recipe": recipe.describe(),
+                "grpo": attrs.asdict(lesson.grpo),
+                "asynchronous": lesson.asynchronous,
+                "max_staleness": lesson.max_staleness if lesson.asynchronous else 0,
+                "policy": lesson.policy,
+                "ablation": lesson.ablation,
+            },
+        }
+    (lesson.out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    picture = draw_curve(lesson.out / "steps.csv", lesson.out / "curve.png", before=before, after=after)
+    console.print(
+        f"held out: {estimate_mean(before)} before, {estimate_mean(after)} after; "
+        f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return result
+
+
+async def _batches(lesson: Lesson, manager: AsyncRolloutManager) -> AsyncGenerator[list[Sample], None]:
+    if lesson.asynchronous:
+        stream = manager.stream(max_staleness=lesson.max_staleness, policy=lesson.policy)
+        async with contextlib.aclosing(stream) as batches:
+            async for samples in batches:
+                yield samples
+        raise ConfigError.of("recipe", manager.data_buffer, "prompts for every step; the data have come to their end")
+    while True:
+        yield await manager.generate_batch()
+
+
+def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
+    torch.set_num_threads(1)  # on two cores a second thread costs the engine more than it gives here
+    torch.manual_seed(lesson.grpo.seed)
+    disable_progress_bar()
+
+    def load(path: Path) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    trainer = GrpoTrainer(load(source), lesson.grpo, reference=load(lesson.model) if lesson.grpo.kl_coef else None)
+    if lesson.resume:
+        trainer.load(lesson.checkpoint)
+    return trainer
+
+
+def _spend(trainer: GrpoTrainer, samples: Sequence[Sample], lesson: Lesson, step: int) -> dict[str, float]:
+    """One batch into the trainer, less the groups that have nothing to tell: rewards without spread."""
+    numbers = {"reward": sum(sample.reward or 0.0 for sample in samples) / len(samples)}
+    if lesson.ablation is not None:
+        samples = _broken(samples, lesson.ablation, random.Random(f"{lesson.grpo.seed}/{step}"))
+    groups: dict[int | None, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, []).append(sample)
+    kept = [group for group in groups.values() if check_reward_nonzero_std(group)]
+    numbers |= {"groups": len(groups), "kept_groups": len(kept)}
+    if kept:
+        numbers |= trainer.step([sample for group in kept for sample in group])
+    else:
+        trainer.batches += 1
+    return numbers
+
+
+def _broken(samples: Sequence[Sample], ablation: Ablation, rng: random.Random) -> list[Sample]:
+    """Copies of the samples with one law broken."""
+    copies = [Sample.from_dict(sample.to_dict()) for sample in samples]
+    if ablation == "advantages":
+        rewards = [sample.reward for sample in samples]
+        rng.shuffle(rewards)
+        for copy, reward in zip(copies, rewards, strict=True):
+            copy.reward = reward
+        return copies
+    for copy in copies:
+        copy.versions = []
+        copy.loss_mask = [0] + [1] * (len(copy) - 1)
+    return copies
+
+
+async def _publish(
+    lesson: Lesson, trainer: GrpoTrainer, endpoint: Endpoint, manager: AsyncRolloutManager, step: int, samples: Any
+) -> None:
+    """Write the weights as a new version, and have the server sample with them from now on."""
+    version = str(step)
+    folder = lesson.out / "weights" / version
+    await anyio.to_thread.run_sync(trainer.model.save_pretrained, folder)
+    await update_weights(endpoint, folder, version, while_running="retract" if lesson.asynchronous else "wait")
+    manager.announce_version(version)
+    if lesson.keep_weights:
+        lines = b"".join(msgspec.json.encode(sample.to_dict()) + b"\n" for sample in samples)
+        await anyio.Path(folder / "batch.jsonl").write_bytes(lines)
+    else:
+        shutil.rmtree(folder)
+
+
+async def _evaluate(
+    lesson: Lesson, recipe: Recipe, prompts: Sequence[Prompt], board: Board, when: str
+) -> list[TaskScore]:
+    if not prompts:
+        return []
+    scores = task_scores(await run_evaluation(recipe.config, prompts, lesson.held_out_rollouts))
+    told = _told(scores, lesson.held_out_rollouts)
+    board.say(f"held out, {when}: " + " · ".join(f"{name} {value['text']}" for name, value in told.items()))
+    return scores
+
+
+def _told(scores: Sequence[TaskScore], rollouts: int) -> dict[str, Any]:
+    if not scores:
+        return {}
+    estimates = {"reward": estimate_mean(scores)}
+    estimates |= {f"pass@{k}": estimate_pass_at_k(scores, k) for k in sorted({1, rollouts})}
+    return {name: {**attrs.asdict(value), "text": str(value)} for name, value in estimates.items()}
+
+
+def _save(lesson: Lesson, trainer: GrpoTrainer, recipe: Recipe) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(lesson.model, local_files_only=True)
+    trainer.save(lesson.checkpoint, tokenizer=tokenizer)
+    state = recipe.data_buffer.save_state().to_dict()
+    (lesson.checkpoint / "data_buffer.json").write_bytes(msgspec.json.encode(state))
+
+
+def _load_buffer(lesson: Lesson, recipe: Recipe) -> None:
+    state = msgspec.json.decode((lesson.checkpoint / "data_buffer.json").read_bytes())
+    recipe.data_buffer.load_state(BufferState.from_dict(state))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="training.learn", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("recipe", type=Path, help="a recipe file")
+    add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; what it holds is replaced")
+    add("--model", type=Path, default=DEMO_MODEL, help="folder of the model to start from (the demo model)")
+    add("--set", action="append", default=[], type=_setting, metavar="KEY=VALUE", help="an option of the recipe")
+    add("--seed", type=int, default=0)
+    add("--steps", type=int, default=50)
+    add("--held-out", type=int, default=64, help="prompts to score before and after, never trained on")
+    add("--lr", type=float, default=GrpoConfig().lr)
+    add("--minibatches", type=int, default=GrpoConfig().minibatches)
+    add("--kl-coef", type=float, default=0.0)
+    add("--layout", choices=("padded", "packed"), default="padded")
+    add("--no-tis", action="store_true", help="no importance weight between trainer and rollout logprobs")
+    add("--async", dest="asynchronous", action="store_true", help="generate while the trainer steps")
+    add("--max-staleness", type=int, default=2)
+    add("--policy", choices=("drop", "pace"), default="pace", help="what keeps batches within --max-staleness")
+    add("--ablate", choices=("mask", "advantages"), help="break the data, to see that it matters")
+    add("--save-every", type=int, default=0, metavar="STEPS")
+    add("--keep-weights", action="store_true")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    args = parser.parse_args()
+    tis = None if args.no_tis or args.ablate == "mask" else GrpoConfig().tis_clip
+    grpo = GrpoConfig(
+        lr=args.lr,
+        minibatches=args.minibatches,
+        kl_coef=args.kl_coef,
+        layout=args.layout,
+        tis_clip=tis,
+        seed=args.seed,
+    )
+    ahead = {"over_sampling_factor": "2"} if args.asynchronous else {}  # a batch in work while another is trained on
+    options = {"seed": str(args.seed), **ahead, **dict(args.set)}
+    lesson = Lesson(
+        recipe=args.recipe,
+        out=args.out,
+        model=args.model,
+        options=options,
+        grpo=grpo,
+        steps=args.steps,
+        held_out=args.held_out,
+        asynchronous=args.asynchronous,
+        max_staleness=args.max_staleness,
+        policy=args.policy,
+        ablation=args.ablate,
+        save_every=args.save_every,
+        keep_weights=args.keep_weights,
+        resume=args.resume,
+    )
+    try:
+        read_options(load_recipe(lesson.recipe), lesson.options)
+        _make_room(lesson)
+        anyio.run(learn, lesson, Console())
+    except RolloutsError as error:
+        print(f"learn: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected KEY=VALUE")
+    return name, value
+
+
+def _make_room(lesson: Lesson) -> None:
+    """Remove what another lesson left in the folder; nothing else that lies there."""
+    if lesson.resume and not (lesson.checkpoint / "trainer.pt").is_file():
+        raise ConfigError.of("--resume", str(lesson.checkpoint), "a checkpoint that a lesson left there")
+    if not lesson.resume:
+        for name in ("steps.csv", "result.json", "curve.png", "checkpoint", "weights"):
+            path = lesson.out / name
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    lesson.out.mkdir(parents=True, exist_ok=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
