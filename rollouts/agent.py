@@ -3,8 +3,8 @@
 Invariant: whatever happens, the environment is closed and sealed trajectories come back, with what there is and why it
 ended. The policy is only ever sent a trajectory's own tokens (law 1), and every wait has a deadline (law 7).
 
-Where a log of turns is handed down, each finished turn of an episode in one sequence is kept in it before the next
-begins, and an episode that has turns there goes on from the last of them.
+Where a log of turns is handed down, each finished turn is kept in it before the next begins, and an episode that has
+turns there goes on from the last of them. One that may fork, or that goes on from a past, keeps none, and starts anew.
 
 This module knows no sample, no reward and no group.
 """
@@ -98,8 +98,9 @@ async def run_branches(
         TokenMismatchError: a law was broken.
     """
     limits = limits or Limits()
-    log = await claim_turn_log() if past is None and history == "append" else None
-    episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history, log)
+    log = await claim_turn_log()
+    plain = history == "append" and past is None
+    episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history, log if plain else None)
     environment: Environment | None = None
     failure: Failure | None = None
     stop_reason = StopReason.DEADLINE

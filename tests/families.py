@@ -75,7 +75,11 @@ REAL = {
     "Qwen3.5": Family(_real("Qwen3.5-4B"), (E, E, E, F, F), "qwen3_coder", "the prompt opens a thought", thinks=True),
     "QwQ": Family(_real("Qwen-QwQ-32B"), (E, F, F, F, F), "hermes", "the history has no thought"),
     "DeepSeek-V3": Family(
-        _real("hfcfg-deepseek_v3", "deepseek_v3"), (E, F, F, E, E), "deepseek_v3", "leaves calls out", calls=False
+        _real("hfcfg-deepseek_v3", "deepseek_v3"),
+        (E, E, F, E, E),
+        "deepseek_v3",
+        "calls only without content, their arguments as text; ends a turn of two calls only, one of three twice",
+        calls=False,
     ),
     "DeepSeek-V3.1": Family(
         _real("deepseek-ai-DeepSeek-V3.1", "deepseek_v3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -257,3 +258,39 @@ async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> No
     branches = await run(PROMPT, Talk, policy, demo)
     (sample,) = trajectory_to_samples(branches, PROMPT, demo.decode)
     assert (sample.status, sample.stop_reason, sample.response) == (Status.ABORTED, StopReason.ABORTED, "Three.")
+
+
+# -- what is tokenised ------------------------------------------------------------------------------------------------
+
+
+async def test_only_new_text_is_tokenised(tokenizer: Any, chat_template: Any) -> None:
+    """Over an episode, the tokens that came out of the tokenizer are those of the opening and of the bridges."""
+    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    ids = [renderer.encode(text).tolist() for text in SAID]
+    before = renderer.encoded_tokens
+    trajectory = await run_agent(
+        PROMPT, Talk, ScriptedPolicy(ids), renderer, sampling=SamplingParams(max_new_tokens=99)
+    )
+    stops_left_out = len(trajectory.calls) - 1  # each bridge begins with the stop token that was sampled
+    assert renderer.encoded_tokens - before == int((~trajectory.mask).sum()) + stops_left_out
+
+
+async def test_long_text_is_rendered_in_a_thread(demo: Renderer) -> None:
+    """What takes long never runs on the loop; what is short never pays for a thread."""
+    threads: list[bool] = []
+
+    class Watched(Renderer):
+        def bridge(self, *given: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return super().bridge(*given, **options)
+
+    async def user(conversation: Sequence[Message]) -> str:
+        return "word " * 600 if len(conversation) == 2 else "word"
+
+    renderer = Watched(load_tokenizer(DEMO_MODEL))
+    policy = ScriptedPolicy([renderer.encode("ok<|im_end|>").tolist()] * 3)
+    sampling = SamplingParams(max_new_tokens=99)
+    await run_agent(
+        PROMPT, partial(SimulatedUser, user), policy, renderer, sampling=sampling, limits=Limits(max_turns=3)
+    )
+    assert threads == [False, True]

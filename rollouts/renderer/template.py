@@ -51,6 +51,9 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+_PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
+
+
 class ChatTemplate:
     """One compiled template with its fixed variables.
 
@@ -93,28 +96,42 @@ class ChatTemplate:
         chat = message.to_chat()
         if message.reasoning is not None:
             chat["thinking"] = message.reasoning
-        if message.tool_calls and not message.content:
-            chat["content"] = self._no_content
+        if message.tool_calls:
+            content, as_text = self._form_of_calls
+            chat["content"] = message.content or content
+            if as_text:
+                for call in chat["tool_calls"]:
+                    call["function"]["arguments"] = _tojson(call["function"]["arguments"])
         return chat
 
     @functools.cached_property
-    def _no_content(self) -> str | None:
-        """How a turn of calls says that it has no content: ``""``, or ``None`` for a template that asks for it.
+    def _form_of_calls(self) -> tuple[str | None, bool]:
+        """How a turn of calls says that it has no content, and whether its arguments are a JSON text.
 
-        DeepSeek's write a second, empty turn for a content that is not ``None``; others break on ``None`` or print it.
+        Content is ``""``, or ``None`` for a template that asks for it: DeepSeek's write a second, empty turn, or no
+        call at all, for a content that is not ``None``; others break on ``None`` or print it. Arguments are an object,
+        or a text for a template that can only join texts.
         """
-        call = ToolCall("f", {"x": "1"}, id="call00000").to_chat()
+        forms = [(self._no_content(as_text), as_text) for as_text in (False, True)]
+        for content, as_text in forms:
+            text = self._written(content, as_text) or ""
+            if _PROBE_NAME in text and _PROBE_VALUE in text:
+                return content, as_text
+        return forms[0]
 
-        def written(content: str | None) -> str:
-            turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+    def _no_content(self, as_text: bool) -> str | None:
+        empty, none = self._written("", as_text), self._written(None, as_text)
+        return "" if none is None or "None" in none or none == empty else None
+
+    def _written(self, content: str | None, as_text: bool) -> str | None:
+        """A turn with one call; ``None`` if the template breaks on it."""
+        arguments: Any = {"x": _PROBE_VALUE}
+        call = ToolCall(_PROBE_NAME, arguments, id="call00000").to_chat()
+        if as_text:
+            call["function"]["arguments"] = _tojson(arguments)
+        turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
             return self._render([{"role": "user", "content": "U"}, turn], (), False)
-
-        try:
-            text = written(None)
-        except ConfigError:
-            return ""
-        try:
-            return "" if "None" in text or text == written("") else None
         except ConfigError:
             return None
 

@@ -1,0 +1,39 @@
+"""The codec: long texts are encoded without holding the interpreter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rollouts.renderer.tokenizer import Codec
+
+
+def _steps_meanwhile(work: Callable[[], Any]) -> int:
+    """How often this thread gets on while another one works."""
+    begun, done = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        work()
+        done.set()
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    begun.wait()
+    steps = 0
+    while not done.is_set():
+        steps += 1
+    worker.join()
+    return steps
+
+
+def test_encoding_in_a_thread_leaves_the_loop_free(tokenizer: Any) -> None:
+    """``encode_batch_fast`` gives the interpreter up while it works; ``encode`` would not."""
+    found = tokenizer("qwen3")
+    codec, raw = Codec(found), found.backend_tokenizer
+    text = "The quick brown fox jumps over 1234567 lazy dogs. " * 4000
+    codec.encode(text)
+    free = max(_steps_meanwhile(lambda: codec.encode(text)) for _ in range(3))
+    held = min(_steps_meanwhile(lambda: raw.encode(text, add_special_tokens=False)) for _ in range(3))
+    assert free > 10 * (held + 1)
