@@ -1,0 +1,26 @@
+"""A real run, killed with SIGKILL and resumed, loses nothing; the long form of this is ``scripts/crash_test``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened() -> None:
+    """Two kills; tokens, groups and batches are those of the run without a kill."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "crash_test"), "--kills", "2", "--longest", "4"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("passed\n")
