@@ -112,7 +112,7 @@ async def run_branches(
             stop_reason = await episode.play(environment, name, past)
     except ContextOverflow:
         stop_reason = StopReason.CONTEXT_OVERFLOW
-    except (EnvironmentFailure, EndpointError, HistoryRewritten) as error:
+    except (EnvironmentFailure, EndpointError, GenerateFailure, HistoryRewritten) as error:
         stop_reason, failure = StopReason.FAILED, Failure.of(error)
     finally:
         if environment is not None:

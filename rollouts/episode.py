@@ -33,7 +33,7 @@ from rollouts.dtypes import (
     as_messages,
 )
 from rollouts.environments.base import Environment, Resumable, StepResult
-from rollouts.errors import EnvironmentFailure, HistoryRewritten, call_foreign
+from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, HistoryRewritten, call_foreign
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
@@ -176,11 +176,18 @@ class Episode:
         return reply
 
     async def _show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
-        """Put what came since the reply before the model: behind the ids kept, or in a new branch."""
-        if self.history == "append" or not await self._forked(new, tools):
-            tail = self.trajectory.tokens[self.reply_start :]
-            bridge = await _rendered(new, self._bridge, self.trajectory.messages, new, tools, tail)
-            self.trajectory.add_context(bridge, new)
+        """Put what came since the reply before the model: behind the ids kept, or in a new branch.
+
+        Raises:
+            GenerateFailure: the template refuses it, e.g. for an id that the model gave to a call.
+        """
+        try:
+            if self.history == "append" or not await self._forked(new, tools):
+                tail = self.trajectory.tokens[self.reply_start :]
+                bridge = await _rendered(new, self._bridge, self.trajectory.messages, new, tools, tail)
+                self.trajectory.add_context(bridge, new)
+        except ConfigError as error:
+            raise GenerateFailure(f"the next turn cannot be shown: {error}") from error
         self._observe()
 
     def _bridge(

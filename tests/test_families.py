@@ -284,3 +284,20 @@ def test_families_without_a_header_after_results_get_none(name: str, request: py
     assert text.rstrip().endswith((">", "]"))
     assert "seen" in text[-45:]
     assert not any(mark in text for mark in ("ssistant", "model"))
+
+
+# -- what a model does wrong ------------------------------------------------------------------------------------------
+
+
+async def test_an_id_that_the_template_refuses_costs_one_rollout(request: pytest.FixtureRequest) -> None:
+    """Nemo wants nine letters, and the model wrote three: a failed rollout with its reason, never the end of a run."""
+    renderer = FAMILIES["Mistral Nemo"].make(request)
+    world = World(FAMILIES["Mistral Nemo"], renderer, TOOLS, 0, cuts=False)
+    said = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}, "id": "abc"}]</s>'
+    policy = ScriptedPolicy([renderer.encode(said).tolist()])
+    sampling = SamplingParams(max_new_tokens=99)
+    (only,) = await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling, history="fork")
+    assert only.stop_reason is StopReason.FAILED
+    assert only.failure is not None
+    assert "an id has 9 characters" in only.failure.message
+    assert len(only.calls) == 1
