@@ -229,7 +229,8 @@ async def test_a_filter_may_give_its_reason() -> None:
         return Answer(keep=not dull, reason="dull" if dull else None)
 
     settled: list[Group] = []
-    manager = AsyncRolloutManager(plain(filter_fn=check), DataBuffer(["a", "b"]), on_group=settled.append)
+    one_for_one = plain(filter_fn=check, over_sampling_factor=1.0)
+    manager = AsyncRolloutManager(one_for_one, DataBuffer(["a", "b"]), on_group=settled.append)
     batch = await manager.generate_batch()
     assert {sample.group_index for sample in batch} == {1, 3}
     assert {group.reason for group in settled if group.outcome == "dropped"} == {"dull"}
