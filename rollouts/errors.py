@@ -169,6 +169,14 @@ class WorkerThread:
 
     ident: int | None = None
     ended: bool = False
+    given_up: bool = False
+    """Nobody takes its answer any more."""
+    answer: Any = None
+
+    def discard(self) -> None:
+        """Close an answer that nobody takes: a coroutine that was never awaited would complain."""
+        if self.given_up and inspect.iscoroutine(self.answer):
+            self.answer.close()
 
 
 @attrs.frozen
@@ -349,15 +357,21 @@ async def call_foreign(
     def work() -> Any:
         thread.ident = threading.get_ident()
         try:
-            return function(*arguments)
+            thread.answer = function(*arguments)
+            thread.discard()
+            return thread.answer
         finally:
             thread.ended = True
 
+    taken = False
     try:
         with boundary(failure, what, seconds=seconds, thread=thread):
             value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        taken = True
     finally:
         threads.release()
+        thread.given_up = not taken
+        thread.discard()
     if inspect.isawaitable(value):
         with boundary(failure, what, seconds=seconds):
             return await value

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from functools import partial
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from rollouts import errors
@@ -187,3 +189,30 @@ def test_a_function_is_called_by_its_name() -> None:
     named: Any = partial(partial(shortened), 1)
     assert function_name(named) == "shortened"
     assert function_name(object()) == "object"
+
+
+async def test_a_coroutine_that_comes_too_late_is_closed() -> None:
+    """A sync function that answers with a coroutine after it was given up leaves no warning (here an error) behind."""
+    entered, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def answer() -> int:
+        return 1
+
+    def lazily() -> Any:
+        entered.set()
+        go_on.wait(30)
+        try:
+            return answer()
+        finally:
+            ended.set()
+
+    with anyio.move_on_after(60) as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call_foreign, RewardFailure, "lazily", lazily)
+            while not entered.is_set():
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert not scope.cancelled_caught
+    go_on.set()
+    assert ended.wait(30)
+    gc.collect()
