@@ -301,16 +301,3 @@ async def test_a_reply_trained_in_two_branches_is_found(tmp_path: Path) -> None:
     report = verify_run(tmp_path / "run")
     assert {violation.law for violation in report.violations} == {3}
     assert "trained again" in str(report.violations[0])
-
-
-async def test_branches_where_nothing_forks_are_found(tmp_path: Path) -> None:
-    """A rollout that keeps its history is one sequence."""
-    await _store_forks(tmp_path / "run")
-
-    def appended(row: dict[str, Any]) -> None:
-        row["history"] = "append"
-
-    for number in (0, 1):
-        edit_line(tmp_path / "run" / FIRST, number, appended)
-    (violation,) = verify_run(tmp_path / "run").violations
-    assert (violation.law, violation.got) == (3, "2 branches of one rollout")
