@@ -1,0 +1,144 @@
+"""A GRPO step on a Qwen3-shaped model with random weights: tokens a second, memory, and how far two devices agree.
+
+Runs on CUDA in bfloat16 where there is a device, else on the CPU in float32, where only the code is tried and no figure
+is worth quoting.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from rollouts.dtypes import VersionSpan
+from rollouts.training import Sample, Status
+from training.grpo import GrpoConfig, GrpoTrainer, token_logprobs
+
+__all__ = ["SIZES", "run_gpu"]
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    },
+    "0.6b": {
+        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    },
+}  # fmt: skip
+
+
+def run_gpu(size: str, *, groups: int, n: int, longest: int, steps: int, seed: int = 0) -> list[dict[str, Any]]:
+    """One row for padded, one for packed, and one for the agreement with the CPU in float32.
+
+    Args:
+        size: a key of ``SIZES``.
+        groups: prompts of a batch.
+        n: rollouts of each.
+        longest: tokens of the longest sample; lengths are spread evenly below it.
+        steps: steps that are timed, after one that is not.
+        seed: of weights and samples.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(**SIZES[size], max_position_embeddings=longest, tie_word_embeddings=True)
+    reference = transformers.Qwen3ForCausalLM(config).eval()
+    samples = _samples(reference, groups, n, longest, random.Random(seed))
+    tokens = sum(len(sample) for sample in samples)
+    rows: list[dict[str, Any]] = []
+    for layout in ("padded", "packed"):
+        model = _on(reference, config, device, dtype)
+        trainer = GrpoTrainer(model, GrpoConfig(layout=layout, lr=1e-6, minibatches=1, micro_batch_tokens=8 * longest))
+        numbers = trainer.step(samples)
+        _reset_peak(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            numbers = trainer.step(samples)
+        _wait(device)
+        rows.append(
+            {
+                "what": f"step, {layout}",
+                "device": _name(device, dtype),
+                "tokens_per_s": steps * tokens / (time.perf_counter() - began),
+                "peak_gib": _peak_gib(device),
+                "loss": float(numbers["loss"]),
+            }
+        )
+        del trainer, model
+    rows.append(_agreement(reference, config, samples[: 2 * n], device, dtype))
+    return rows
+
+
+def _agreement(reference: Any, config: Any, samples: list[Sample], device: Any, dtype: Any) -> dict[str, Any]:
+    """Logprobs of the same weights on the device and on the CPU in float32."""
+    with torch.no_grad():
+        ours, _ = token_logprobs(_on(reference, config, device, dtype), samples)
+        theirs, _ = token_logprobs(reference, samples)
+    difference = (ours.float().cpu() - theirs.float()).abs()
+    return {
+        "what": "|logprob - CPU float32|",
+        "device": _name(device, dtype),
+        "mean": float(difference.mean()),
+        "largest": float(difference.max()),
+    }
+
+
+def _on(reference: Any, config: Any, device: Any, dtype: Any) -> Any:
+    """A copy; made anew, so that buffers which must stay float32 (the rotary ones) are not rounded with the weights."""
+    model = transformers.Qwen3ForCausalLM(config)
+    model.load_state_dict(reference.state_dict())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.to(device)
+
+
+def _samples(model: Any, groups: int, n: int, longest: int, rng: random.Random) -> list[Sample]:
+    samples = []
+    for index in range(groups * n):
+        length = longest * (1 + index % n) // n
+        prompt = max(1, length // 4)
+        tokens = [rng.randrange(model.config.vocab_size) for _ in range(length)]
+        samples.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=[0] * prompt + [1] * (length - prompt),
+                rollout_log_probs=[0.0] * prompt + [-float(np.log(model.config.vocab_size))] * (length - prompt),
+                versions=[VersionSpan("random", prompt, length)],
+                reward=float(rng.random() < 0.5),
+                group_index=index // n,
+                index=index,
+                rollout_id=index,
+                status=Status.COMPLETED,
+            )
+        )
+    for group in range(groups):  # every group has spread
+        samples[group * n].reward, samples[group * n + 1].reward = 0.0, 1.0
+    return samples
+
+
+def _name(device: Any, dtype: Any) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{name}, {str(dtype).removeprefix('torch.')}"
+
+
+def _wait(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak_gib(device: Any) -> float:
+    """Of the device; on the CPU, of the whole process so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
