@@ -192,7 +192,7 @@ def test_a_request_that_trains_twice_is_found(run: Path) -> None:
 def test_a_group_in_two_places_is_found(run: Path) -> None:
     """A group that stands in two files is told, with both places."""
     rows = (run / "dropped.jsonl").read_bytes().splitlines(keepends=True)[:4]
-    with (run / "dropped.jsonl").open("ab") as file:
+    with (run / "unbatched.jsonl").open("ab") as file:  # in the same file it might stand beside itself, as one group
         file.writelines(rows)
     report = verify_run(run)
     assert {3, 4} <= laws(report)
