@@ -12,6 +12,7 @@ from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import export_run
 from rollouts.integrations.slime.records import records
+from rollouts.training import load_run
 from tests.stored_runs import store_run
 
 
@@ -32,8 +33,7 @@ async def test_all_batches_go_into_one_file(tmp_path: Path) -> None:
     for sample in samples:
         assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length < len(sample.tokens)
         assert sample.status in (records().sample.Status.COMPLETED, records().sample.Status.TRUNCATED)
-    indices = [sample.index for sample in samples]
-    assert indices == sorted(indices)
+    assert [sample.index for sample in samples] == [sample.index for sample in load_run(run)]
 
 
 async def test_each_batch_gets_its_file_where_the_name_asks_for_it(tmp_path: Path) -> None:

@@ -226,7 +226,9 @@ def test_an_aborted_rollout_never_reaches_training() -> None:
 
     launch = Launch(batch_size=3, n=2, play=play)
     output = generate_rollout_batch(launch.args(), 0, launch.source())
-    assert {group[0].group_index for group in output.samples} == {1, 2, 3}
+    groups = {group[0].group_index for group in output.samples}
+    assert len(groups) == 3
+    assert 0 not in groups
     assert all(sample.reward is not None for sample in leaves(output.samples))
     assert output.metrics.get("rollouts/failed_groups/GenerateFailure", 1) == 1  # or it is being tried again
 
