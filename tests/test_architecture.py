@@ -54,10 +54,11 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.verify": (5, 2),
     "rollouts.training.staleness": (5, 2),
     "rollouts.training.agent_integration": (5, 3),
-    "rollouts.training.continuation": (5, 4),
-    "rollouts.training.manager": (5, 3),
-    "rollouts.training.evaluation": (5, 4),
-    "rollouts.training": (5, 5),
+    "rollouts.training.continuation": (5, 5),
+    "rollouts.training.group_play": (5, 3),
+    "rollouts.training.manager": (5, 4),
+    "rollouts.training.evaluation": (5, 5),
+    "rollouts.training": (5, 6),
     "rollouts.recipe": (6, 1),
     "rollouts.serving": (6, 1),
     "rollouts.transcript": (6, 1),
@@ -78,14 +79,17 @@ FLOORS: dict[str, tuple[int, int]] = {
 ROOMS = ("trajectory", "tool_calls", "environments", "inference", "engine")
 """The rooms of floor 2: a module of one knows no module of another."""
 
+THE_AGENTS_SIDE = (
+    "rollouts.training.agent_integration",
+    "rollouts.agent",
+    "rollouts.inference",
+    "rollouts.renderer",
+    "rollouts.environments",
+)
+
 STRANGERS: dict[str, tuple[str, ...]] = {
-    "rollouts.training.manager": (
-        "rollouts.training.agent_integration",
-        "rollouts.agent",
-        "rollouts.inference",
-        "rollouts.renderer",
-        "rollouts.environments",
-    ),
+    "rollouts.training.manager": THE_AGENTS_SIDE,
+    "rollouts.training.group_play": THE_AGENTS_SIDE,
     "rollouts.environments": ("rollouts.trajectory", "rollouts.inference", "rollouts.training"),
     "rollouts.inference": ("rollouts.environments", "rollouts.training"),
 }
@@ -337,7 +341,7 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (
         arrows_up,
         {"rollouts/training/types.py": "from . import manager", "rollouts/training/manager.py": ""},
-        "to (5, 3)",
+        "to (5, 4)",
     ),
     (arrows_up, {"rollouts/agent.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to (6, 1)"),
     (arrows_to_the_own_roof, {"rollouts/engine/a.py": "from rollouts.engine import b"}, "its own package"),

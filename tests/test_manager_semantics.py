@@ -14,6 +14,7 @@ Sections: 1 groups · 2 rewards before filters · 3 accounting · 4 bad rollouts
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections import Counter
@@ -1136,6 +1137,38 @@ async def test_a_queue_for_threads_is_not_the_judges_time() -> None:
     manager = manager_of(answer_at_once, reward_fn=reward, reward_seconds=0.2, batch_size=5, n_samples_per_prompt=4)
     assert len(await manager.generate_batch()) == 20
     assert manager.accounting.failed == 0
+
+
+async def test_a_hung_group_is_cut() -> None:
+    """6.7 At ``group_seconds``, over all attempts; the group is recorded with the rollouts that it has finished."""
+
+    async def hang_in_one(prompts: Sequence[Prompt]) -> list[Sample]:
+        return await (never if prompts[0].index == 1 else answer_at_once)(prompts)
+
+    manager, failed = await run_with_bad_group_zero(generate_fn=hang_in_one, group_seconds=0.05)
+    assert failed.reason == "GenerateFailure: the group was not finished within 0.05 s"
+    assert [sample.status is Status.FAILED for sample in failed.samples][:2] == [False, True]
+    assert manager.failures.lost["deadline"] == 1
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_batch_that_is_not_filled_in_time_says_so(is_open: bool) -> None:
+    """6.8 At ``batch_seconds``; what was accepted serves the next call, and no prompt is lost."""
+    release = anyio.Event()
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        if prompts[0].group_index == 1:
+            await release.wait()
+        return await answer_at_once(prompts)
+
+    manager = manager_of(generate, batch_size=2, over_sampling_factor=1, batch_seconds=0.3)
+    async with manager if is_open else contextlib.nullcontext():
+        with pytest.raises(GenerateFailure, match=r"1 of 2 groups were accepted within 0.3 s; they are kept"):
+            await manager.generate_batch()
+        release.set()
+        batch = await manager.generate_batch()
+    assert {sample.group_index for sample in batch} == {0, 1}
+    manager.accounting.check()
 
 
 # -- 7. cancellation and reuse ----------------------------------------------------------------------------------------

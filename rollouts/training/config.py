@@ -83,6 +83,14 @@ class RolloutConfig:
     """Groups in a row that may be dropped or failed before the run stops; default 8 batches, at least 64."""
     rollout_seconds: float = attrs.field(default=3600.0, validator=_number(0, exclusive=True))
     """Deadline of one call of ``generate_fn``."""
+    group_seconds: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_number(0, exclusive=True))
+    )
+    """Deadline of the rollouts of one group, with their attempts and rewards; past it the group counts as failed."""
+    batch_seconds: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_number(0, exclusive=True))
+    )
+    """Deadline of one batch; past it ``generate_batch`` raises, and what was accepted serves the next call."""
     reward_seconds: float = attrs.field(default=300.0, validator=_number(0, exclusive=True))
     """Deadline of one call of ``reward_fn``; a late reward is a failure, never a zero."""
     filter_seconds: float = attrs.field(default=60.0, validator=_number(0, exclusive=True))

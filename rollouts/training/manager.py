@@ -7,19 +7,17 @@ Laws kept here:
    full stay in flight for the next one; when the manager closes they go back, and their finished rollouts are kept.
 5. Groups: a batch holds whole groups of exactly ``n_samples_per_prompt`` rollouts of one prompt, ordered by
    ``group_index``; a group index is never used for two prompts.
-6. A bad rollout is data: what a user's function raises is attributed, counted, retried, and recorded with its group. A
-   broken law stops the run.
+6. A bad rollout is data (:mod:`rollouts.training.group_play`): a group that failed is counted and recorded. A broken
+   law stops the run.
 
 This module knows no model, no network and no agent: it is handed a ``generate_fn``.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,34 +26,29 @@ import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.dtypes import Prompt, StopReason
+from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
     DataExhausted,
-    Failure,
     FilterFailure,
     GenerateFailure,
-    RewardFailure,
     RolloutsError,
-    TokenMismatchError,
     abandoned,
     at,
-    boundary,
     call_foreign,
+    deadline,
     function_name,
-    shortened,
     waits,
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.failures import FailureBook, cause_of
+from rollouts.training.group_play import GroupPlayer
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
-from rollouts.training.rewards import score, score_group
 from rollouts.training.staleness import Staleness, StalenessPolicy
-from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
-from rollouts.turns import keeping_turns
+from rollouts.training.types import Group, Sample
 
 __all__ = ["AsyncRolloutManager"]
 
@@ -129,7 +122,7 @@ class AsyncRolloutManager:
         self._broken: BaseException | None = None
         self._settled = anyio.Event()
         self._tasks: TaskGroup | None = None
-        self._rng = random.Random()
+        self._player = GroupPlayer(config, self.failures, ledger, self._attempts, self._is_scarce)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -204,7 +197,8 @@ class AsyncRolloutManager:
         self.accounting, self.batches = state.accounting, state.batches
         for number, samples in sorted(state.ready.items()):
             self._ready.append(Group(self.data_buffer.take_again(number), tuple(samples), "kept"))
-        self._finished_rollouts, self._attempts = state.finished, state.attempts
+        self._finished_rollouts = state.finished
+        self._attempts.update(state.attempts)
         self.run_metrics.load(state.totals)
         self.accounting.check()
 
@@ -217,14 +211,21 @@ class AsyncRolloutManager:
         Raises:
             DataExhausted: the buffer ran dry first; finished groups stay in :attr:`ready_groups`.
             FilterFailure: the filter rejected ``patience`` groups in a row.
-            GenerateFailure: that many in a row were lost, mostly to failures; or ``on_failure="stop"``.
+            GenerateFailure: that many in a row were lost, mostly to failures; or ``on_failure="stop"``; or the batch
+                was not filled within ``batch_seconds``: what is accepted and in flight serves the next call.
         """
         began = time.monotonic()
-        if self._tasks is not None:
-            await self._gather_groups()
-        else:
-            async with self:
-                await self._gather_groups(finish_again=True)
+        with deadline(self.config.batch_seconds) as scope:
+            if self._tasks is not None:
+                await self._gather_groups()
+            else:
+                async with self:
+                    await self._gather_groups(finish_again=True)
+        if scope.cancelled_caught:
+            raise GenerateFailure(
+                f"{len(self._ready)} of {self.config.batch_size} groups were accepted within "
+                f"{self.config.batch_seconds:g} s; they are kept; {self.accounting}"
+            )
         # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
         return self._seal_batch(time.monotonic() - began)
 
@@ -323,12 +324,6 @@ class AsyncRolloutManager:
             "batch": self.batches,
             "seconds": seconds,
             **numbers,
-            **self.staleness.metrics(samples),
-            **(
-                {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
-                if self._streaming
-                else {}
-            ),
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
             "abandoned_threads": len(abandoned()),
@@ -368,7 +363,7 @@ class AsyncRolloutManager:
             if self._ledger is not None:
                 self._ledger.taken(prompt)
             with at(f"group {prompt.group_index}"):
-                group = await self._play(prompt, finished)
+                group = await self._player.play(prompt, finished)
                 with anyio.CancelScope(shield=True):
                     await self._record(group)
                     self._settle(group)
@@ -421,6 +416,10 @@ class AsyncRolloutManager:
             if self.config.handling(cause_of(group.samples)).then == "stop":
                 self._broken = self._broken or GenerateFailure(f"group {group.group_index} failed: {group.reason}")
 
+    def _is_scarce(self) -> bool:
+        """Whether a batch cannot be filled without one of the groups in flight."""
+        return len(self._ready) + self.accounting.in_flight <= self.config.batch_size
+
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             broken, self._broken = self._broken, None
@@ -444,218 +443,6 @@ class AsyncRolloutManager:
             f"filter {name} accepted none of the last {count} groups ({failed} of them failed before it); "
             f"mean reward {self.run_metrics.mean_reward}. {kept}"
         )
-
-    # -- one group --
-
-    async def _play(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
-        """Generate, score and filter one group; ``finished`` holds rollouts by number and is filled."""
-        lost: dict[int, list[Sample]] = {}
-        for replacement in itertools.count():
-            lost = await self._roll(attrs.evolve(prompt, replacement=replacement), finished)
-            if not lost or not self._may_replace(lost, len(finished), replacement):
-                break
-            self.failures.replaced += len(lost)
-        if not lost and len(finished) != self.config.n_samples_per_prompt:
-            raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
-        every = finished | lost
-        samples = tuple(sample for number in sorted(every) for sample in every[number])
-        if lost:
-            reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
-            return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
-        return await self._judge(prompt, samples)
-
-    def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
-        """Whether lost rollouts of a group of which so many are sound, or may yet be, are worth another one each."""
-        handlings = [self.config.handling(cause_of(samples)) for samples in lost.values()]
-        return all(replacement < handling.replacements and sound >= handling.min_sound for handling in handlings)
-
-    async def _roll(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
-        """Play the rollouts that are not finished; gives those that were lost."""
-        lost: dict[int, list[Sample]] = {}
-        broken: list[Exception] = []
-        async with anyio.create_task_group() as rollouts:
-
-            async def run(number: int) -> None:
-                try:
-                    samples, sound = await self._run_rollout(prompt, number)
-                except Exception as error:  # noqa: BLE001 - a broken law, raised below without an exception group
-                    broken.append(error)
-                else:
-                    (finished if sound else lost)[number] = samples
-                possible = self.config.n_samples_per_prompt - len(lost)
-                if broken or (lost and not self._may_replace(lost, possible, prompt.replacement)):
-                    rollouts.cancel_scope.cancel()  # the group is lost: its siblings need not go on
-
-            for number in range(self.config.n_samples_per_prompt):
-                if number not in finished:
-                    rollouts.start_soon(run, number)
-        if broken:
-            raise broken[0]
-        return lost
-
-    async def _judge(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
-        """Score the group where it is scored whole, and ask the filter."""
-        config = self.config
-        outcome: Outcome = "kept"
-        reason = ""
-        try:
-            if config.group_rm and config.reward_fn is not None:
-                await score_group(_ends(samples), config.reward_fn, seconds=config.reward_seconds)
-                _share_rewards(samples)
-            if config.filter_fn is not None:
-                kept, why = await self._ask_filter(config.filter_fn, samples)
-                if not kept:
-                    outcome, reason = "dropped", why
-            _pack(samples, GenerateFailure, "after reward and filter")
-        except (TokenMismatchError, ConfigError):
-            raise
-        except RolloutsError as error:
-            failure = Failure.of(error)
-            for sample in _salvaged(samples):
-                sample.failure = failure
-            outcome, reason = "failed", f"{failure.kind}: {failure.message}"
-        return Group(prompt, samples, outcome, reason)
-
-    async def _ask_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
-        """The filter's answer, and why it dropped the group: its own reason where it gives one, else its name.
-
-        A bool, or an object with ``keep`` and perhaps ``reason`` and ``keep_when_insufficient``, which keeps a group
-        that a batch could not be filled without.
-        """
-        name = f"filter {function_name(filter_fn)}"
-        seconds = self.config.filter_seconds
-        answer: Any = await call_foreign(FilterFailure, name, filter_fn, list(samples), seconds=seconds)
-        with boundary(FilterFailure, name):
-            keep: Any = getattr(answer, "keep", answer)
-            keep = keep.item() if hasattr(keep, "item") else keep  # a NumPy or torch scalar
-            reason = str(getattr(answer, "reason", None) or function_name(filter_fn))
-            if keep is False and getattr(answer, "keep_when_insufficient", False):
-                keep = len(self._ready) + self.accounting.in_flight <= self.config.batch_size
-        if not isinstance(keep, bool):
-            raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
-        return keep, reason
-
-    # -- one rollout --
-
-    async def _run_rollout(self, prompt: Prompt, number: int) -> tuple[list[Sample], bool]:
-        """One member of a group, with its attempts: its samples, and whether they are sound."""
-        index = _group_index(prompt) * self.config.n_samples_per_prompt + number
-        request = attrs.evolve(prompt, index=index)
-        with at(f"group {prompt.group_index} · sample {number}"):
-            try:
-                samples, sound = await self._try_until_sound(request, index)
-            finally:
-                self._attempts.pop(index, None)
-            if sound and self._ledger is not None:
-                await self._ledger.finished(samples)
-        return samples, sound
-
-    async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
-        for attempt in itertools.count(self._attempts.get(index, 0) + 1):
-            samples = await self._attempt(request)
-            sound = not _is_lost(samples)
-            self.failures.add(samples, sound=sound)
-            for sample in samples:
-                sample.metrics["attempts"] = attempt
-            if sound:
-                break
-            self._attempts[index] = attempt
-            if self._ledger is not None:
-                self._ledger.attempt_lost(index, attempt, samples)
-            handling = self.config.handling(cause_of(samples))
-            if attempt >= (handling.attempts or 1):
-                break
-            if handling.backoff_seconds:
-                with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
-                    await anyio.sleep(handling.pause(attempt, self._rng))
-        return samples, sound
-
-    async def _attempt(self, request: Prompt) -> list[Sample]:
-        """Generate and score once; a failure is a sample with status FAILED that says why."""
-        samples: list[Sample] = []
-        try:
-            samples = await self._generate(request)
-            if not self.config.group_rm and not _is_lost(samples):
-                for sample in _ends(samples):
-                    await score(sample, self.config.reward_fn, seconds=self.config.reward_seconds)
-                _share_rewards(samples)
-                _pack(samples, RewardFailure, f"after reward {function_name(self.config.reward_fn)}")
-        except (TokenMismatchError, ConfigError):
-            raise
-        except RolloutsError as error:
-            failure = Failure.of(error)
-            samples = _salvaged(samples) or [_placed(Sample(prompt=request.prompt, label=request.label), request)]
-            for sample in samples:
-                sample.status, sample.failure = Status.FAILED, failure
-        for sample in samples:
-            if sample.status in _LOST and not isinstance(sample.failure, Failure):
-                sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
-        return samples
-
-    async def _generate(self, request: Prompt) -> list[Sample]:
-        """Call the generate function for one rollout, and check what it gave."""
-        name = f"generate_fn {function_name(self.config.generate_fn)}"
-        assert request.index is not None
-        log = self._ledger.turn_log(request.index) if self._ledger is not None else None
-        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds), keeping_turns(log):
-            samples: Any = await self.config.generate_fn([request])
-        if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
-            raise GenerateFailure(
-                f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)"
-            )
-        if len({id(sample) for sample in samples}) < len(samples):
-            raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a new Sample for each branch")
-        for sample in samples:
-            if sample.index not in (None, request.index):
-                raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
-            _placed(sample, request)
-        _pack(samples, GenerateFailure, name)
-        return list(samples)
-
-
-_LOST = (Status.FAILED, Status.ABORTED)
-"""A rollout that ended so is tried again; for good, it costs its group."""
-
-
-def _is_lost(samples: Sequence[Sample]) -> bool:
-    return any(sample.status in _LOST for sample in samples)
-
-
-def _ends(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that a reward can see the end of: not the branches that were left where a history was rewritten."""
-    return [sample for sample in samples if sample.stop_reason is not StopReason.FORKED]
-
-
-def _share_rewards(samples: Sequence[Sample]) -> None:
-    """A branch that was left has the reward of the one that the rollout ended in."""
-    for left, following in reversed(list(itertools.pairwise(samples))):
-        if left.stop_reason is StopReason.FORKED:
-            left.reward = following.reward
-
-
-def _placed(sample: Sample, request: Prompt) -> Sample:
-    sample.group_index, sample.index, sample.rollout_id = request.group_index, request.index, request.index
-    return sample
-
-
-def _pack(samples: Sequence[Sample], failure: type[RolloutsError], source: str) -> None:
-    """Check samples that foreign code had in hand, and hold them packed; what does not pack is its failure."""
-    for sample in samples:
-        try:
-            sample.pack()
-        except ConfigError as error:
-            raise failure(f"{source}: {error}") from error
-
-
-def _salvaged(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of something that failed, for the record: columns that do not pack are emptied."""
-    for sample in samples:
-        try:
-            sample.pack()
-        except ConfigError:
-            sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
-            sample.versions, sample.calls, sample.metrics = [], [], {}
-    return list(samples)
 
 
 def _group_index(prompt: Prompt) -> int:
