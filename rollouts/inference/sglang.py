@@ -71,7 +71,8 @@ class _Call:
     tail: bytes
     headers: dict[str, str]
     session: str
-    stop: tuple[str, ...]
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
     """Where a generation of this call may be running, and its rid. Nothing is sent while this is set."""
@@ -155,7 +156,8 @@ class SGLangPolicy:
             tail=wire.request_tail(ids, sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
-            stop=sampling.stop,
+            sampling=sampling,
+            stop_token_ids=stop_token_ids,
         )
         worker = self._workers.of(session)
         try:
@@ -259,8 +261,9 @@ class SGLangPolicy:
                 raise error
             call.running = None
             completion = wire.read_completion(
-                payload, rid=rid, ids=call.ids, stop=call.stop, seconds=time.monotonic() - call.began
+                payload, rid=rid, ids=call.ids, stop=call.sampling.stop, seconds=time.monotonic() - call.began
             )
+            wire.check_obeyed(completion, call.sampling, call.stop_token_ids)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)
             raise

@@ -19,7 +19,7 @@ from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, T
 from rollouts.inference.sequences import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
-__all__ = ["BrokenNumbers", "read_completion", "request_tail", "with_rid"]
+__all__ = ["BrokenNumbers", "check_obeyed", "read_completion", "request_tail", "with_rid"]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -164,6 +164,23 @@ def read_completion(
         cached_tokens=meta.cached_tokens or 0,
         seconds=seconds,
     )
+
+
+def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
+    """Notice a request of which something was lost on its way: routers write bodies anew, with the fields they know.
+
+    Raises:
+        EndpointRefused: a reply that goes on after its budget, or after one of its stop ids.
+    """
+    tokens = completion.tokens
+    lost = "something in between loses fields of requests. Ask a worker directly, or update the router"
+    if len(tokens) > sampling.max_new_tokens:
+        raise EndpointRefused(
+            f"max_new_tokens: {sampling.max_new_tokens} ids were asked for, {len(tokens)} came: {lost}"
+        )
+    for stop in stop_token_ids:
+        if (tokens[:-1] == stop).any():
+            raise EndpointRefused(f"stop_token_ids: the reply goes on after its stop id {stop}: {lost}")
 
 
 def _columns(reply: _Reply, meta: _Meta) -> tuple[list[int], Any]:

@@ -53,7 +53,7 @@ async def test_the_request_holds_what_sglang_takes_and_nothing_else(client: Clie
     """Ids, logprobs of the output only, a uuid as rid, and no sampling key that a server may not know."""
     sampling = SamplingParams(temperature=0.5, max_new_tokens=7, seed=3, stop=["x"], min_p=0.1)
     async with StubServer() as server, client.policy(server.url, api_key="secret") as policy:
-        await client.complete(policy, sampling=sampling, stop_token_ids=(2, 9), session="s1")
+        await client.complete(policy, sampling=sampling, stop_token_ids=(8, 9), session="s1")
         await client.complete(policy)
         full, plain = server.requests
     assert {name: value for name, value in full.body.items() if name != "rid"} == {
@@ -63,7 +63,7 @@ async def test_the_request_holds_what_sglang_takes_and_nothing_else(client: Clie
         "stream": False,
         "sampling_params": {
             "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.1, "max_new_tokens": 7, "stop": ["x"],
-            "stop_token_ids": [2, 9], "sampling_seed": 3, "skip_special_tokens": False, "no_stop_trim": True,
+            "stop_token_ids": [8, 9], "sampling_seed": 3, "skip_special_tokens": False, "no_stop_trim": True,
         },
     }  # fmt: skip
     assert not {"stop", "stop_token_ids", "sampling_seed"} & set(plain.sampling_params)
@@ -71,6 +71,23 @@ async def test_the_request_holds_what_sglang_takes_and_nothing_else(client: Clie
     assert full.headers["Authorization"] == "Bearer secret"
     assert full.headers["X-SMG-Routing-Key"] == "s1"
     assert "X-SMG-Routing-Key" not in plain.headers
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (range(17), "max_new_tokens: 16 ids were asked for, 17 came"),
+        ([4, 2, 5], "stop_token_ids: the reply goes on after its stop id 2"),
+    ],
+)
+async def test_what_is_lost_on_the_way_is_noticed(client: Client, ids: Sequence[int], words: str) -> None:
+    """A reply that goes on after its budget or its stop id answers a request that lost them, as behind a router."""
+    triples = [[-1.0, token, None] for token in ids]
+    answer = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": triples}}
+    async with StubServer(lambda *_: answer) as server, client.policy(server.url) as policy:
+        with pytest.raises(EndpointRefused, match=f"{words}: something in between loses fields of requests"):
+            await client.complete(policy, stop_token_ids=(9, 2))
+        assert len(server.requests) == 1
 
 
 async def test_a_session_with_any_name_can_be_a_header(client: Client) -> None:

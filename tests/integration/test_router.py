@@ -23,6 +23,7 @@ import anyio.to_thread
 import attrs
 import pytest
 
+from rollouts.checking import echo
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.inference.resumable import ResumablePolicy
@@ -30,7 +31,9 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
+from rollouts.renderer.speaking import Spoken
 from rollouts.serving import EngineProcess, engine_process
+from rollouts.testing.server import StubServer
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
@@ -163,6 +166,36 @@ async def test_sessions_stick_to_one_worker(tmp_path: Path) -> None:
                 assert len(hits) == 1
                 served.update(hits)
             assert set(served) == {0, 1}
+
+
+async def test_nothing_that_we_send_is_lost_in_the_router(tmp_path: Path) -> None:
+    """It writes bodies and headers anew with the fields it knows; a worker behind it gets all of ours as they were."""
+    sampling = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_new_tokens=7, seed=3, stop=["x"])
+    ids = packed_tokens([1, 2, 3])
+    async with StubServer() as direct, StubServer() as worker:
+        with router([worker.url], tmp_path / "router.log") as url:
+            await until_ready(url, 1)
+            for where in (direct.url, url):
+                async with SGLangPolicy(Endpoint(base_url=where, api_key="secret")) as policy:
+                    await policy.complete(ids, sampling, stop_token_ids=(9,), session="s")
+        sent, arrived = direct.requests[-1], worker.requests[-1]
+    kept = {name: value for name, value in arrived.sampling_params.items() if value is not None}
+    assert sent.sampling_params.items() <= kept.items()
+    assert {name: arrived.body.get(name) for name in sent.body if name not in ("rid", "sampling_params")} == {
+        name: value for name, value in sent.body.items() if name not in ("rid", "sampling_params")
+    }
+    assert len(arrived.rid) == len(sent.rid)
+    headers = {name.lower(): value for name, value in arrived.headers.items()}
+    assert headers["x-smg-routing-key"] == "s"
+    assert headers["authorization"] == "Bearer secret"
+
+
+async def test_the_echo_of_a_check_comes_through_the_router(tmp_path: Path) -> None:
+    """It asks for the ids with their logprobs, which the router passes on; it drops ``return_prompt_token_ids``."""
+    async with fleet(tmp_path) as engines:
+        found = await echo(engines.url, [Spoken("opening", packed_tokens([1, 2, 3]), False)])
+    assert found.exact
+    assert found.same_ids is True
 
 
 async def test_aborts_go_straight_to_the_workers(tmp_path: Path) -> None:
