@@ -192,7 +192,9 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
         try:
             model = DEMO_MODEL if args.model is None else args.model
             options = {} if args.slots is None else {"slots": args.slots}
-            await serve(model, args.host, args.port, max_context=args.max_context, on_ready=ready, **options)
+            await serve(
+                model, args.host, args.port, max_context=args.max_context, dtype=args.dtype, on_ready=ready, **options
+            )
         except RolloutsError as error:  # not through the task group, which would wrap it
             failure = error
         tasks.cancel_scope.cancel()
@@ -306,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=30000, help="0 takes a free one (30000)")
     serve.add_argument("--slots", type=_positive, metavar="N", help="requests that run at once")
     serve.add_argument("--max-context", type=_positive, metavar="N", help="tokens of prompt and reply together")
+    serve.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights (float32)")
     serve.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
     return parser
 

@@ -23,10 +23,10 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 async def serve(
     model: Path, host: str = "127.0.0.1", port: int = 0, *, slots: int = 64, max_context: int | None = None,
-    on_ready: Callable[[str], None],
+    dtype: str = "float32", on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Serve a model folder until cancelled; ``on_ready`` gets the base URL. Arguments as :func:`running_server`."""
-    async with running_server(model, host, port, slots=slots, max_context=max_context) as url:
+    async with running_server(model, host, port, slots=slots, max_context=max_context, dtype=dtype) as url:
         on_ready(url)
         await anyio.sleep_forever()
 
@@ -34,7 +34,7 @@ async def serve(
 @contextlib.asynccontextmanager
 async def running_server(
     model: Path, host: str = "127.0.0.1", port: int = 0, *, slots: int = 64, max_context: int | None = None,
-    max_queued: int | None = None, health_seconds: float = 20.0,
+    max_queued: int | None = None, health_seconds: float = 20.0, dtype: str = "float32",
 ) -> AsyncIterator[str]:  # fmt: skip
     """Serve a model folder in this process while the context lasts; gives the base URL.
 
@@ -46,6 +46,8 @@ async def running_server(
         max_context: tokens of prompt and reply together; the positions of the model where not given.
         max_queued: how many requests may wait before others are answered with 503; no limit where not given.
         health_seconds: how long ``/health`` waits for a token.
+        dtype: ``"float32"``, or ``"bfloat16"`` for half the memory: then a logprob depends, within its rounding, on
+            the rows that it was computed beside.
 
     Raises:
         ConfigError: the extra ``engine`` is not installed, the folder does not load, or the address is taken.
@@ -58,6 +60,6 @@ async def running_server(
         raise ConfigError(
             f'the engine needs torch and transformers: pip install "rollouts[engine]" ({error})'
         ) from error
-    options = server.Options(slots, max_context, max_queued, health_seconds)
+    options = server.Options(slots, max_context, max_queued, health_seconds, dtype)
     async with server.running_server(Path(model), host, port, options) as url:
         yield url

@@ -179,7 +179,7 @@ class _Control:
                 "max_running_requests": scheduler.model.slots,
                 "max_queued_requests": self._frontend.max_queued,
                 "device": str(scheduler.model.device),
-                "dtype": "float32",
+                "dtype": self._loaded.dtype,
                 "uptime_s": time.time() - self._frontend.started,
                 "internal_states": [{"paused": scheduler.paused, "generated_tokens": scheduler.generated}],
             }

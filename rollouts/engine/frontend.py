@@ -139,7 +139,7 @@ class Frontend:
         """Serve the weights of another folder: (success, message, requests that were paused meanwhile)."""
         async with self._updating:
             try:
-                weights = await anyio.to_thread.run_sync(load_weights, path)
+                weights = await anyio.to_thread.run_sync(load_weights, path, self.loaded.dtype)
                 await self._drain()
                 waiting = self.scheduler.running + self.scheduler.queued
                 flushed = await self.ask(lambda: self._replace(weights, version, flush))

@@ -1,4 +1,4 @@
-"""A model folder in memory: weights in float32, tokenizer, stop ids, context.
+"""A model folder in memory: weights, tokenizer, stop ids, context.
 
 Invariant: what is loaded can be served: it is a causal language model whose layers all attend to the whole sequence, as
 the mask of the slots assumes. Nothing is looked for on a network.
@@ -18,7 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollouts.errors import ConfigError
 
-__all__ = ["Loaded", "load_folder", "load_weights"]
+__all__ = ["DTYPES", "Loaded", "load_folder", "load_weights"]
+
+DTYPES = ("float32", "bfloat16")
 
 _EXPECTED = "a folder that transformers can load as a causal language model (config.json and weights)"
 
@@ -37,17 +39,25 @@ class Loaded:
     """Prompt and reply together, in tokens."""
     architecture: str
     model_type: str
+    dtype: str = "float32"
 
 
-def load_folder(path: Path, max_context: int | None = None) -> Loaded:
+def load_folder(path: Path, max_context: int | None = None, dtype: str = "float32") -> Loaded:
     """Load a model and its tokenizer from a local folder; nothing is looked for on a network.
+
+    Args:
+        path: the folder.
+        max_context: tokens of prompt and reply together; the positions of the model where not given.
+        dtype: one of :data:`DTYPES`, in which weights are held and layers computed.
 
     Raises:
         ConfigError: the folder does not load, or the model is of a kind that the slots cannot serve.
     """
     if not (path / "config.json").is_file():
         raise ConfigError.of("model", str(path), _EXPECTED)
-    model = load_weights(path)
+    if dtype not in DTYPES:
+        raise ConfigError.of("dtype", dtype, " or ".join(DTYPES))
+    model = load_weights(path, dtype)
     config = model.config
     limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
     if max_context is not None and not 2 <= max_context <= limit:
@@ -65,18 +75,21 @@ def load_folder(path: Path, max_context: int | None = None) -> Loaded:
         max_context=limit,
         architecture=type(model).__name__,
         model_type=str(config.model_type),
+        dtype=dtype,
     )
 
 
-def load_weights(path: Path) -> Any:
-    """The model of a folder, in float32, on the GPU where there is one.
+def load_weights(path: Path, dtype: str) -> Any:
+    """The model of a folder, on the GPU where there is one.
 
     Raises:
         ConfigError: it does not load; the cause says why.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), local_files_only=True
+        )
     except Exception as error:  # whatever a foreign folder makes transformers raise
         raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,8 @@
 """A causal language model, run over a fixed number of slots that each keep the K/V of one sequence.
 
 Invariant: after :meth:`SlotModel.forward` with start s and n tokens, positions 0 to s + n - 1 of a slot hold the K/V of
-that sequence and of nothing else; what stands behind them is stale and is masked until it is overwritten. Everything is
-computed in float32, so that a logprob is the same number whichever rows it was computed beside.
+that sequence and of nothing else; what stands behind them is stale and is masked until it is overwritten. In
+float32 a logprob is the same number whichever rows it was computed beside; in bfloat16 it is within rounding.
 
 This module knows nothing of requests, of sampling or of time. Any model of transformers works whose layers all attend
 to the whole sequence; the cache plugs into the Cache interface of transformers, no model code is repeated here.
@@ -139,7 +139,8 @@ class SlotModel:
             keys=keys,
         )
         hidden = torch.arange(keys, device=self.device) > place[:, :, None]
-        mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
+        dtype = self.model.dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, torch.finfo(dtype).min)
         last = lengths - 1
         wanted = np.arange(width) if every_position else np.unique(last)
         logits = self.model(

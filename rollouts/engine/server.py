@@ -51,12 +51,13 @@ class Options:
     max_context: int | None
     max_queued: int | None
     health_seconds: float
+    dtype: str
 
 
 @contextlib.asynccontextmanager
 async def running_server(model: Path, host: str, port: int, options: Options) -> AsyncIterator[str]:
     """Serve a model folder while the context lasts; gives the base URL."""
-    loaded = await anyio.to_thread.run_sync(load_folder, model, options.max_context)
+    loaded = await anyio.to_thread.run_sync(load_folder, model, options.max_context, options.dtype)
     frontend = Frontend(loaded, options.slots, max_queued=options.max_queued, health_seconds=options.health_seconds)
     app = web.Application(client_max_size=2**30, middlewares=[_refusals])
     app.add_routes([web.post("/generate", _Generate(frontend).handle), *control_routes(frontend)])

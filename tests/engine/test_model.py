@@ -79,3 +79,18 @@ def test_only_the_last_position_of_each_row_is_given_unless_asked(model: SlotMod
     logits = model.forward(np.array([0, 2]), np.zeros(2, np.int64), rows, lengths)
     assert torch.allclose(logits[0], whole(model, rows[0].tolist())[-1], atol=1e-5)
     assert torch.allclose(logits[1], whole(model, rows[1, :4].tolist())[-1], atol=1e-5)
+
+
+def test_bfloat16_agrees_with_float32_within_its_rounding(tiny_folder: Path) -> None:
+    """Chunk by chunk through the slots; logits are float32 either way."""
+    exact = SlotModel(load_folder(tiny_folder), slots=2)
+    rounded = SlotModel(load_folder(tiny_folder, dtype="bfloat16"), slots=2)
+    first, second = tokens(9, 1), tokens(5, 2)
+    logits = []
+    for model in (exact, rounded):
+        advance(model, {0: (0, first)})
+        logits.append(advance(model, {0: (9, second), 1: (0, first)}))
+    assert rounded.model.dtype is torch.bfloat16
+    assert logits[1].dtype is torch.float32
+    difference = (logits[0].log_softmax(-1) - logits[1].log_softmax(-1)).abs()
+    assert 0 < difference[:, :5].max() < 0.05

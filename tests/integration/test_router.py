@@ -1,7 +1,4 @@
-"""The real router in front of two embedded engines: what slime puts between itself and its engines.
-
-Needs ``pip install sglang-router==0.3.2``; skipped where it is not installed.
-"""
+"""The real router in front of two embedded engines: what slime puts between itself and its engines."""
 
 from __future__ import annotations
 
