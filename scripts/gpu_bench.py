@@ -1,4 +1,4 @@
-"""A GRPO step on a Qwen3-shaped model with random weights: tokens a second, memory, and how far two devices agree.
+"""A GRPO step and the engine on a Qwen3-shaped model with random weights: tokens a second, memory, agreement.
 
 Runs on CUDA in bfloat16 where there is a device, else on the CPU in float32, where only the code is tried and no figure
 is worth quoting.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import random
 import resource
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import torch
 import transformers
 
-from rollouts.dtypes import VersionSpan
+from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan, packed_tokens
+from rollouts.engine import running_server
+from rollouts.inference.sglang import SGLangPolicy
 from rollouts.training import Sample, Status
 from training.grpo import GrpoConfig, GrpoTrainer, token_logprobs
 
@@ -34,7 +39,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def run_gpu(size: str, *, groups: int, n: int, longest: int, steps: int, seed: int = 0) -> list[dict[str, Any]]:
-    """One row for padded, one for packed, and one for the agreement with the CPU in float32.
+    """Rows for padded and packed steps, for the agreement with the CPU in float32, and for the engine over HTTP.
 
     Args:
         size: a key of ``SIZES``.
@@ -72,7 +77,49 @@ def run_gpu(size: str, *, groups: int, n: int, longest: int, steps: int, seed: i
         )
         del trainer, model
     rows.append(_agreement(reference, config, samples[: 2 * n], device, dtype))
+    rows.append(_engine(reference, samples, longest // 4, device, dtype))
     return rows
+
+
+def _engine(reference: Any, samples: list[Sample], reply: int, device: Any, dtype: Any) -> dict[str, Any]:
+    """Replies to the prompts of the samples, all at once; their logprobs beside the CPU's in float32."""
+    prompts = [sample.tokens[: max(1, len(sample) // 4)] for sample in samples]
+    sampling = SamplingParams(max_new_tokens=reply)
+    replies: dict[int, Completion] = {}
+
+    async def play(folder: Path) -> float:
+        options = {"slots": len(prompts), "dtype": str(dtype).removeprefix("torch.")}
+        async with running_server(folder, **options) as url, SGLangPolicy(Endpoint(base_url=url)) as policy:
+
+            async def ask(number: int) -> None:
+                replies[number] = await policy.complete(packed_tokens(prompts[number]), sampling)
+
+            await ask(0)
+            began = time.perf_counter()
+            async with anyio.create_task_group() as tasks:
+                for number in range(len(prompts)):
+                    tasks.start_soon(ask, number)
+            return time.perf_counter() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        seconds = anyio.run(play, Path(folder))
+    differences = []
+    for number in range(min(8, len(prompts))):
+        ids = [*prompts[number], *replies[number].tokens.tolist()]
+        with torch.no_grad():
+            scores = reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        rows = torch.arange(len(prompts[number]) - 1, len(ids) - 1)
+        theirs = scores[rows, torch.tensor(ids[len(prompts[number]) :])].numpy()
+        differences.append(np.abs(theirs - replies[number].logprobs))
+    far = np.concatenate(differences)
+    return {
+        "what": f"engine, {len(prompts)} replies of {reply}",
+        "device": _name(device, dtype),
+        "tokens_per_s": sum(len(done.tokens) for done in replies.values()) / seconds,
+        "mean": float(far.mean()),
+        "largest": float(far.max()),
+    }
 
 
 def _agreement(reference: Any, config: Any, samples: list[Sample], device: Any, dtype: Any) -> dict[str, Any]:
