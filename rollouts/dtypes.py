@@ -164,6 +164,9 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
     return tuple(calls)
 
 
+_text_or_none = _check("a string", lambda v: isinstance(v, str), optional=True)
+
+
 @attrs.frozen
 class Message:
     """One turn of a conversation, as text. Tokens are kept elsewhere: a message is a view, never the record."""
@@ -171,11 +174,11 @@ class Message:
     role: Role = attrs.field(validator=_check(f"one of {get_args(Role)}", lambda v: v in get_args(Role)))
     content: str = attrs.field(default="", validator=_check("a string", lambda v: isinstance(v, str)))
     tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=_calls)
-    tool_call_id: str | None = None
+    tool_call_id: str | None = attrs.field(default=None, validator=_text_or_none)
     """On a tool message: the id of the call that it answers."""
-    name: str | None = None
+    name: str | None = attrs.field(default=None, validator=_text_or_none)
     """On a tool message: the name of the tool that answered."""
-    reasoning: str | None = None
+    reasoning: str | None = attrs.field(default=None, validator=_text_or_none)
     """On an assistant message: what stood in its thinking block, when there was one."""
 
     def to_chat(self) -> ChatDict:
@@ -204,7 +207,10 @@ class Message:
             if not all(isinstance(text, str) for text in texts):
                 raise ConfigError.of("message.content", content, "a string or a list of text parts")
             content = "".join(text for text in texts if text is not None)
-        calls = [_call_from_chat(call) for call in chat.get("tool_calls") or ()]
+        asked = chat.get("tool_calls") or ()
+        if not isinstance(asked, Sequence) or isinstance(asked, str):
+            raise ConfigError.of("message.tool_calls", asked, "a list of calls")
+        calls = [_call_from_chat(call) for call in asked]
         return cls(
             role=chat.get("role"),  # type: ignore[arg-type]  # the validator answers a wrong one
             content="" if content is None else content,
@@ -215,12 +221,18 @@ class Message:
         )
 
 
-def _call_from_chat(call: Mapping[str, Any]) -> ToolCall:
-    function = call.get("function", call)
+def _call_from_chat(call: Any) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ConfigError.of("message.tool_calls", call, "an object with a function that has name and arguments")
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, Mapping):
         raise ConfigError.of("message.tool_calls.arguments", arguments, "a mapping")
-    return ToolCall(name=function.get("name", ""), arguments=arguments, id=call.get("id") or "")
+    name, number = function.get("name", ""), call.get("id") or ""
+    for field, value in (("name", name), ("id", number)):
+        if not isinstance(value, str):
+            raise ConfigError.of(f"message.tool_calls.{field}", value, "a string")
+    return ToolCall(name=name, arguments=arguments, id=number)
 
 
 def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Message, ...]:

@@ -199,7 +199,7 @@ def _converted(name: str, text: str, kind: Any) -> Any:
         first = error
     try:  # lists, objects and the like are given as JSON
         return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
-    except (msgspec.DecodeError, TypeError, ValueError):
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         raise ConfigError.of(f"option {name}", text, f"{_type_name(kind)} ({first})") from None
 
 
