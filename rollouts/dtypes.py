@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -36,6 +37,7 @@ __all__ = [
     "as_messages",
     "packed_logprobs",
     "packed_tokens",
+    "without_password",
 ]
 
 ChatDict: TypeAlias = dict[str, Any]
@@ -356,6 +358,21 @@ class SamplingParams:
     seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
 
 
+def without_password(text: str) -> str:
+    """A URL, or a text with URLs in it, as it may be printed: without user names and passwords."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
+def _printed_urls(urls: Any) -> str:
+    return without_password(repr(urls))
+
+
+def _check_urls(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not (_are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
+        told = tuple(map(without_password, value)) if _are_texts(value) else value
+        raise ConfigError.of("Endpoint.base_url", told, "one or more URLs that start with http:// or https://")
+
+
 def _urls(value: Any) -> Any:
     urls = _texts(value)
     return tuple(url.rstrip("/") for url in urls) if _are_texts(urls) else urls
@@ -379,10 +396,8 @@ class Endpoint:
     base_url: tuple[str, ...] = attrs.field(
         default="http://127.0.0.1:30000",
         converter=_urls,
-        validator=_check(
-            "one or more URLs that start with http:// or https://",
-            lambda v: _are_texts(v) and bool(v) and all(url.startswith(("http://", "https://")) for url in v),
-        ),
+        validator=_check_urls,
+        repr=_printed_urls,
     )
     api_key: str | None = attrs.field(default=None, repr=False)
     sampling: SamplingParams = attrs.field(
@@ -393,6 +408,11 @@ class Endpoint:
     """Deadline of one completion, from sending it to its last byte."""
     max_retries: int = attrs.field(default=5, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
     """Further attempts after one that cannot have been generated twice (refused connection, 5xx, overload)."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.api_key and any(url != without_password(url) for url in self.base_url):
+            expected = "none where a URL has a user name or a password: a request carries one of them"
+            raise ConfigError.of("Endpoint.api_key", "(not shown)", expected)
 
 
 @attrs.frozen
