@@ -76,10 +76,11 @@ REAL = {
     "QwQ": Family(_real("Qwen-QwQ-32B"), (E, F, F, F, F), "hermes", "the history has no thought"),
     "DeepSeek-V3": Family(
         _real("hfcfg-deepseek_v3", "deepseek_v3"),
-        (E, E, F, E, E),
+        (E, F, F, E, E),
         "deepseek_v3",
         "calls only without content, their arguments as text; ends a turn of two calls only, one of three twice",
-        calls=False,
+        parallel=2,
+        text_and_calls=False,
     ),
     "DeepSeek-V3.1": Family(
         _real("deepseek-ai-DeepSeek-V3.1", "deepseek_v3"),
