@@ -310,9 +310,7 @@ class Renderer:
             written = written.removeprefix(prompt) if written.startswith(prompt) else written.rpartition("userone")[2]
         except ConfigError:
             return True
-        return "argumentone" not in written or any(
-            found.name == call.name for found in self.dialect.parse(written, tools=tools).tool_calls
-        )
+        return "argumentone" not in written or bool(self.dialect.parse(written, tools=tools).tool_calls)
 
 
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
