@@ -23,6 +23,7 @@ __all__ = [
     "ChatDict",
     "Completion",
     "Endpoint",
+    "Fault",
     "FinishReason",
     "History",
     "Limits",
@@ -119,6 +120,12 @@ def _are_texts(value: Any) -> bool:
 
 # -- conversation -----------------------------------------------------------------------------------------------------
 
+Fault: TypeAlias = Literal[
+    "not_json", "unclosed", "no_name", "no_arguments", "string_arguments", "bad_arguments", "bad_form"
+]
+"""What is wrong with a call that cannot be read: its JSON; no closing mark; no name, no arguments; arguments in quotes,
+or of another kind than the schema has; anything else about its form."""
+
 
 @attrs.frozen
 class ToolCall:
@@ -136,6 +143,8 @@ class ToolCall:
     """The exact text that was parsed."""
     error: str | None = None
     """Why the text is not a call, in words that the model can act on; ``None`` for a sound call."""
+    fault: Fault | None = None
+    """What kind of error that is, to be counted."""
 
     def to_chat(self) -> ChatDict:
         """The call as chat templates take it: arguments as a mapping, not as a JSON string."""

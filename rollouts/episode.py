@@ -325,7 +325,7 @@ class Episode:
                 call = attrs.evolve(call, id="")
             call = attrs.evolve(call, id=call.id or f"call{number:05d}")
             if call.error is not None:
-                counts.append("malformed_tool_calls")
+                counts += ["malformed_tool_calls", f"malformed_tool_calls/{call.fault or 'bad_form'}"]
             elif call.name not in known:
                 counts.append("unknown_tool_calls")
                 there = f"the tools are: {', '.join(known)}" if known else "there are no tools here"

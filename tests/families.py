@@ -40,6 +40,10 @@ class Family:
     thinks: bool = False
     text_and_calls: bool = True
     """Whether a turn may have both."""
+    system: bool = True
+    """Whether there is a system prompt."""
+    stopless: bool = False
+    """Whether the history has no stop token, and the ids that are kept have."""
     ids: str = "c{:08d}"
     """What the ids of calls look like, where they must look like something."""
 
@@ -76,10 +80,11 @@ REAL = {
     "QwQ": Family(_real("Qwen-QwQ-32B"), (E, F, F, F, F), "hermes", "the history has no thought"),
     "DeepSeek-V3": Family(
         _real("hfcfg-deepseek_v3", "deepseek_v3"),
-        (E, E, F, E, E),
+        (E, F, F, E, E),
         "deepseek_v3",
         "calls only without content, their arguments as text; ends a turn of two calls only, one of three twice",
-        calls=False,
+        parallel=2,
+        text_and_calls=False,
     ),
     "DeepSeek-V3.1": Family(
         _real("deepseek-ai-DeepSeek-V3.1", "deepseek_v3"),
@@ -143,7 +148,9 @@ REAL = {
 # -- small templates with the quirks of others ------------------------------------------------------------------------
 
 
-def _small(source: str, marks: tuple[str, ...], stops: tuple[str, ...], **variables: Any) -> Any:
+def small(source: str, marks: tuple[str, ...], stops: tuple[str, ...], **variables: Any) -> Any:
+    """Makes a renderer of a small template, on the demo model's tokenizer with the family's marks."""
+
     @functools.cache
     def tokenizer() -> Any:
         found = load_tokenizer(DEMO_MODEL)
@@ -367,7 +374,7 @@ _TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<|calls_end|>", "<tool_r
 
 SMALL = {
     "Llama 3.x": Family(
-        _small(_LLAMA, _LLAMA_MARKS, ("<|eot_id|>", "<|eom_id|>")),
+        small(_LLAMA, _LLAMA_MARKS, ("<|eot_id|>", "<|eom_id|>")),
         (E,) * 5,
         "llama_json",
         "one call a turn, results as JSON, a date in the system block",
@@ -375,62 +382,62 @@ SMALL = {
         text_and_calls=False,
     ),
     "Mistral Nemo": Family(
-        _small(_NEMO, _MISTRAL_MARKS, ("</s>",)),
+        small(_NEMO, _MISTRAL_MARKS, ("</s>",)),
         (E, E, E, F, F),
         "mistral",
         "tools and system text move to the last user turn, ids of 9 characters, no header",
         text_and_calls=False,
     ),
     "Mistral Small": Family(
-        _small(_SMALL, _MISTRAL_MARKS, ("</s>",)),
+        small(_SMALL, _MISTRAL_MARKS, ("</s>",)),
         (E, E, E, F, F),
         "mistral",
         "tools move to the last user turn",
         text_and_calls=False,
     ),
     "Kimi-K2": Family(
-        _small(_KIMI, _KIMI_MARKS, ("<|im_end|>",)),
+        small(_KIMI, _KIMI_MARKS, ("<|im_end|>",)),
         (E,) * 5,
         "kimi_k2",
         "ids of calls are global, a system prompt of its own",
         ids="functions.{name}:{}",
     ),
     "MiniMax-M2": Family(
-        _small(_MINIMAX, ("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"), ("[e~[",)),
+        small(_MINIMAX, ("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"), ("[e~[",)),
         (E, E, E, F, F),
         "minimax",
         "a tool message must follow a call; thoughts go at a user turn",
         thinks=True,
     ),
     "Nemotron-3": Family(
-        _small(_NEMOTRON, ("<think>", "</think>"), ("<|im_end|>",)),
+        small(_NEMOTRON, ("<think>", "</think>"), ("<|im_end|>",)),
         (E, E, E, F, F),
         "qwen3_coder",
         "thoughts become <think></think> at a user turn",
         thinks=True,
     ),
     "Gemma 3": Family(
-        _small(_GEMMA3, _TURNS, ("<end_of_turn>",)),
+        small(_GEMMA3, _TURNS, ("<end_of_turn>",)),
         (E, R, R, R, R),
         "plain",
         "no tool role; the system prompt is part of the first user turn",
         calls=False,
     ),
     "Gemma 4": Family(
-        _small(_GEMMA4, _TURNS, ("<end_of_turn>", "<|calls_end|>")),
+        small(_GEMMA4, _TURNS, ("<end_of_turn>", "<|calls_end|>")),
         (E,) * 5,
         "hermes",
         "the same model turn goes on after results",
         text_and_calls=False,
     ),
     "Command-R": Family(
-        _small(_COUNTING, ("<|START|>", "<|END|>"), ("<|END|>",)),
+        small(_COUNTING, ("<|START|>", "<|END|>"), ("<|END|>",)),
         (E, E, R, E, E),
         "hermes",
         "results are numbered over the whole conversation",
     ),
     "content must be None": Family(
-        _small(
+        small(
             _NONE_ONLY, ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>", "<|output|>", "<|/output|>"), ("<|eos|>",)
         ),
         (E,) * 5,

@@ -112,6 +112,7 @@ LAW_BOOKS = {
     "test_manager_semantics.py",
     "test_token_exactness.py",
     "tool_calls/test_dialects.py",
+    "tool_calls/test_outcomes.py",
 }
 """Tests that mirror no single module."""
 

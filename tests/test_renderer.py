@@ -437,7 +437,7 @@ VERDICTS = {
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ["exact", "forks", "forks", "exact", "forks"],
     "deepseek-ai-DeepSeek-V3.1": ALL_EXACT,
     "deepseek-ai-DeepSeek-V3.2": ["exact", "forks", "forks", "forks", "forks"],
-    "hfcfg-deepseek_v3": ["exact", "exact", "forks", "exact", "exact"],
+    "hfcfg-deepseek_v3": ["exact", "forks", "forks", "exact", "exact"],
     "openai-gpt-oss-120b": ["exact", "exact", "exact", "forks", "forks"],
 }
 STANDINS = {

@@ -55,6 +55,8 @@ def bridge_text(
     new: Sequence[Message],
     tools: Sequence[Tool],
     stops: Sequence[str],
+    *,
+    whole: bool = False,
 ) -> str:
     """What the template writes after the last assistant turn: its closing mark if it has one, ``new``, the next header.
 
@@ -65,9 +67,10 @@ def bridge_text(
         new: everything that comes before the next assistant turn.
         tools: the real tools.
         stops: the stop tokens, as text.
+        whole: whether the content of each new message must be in it word for word, as it is for plain words.
 
     Raises:
-        ConfigError: the template renders none of the dummies, or loses the new messages.
+        ConfigError: no dummy gives a bridge; with the reason for each.
     """
     system = itertools.takewhile(lambda message: message.role == "system", history)
     opening = [*system, *strategy(history)]
@@ -86,9 +89,13 @@ def bridge_text(
             reasons.append(f"{kind}: the template leaves the turn out")
             continue
         cut = _from_stop(rest, stops, anywhere=bool(dummy.tool_calls))
-        if cut is not None:
+        lost = [message.role for message in new if whole and message.content not in rest]
+        if cut is None:
+            reasons.append(f"{kind}: none of the stop tokens {list(stops)} follows it; are stop_token_ids complete?")
+        elif lost:
+            reasons.append(f"{kind}: the template leaves out {lost[0]} messages")
+        else:
             return cut
-        reasons.append(f"{kind}: none of the stop tokens {list(stops)} follows the call; are stop_token_ids complete?")
     raise ConfigError(f"chat template {template.name}: no bridge for these messages; " + "; ".join(reasons))
 
 

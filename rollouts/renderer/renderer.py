@@ -21,12 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
-from rollouts.dtypes import Message, TokenColumn, Tool, packed_tokens
+from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
-from rollouts.renderer.rewriting import rewriting
+from rollouts.renderer.rewriting import rewriting, shared
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
@@ -218,6 +219,9 @@ class Renderer:
         """
         text = bridge_text(self._template, STRATEGIES[self._strategy], history, new, tools, self._stops)
         ids = self._codec.encode(text, counted=False)
+        if not after.endswith(text):
+            end = shared(after[::-1], text[::-1])
+            return f"history rewritten: {text[: -end or None][-30:]!r} became {after[: -end or None][-30:]!r}", len(ids)
         stopped = len(sampled) > 0 and int(sampled[-1]) in self.stop_token_ids
         kept = self.decode(sampled[:-1] if stopped else sampled)
         closing = getattr(self.dialect, "reasoning", ("", ""))[1]
@@ -281,7 +285,13 @@ class Renderer:
         if found is None:
             found = self._tested(self._strategy, tools, system)
             if found.steps[0].verdict == "refused" and system is _SYSTEM:
-                found = min(found, self._tested(self._strategy, tools, None), key=_is_refused_at_once)
+                without = self._tested(self._strategy, tools, None)
+                if without.steps[0].verdict != "refused":
+                    note = f"no system prompt is taken: {found.steps[0].reason}"
+                    found = attrs.evolve(without, notes=(note, *without.notes))
+            if tools and not self._reads_calls(tools):
+                note = f"dialect {self.dialect.name!r} does not read the calls that the template writes; name another"
+                found = attrs.evolve(found, notes=(*found.notes, note))
             self._self_tests[key] = found
         return found
 
@@ -289,9 +299,18 @@ class Renderer:
         encode = functools.partial(self._codec.encode, counted=False)
         return run_self_test(self._template, (strategy, STRATEGIES[strategy]), encode, self._stops, tools, system)
 
-
-def _is_refused_at_once(found: SelfTest) -> bool:
-    return found.steps[0].verdict == "refused"
+    def _reads_calls(self, tools: Sequence[Tool]) -> bool:
+        """Whether what the template writes of a call, if anything, is a call to the dialect."""
+        call = ToolCall(tools[0].name, {"x": "argumentone"}, id="call00000")
+        try:
+            asked = [Message("user", "userone")]
+            prompt = self._template.render(asked, tools)
+            turn = [*asked, Message("assistant", tool_calls=(call,))]
+            written = self._template.render(turn, tools, generation_prompt=False)
+            written = written.removeprefix(prompt) if written.startswith(prompt) else written.rpartition("userone")[2]
+        except ConfigError:
+            return True
+        return "argumentone" not in written or bool(self.dialect.parse(written, tools=tools).tool_calls)
 
 
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:

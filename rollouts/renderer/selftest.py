@@ -24,6 +24,9 @@ Verdict: TypeAlias = Literal["exact", "forks", "refused"]
 """``exact``: ids appended step by step are the template's own rendering. ``forks``: the bridge is right, and the
 template writes what came before it differently once it is history. ``refused``: the bridge is not what it writes."""
 
+_SEVERITY: tuple[Verdict, ...] = ("exact", "forks", "refused")
+_ONE_CALL = "the template has one call a turn; Limits(max_parallel_calls=1) ends replies with more"
+
 
 @attrs.frozen
 class Step:
@@ -47,8 +50,7 @@ class SelfTest:
     @property
     def verdict(self) -> Verdict:
         """The worst of the steps."""
-        found = {step.verdict for step in self.steps}
-        return "refused" if "refused" in found else "forks" if "forks" in found else "exact"
+        return max((step.verdict for step in self.steps), key=_SEVERITY.index)
 
     def raise_if_refused(self) -> None:
         """Stop here if a bridge is not what the template writes.
@@ -79,6 +81,8 @@ class _Turn:
     new: tuple[Message, ...]
     marks: tuple[str, ...] = ()
     """What a faithful template writes of the reply: its content, or the arguments of its calls."""
+    alone: _Turn | None = None
+    """The same with one call, where it has several: some templates end such a turn otherwise."""
 
 
 def run_self_test(
@@ -105,15 +109,19 @@ def run_self_test(
     reasons = _opens_freely(template, opening, tools)
     parallel = 2 if not tools or _takes_two_calls(template, opening, tools) else 1
     steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel, reasons)))
-    return SelfTest(template.name, strategy[0], tuple(steps), _notes(template, opening, tools))
+    notes = [*_notes(template, opening, tools)]
+    notes += [_ONE_CALL] if parallel == 1 and steps[1:] and steps[1].verdict != "refused" else []
+    notes += _note_of_stops(template, strategy[1], stops)
+    return SelfTest(template.name, strategy[0], tuple(steps), tuple(notes))
 
 
 def _turns(tools: Sequence[Tool], parallel: int, reasons: bool) -> list[_Turn]:
     turns = []
     if tools:
-        turns.append(
-            _tool_turn("tools, first round" + (" (2 calls)" if parallel == 2 else ""), tools, 1, parallel, reasons)
-        )
+        first = _tool_turn("tools, first round", tools, 1, 1, reasons)
+        if parallel == 2:
+            first = attrs.evolve(_tool_turn(f"{first.name} (2 calls)", tools, 1, 2, reasons), alone=first)
+        turns.append(first)
         turns.append(_tool_turn("tools, next round", tools, 3, 1, reasons))
     user = "user, after tools" if tools else "user"
     turns.append(_Turn(user, _reply("finalone", reasons), (Message("user", "usertwo"),), ("finalone",)))
@@ -142,6 +150,18 @@ def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[T
     except ConfigError:
         return ()
     return ("the template does not tell the model of its tools; say so in the system prompt",) if untold else ()
+
+
+def _note_of_stops(template: ChatTemplate, strategy: Strategy, stops: Sequence[str]) -> list[str]:
+    """A stop token that the template does not write after a reply is either unknown to it, or not all are known."""
+    try:
+        bridge = bridge_text(template, strategy, (), [Message("user", "usertwo")], (), stops)
+    except ConfigError:
+        return []
+    if bridge.startswith(tuple(stops)):
+        return []
+    known = ", ".join(stops)
+    return [f"the template ends a reply with {bridge[:20]!r}, and the stop tokens are {known}: are these all?"]
 
 
 def _opens_freely(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
@@ -181,22 +201,29 @@ def _judge(
         yield Step(name, "refused", str(error))
         return
     yield Step(name, *_opening_verdict(before or "", opening))
-    for turn in turns:
-        history.append(turn.reply)
+
+    def judged(turn: _Turn) -> tuple[Verdict, str, str | None]:
+        spoken = [*history, turn.reply]
         try:
-            whole = template.render([*history, *turn.new], tools)
-            bridge = bridge_text(template, strategy, history, turn.new, tools, stops)
+            whole = template.render([*spoken, *turn.new], tools)
+            bridge = bridge_text(template, strategy, spoken, turn.new, tools, stops, whole=True)
         except ConfigError as error:
-            yield Step(turn.name, "refused", str(error))
-            before = None
-        else:
-            verdict, reason = _bridge_verdict(whole, bridge, turn, encode)
-            if verdict == "exact" and before is not None:
-                own = _own_turn(template, history, tools, turn.marks[-1])
-                verdict, reason = _history_verdict([text for text in (before, own, whole) if text is not None])
-            yield Step(turn.name, verdict, reason)
-            before = whole
-        history.extend(turn.new)
+            return "refused", str(error), None
+        verdict, reason = _bridge_verdict(whole, bridge, turn, encode, stops)
+        if verdict == "exact" and before is not None:
+            own = _own_turn(template, spoken, tools, turn.marks[-1])
+            verdict, reason = _history_verdict([text for text in (before, own, whole) if text is not None])
+        return verdict, reason, whole
+
+    for turn in turns:
+        verdict, reason, whole = judged(turn)
+        if turn.alone is not None:
+            alone, why, _ = judged(turn.alone)
+            if _SEVERITY.index(alone) > _SEVERITY.index(verdict):
+                verdict, reason = alone, f"one call: {why}"
+        yield Step(turn.name, verdict, reason)
+        before = whole
+        history += [turn.reply, *turn.new]
 
 
 def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, str]:
@@ -204,11 +231,13 @@ def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, st
     return ("refused", f"the template leaves out the {lost[0]} message") if lost else ("exact", "")
 
 
-def _bridge_verdict(whole: str, bridge: str, turn: _Turn, encode: Callable[[str], list[int]]) -> tuple[Verdict, str]:
-    for message in turn.new:
-        if message.content not in bridge:
-            return "refused", f"the template leaves out {message.role} messages"
+def _bridge_verdict(
+    whole: str, bridge: str, turn: _Turn, encode: Callable[[str], list[int]], stops: Sequence[str]
+) -> tuple[Verdict, str]:
     if not whole.endswith(bridge):
+        stop = next((stop for stop in stops if bridge.startswith(stop) and whole.endswith(bridge[len(stop) :])), None)
+        if stop is not None:
+            return "forks", f"history rewritten: no {stop!r} ends the reply"
         written, end = whole[-len(bridge) :], shared(whole[::-1], bridge[::-1])
         at = len(bridge) - end
         return "refused", f"the template writes …{written[:at][-40:]!r} where the bridge has …{bridge[:at][-40:]!r}"

@@ -51,6 +51,10 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _parts(text: str) -> list[ChatDict]:
+    return [{"type": "text", "text": text}]
+
+
 _PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
 
 
@@ -96,16 +100,30 @@ class ChatTemplate:
         chat = message.to_chat()
         if message.reasoning is not None:
             chat["thinking"] = message.reasoning
+        if self._in_parts and message.content:
+            chat["content"] = _parts(message.content)
         if message.tool_calls:
             content, as_text = self._form_of_calls
-            chat["content"] = message.content or content
+            chat["content"] = chat["content"] or content
             if as_text:
                 for call in chat["tool_calls"]:
                     call["function"]["arguments"] = _tojson(call["function"]["arguments"])
         return chat
 
     @functools.cached_property
-    def _form_of_calls(self) -> tuple[str | None, bool]:
+    def _in_parts(self) -> bool:
+        """Whether content is a list of parts: for templates of models that see, some of which leave a text out."""
+        for in_parts in (False, True):
+            content = _parts(_PROBE_VALUE) if in_parts else _PROBE_VALUE
+            try:
+                if _PROBE_VALUE in self._render([{"role": "user", "content": content}], (), True):
+                    return in_parts
+            except ConfigError:
+                continue
+        return False
+
+    @functools.cached_property
+    def _form_of_calls(self) -> tuple[Any, bool]:
         """How a turn of calls says that it has no content, and whether its arguments are a JSON text.
 
         Content is ``""``, or ``None`` for a template that asks for it: DeepSeek's write a second, empty turn, or no
@@ -119,11 +137,12 @@ class ChatTemplate:
                 return content, as_text
         return forms[0]
 
-    def _no_content(self, as_text: bool) -> str | None:
-        empty, none = self._written("", as_text), self._written(None, as_text)
-        return "" if none is None or "None" in none or none == empty else None
+    def _no_content(self, as_text: bool) -> Any:
+        nothing = _parts("") if self._in_parts else ""
+        empty, none = self._written(nothing, as_text), self._written(None, as_text)
+        return nothing if none is None or "None" in none or none == empty else None
 
-    def _written(self, content: str | None, as_text: bool) -> str | None:
+    def _written(self, content: Any, as_text: bool) -> str | None:
         """A turn with one call; ``None`` if the template breaks on it."""
         arguments: Any = {"x": _PROBE_VALUE}
         call = ToolCall(_PROBE_NAME, arguments, id="call00000").to_chat()
@@ -131,7 +150,8 @@ class ChatTemplate:
             call["function"]["arguments"] = _tojson(arguments)
         turn = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
-            return self._render([{"role": "user", "content": "U"}, turn], (), False)
+            user = _parts("U") if self._in_parts else "U"
+            return self._render([{"role": "user", "content": user}, turn], (), False)
         except ConfigError:
             return None
 

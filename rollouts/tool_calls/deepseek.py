@@ -34,7 +34,8 @@ class DeepSeekV31(SectionDialect):
 
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
         if call["rest"] is None or not self.name_of(call):
-            raise MalformedCallError("the name of a tool and <｜tool▁sep｜> must come before the arguments")
+            reason = "the name of a tool and <｜tool▁sep｜> must come before the arguments"
+            raise MalformedCallError(reason, "no_name")
         arguments = checked_arguments(json_value(self.arguments_of(call)))
         return ToolCall(self.name_of(call), arguments, raw=call[0])
 
@@ -78,7 +79,7 @@ class DeepSeekV32(SectionDialect):
 
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
         if not call["name"]:
-            raise MalformedCallError("the name of a tool is missing")
+            raise MalformedCallError("the name of a tool is missing", "no_name")
         arguments = {
             found["key"]: found["value"] if found["string"] == "true" else json_value(found["value"])
             for found in tagged_arguments(_PARAMETER, call["body"])

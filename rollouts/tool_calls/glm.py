@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, typed_value, unreadable
+from rollouts.tool_calls.reading import MalformedCallError, typed_value, unclosed, unreadable
 from rollouts.tool_calls.sections import tagged_arguments
 
 __all__ = ["Glm"]
@@ -30,9 +30,9 @@ class Glm(BlockDialect):
         name = found.group(1) if found else ""
         try:
             if block["close"] is None:
-                raise MalformedCallError("</tool_call> is missing")
+                return [unclosed(block[0], "</tool_call>", name)]
             if found is None:
-                raise MalformedCallError("the name of a tool must follow <tool_call>")
+                raise MalformedCallError("the name of a tool must follow <tool_call>", "no_name")
             pairs = tagged_arguments(_ARGUMENT, body[found.end() :])
             arguments = {p["key"].strip(): typed_value(tools, name, p["key"].strip(), p["value"]) for p in pairs}
         except MalformedCallError as error:

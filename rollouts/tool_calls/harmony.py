@@ -1,4 +1,9 @@
-"""The channels of gpt-oss, as text: analysis is reasoning, a recipient makes a call, the rest is content."""
+"""The channels of gpt-oss, as text: analysis is reasoning, a recipient makes a call, the rest is content.
+
+A reader of our own, though ``openai-harmony`` exists: that one reads ids, with a vocabulary which it downloads, and
+gives a reply up at its first fault, where the model has to be told of it. It is the judge in the tests: what it reads
+is read the same here, and no call that it refuses ever runs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,11 @@ from rollouts.tool_calls.reading import MalformedCallError, checked_arguments, j
 
 __all__ = ["Harmony"]
 
-_MESSAGE = re.compile(
-    r"(?:\A|<\|start\|>assistant|(?=<\|channel\|>))(?P<head>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*){0,3})<\|message\|>"
-    r"(?P<body>.*?)(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
+_START, _MESSAGE = "<|start|>assistant", "<|message|>"
+_END = re.compile(r"<\|(?:end|call|return)\|>|\Z")
+_HEADER = re.compile(
+    r"\s*(?:to=(?P<first>[^\s<]+))?\s*(?:<\|channel\|>(?P<channel>[^\s<]+))?(?:\s+to=(?P<second>[^\s<]+))?"
+    r"\s*(?:<\|constrain\|>)?[^\s<=]*\s*"
 )
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -23,7 +29,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 class Harmony:
     """``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}``, ended by ``<|call|>``.
 
-    That stop token is not part of the text, so a call that was cut shows only by its JSON.
+    That stop token is not part of the text, so a call that was cut shows only by its JSON. A message ends at its mark
+    and nowhere else: a call that is written inside an analysis is a draft.
     """
 
     name: ClassVar[str] = "harmony"
@@ -32,18 +39,28 @@ class Harmony:
         thoughts: list[str] = []
         said: list[str] = []
         calls: list[ToolCall] = []
-        at = 0
-        for message in _MESSAGE.finditer(text):
-            said.append(text[at : message.start()])
-            at = message.end()
-            recipient = _RECIPIENT.search(message["head"])
-            if recipient:
-                calls.append(_call(recipient.group(1), message))
-            elif "<|channel|>analysis" in message["head"]:
-                thoughts.append(message["body"])
+        at = len(_START) if text.startswith(_START) else 0
+        while (body := text.find(_MESSAGE, at)) >= 0:
+            head, begin = text[at:body], at
+            body += len(_MESSAGE)
+            end = _END.search(text, body)
+            assert end is not None
+            header = _HEADER.fullmatch(head)
+            recipient = _RECIPIENT.search(head)
+            if recipient is not None:
+                calls.append(_call(recipient[1], header, text[body : end.start()], text[begin : end.end()]))
+            elif "<|channel|>analysis" in head:
+                thoughts.append(text[body : end.start()])
             else:
-                said.append(message["body"])
-        if at == 0:
+                said += [] if header else [head]
+                said.append(text[body : end.start()])
+            at = text.find(_START, end.end())
+            said.append(text[end.end() : at if at >= 0 else len(text)])
+            if at < 0:
+                at = len(text)
+                break
+            at += len(_START)
+        if not (thoughts or calls or said):
             return Reply(text)
         said.append(text[at:])
         return Reply(
@@ -53,8 +70,10 @@ class Harmony:
         )
 
 
-def _call(name: str, message: re.Match[str]) -> ToolCall:
+def _call(name: str, header: re.Match[str] | None, body: str, raw: str) -> ToolCall:
     try:
-        return ToolCall(name, checked_arguments(json_value(message["body"])), raw=message[0])
+        if header is None or (header["first"] and header["second"]):
+            raise MalformedCallError(f"its header must be <|channel|>commentary to=functions.{name} <|constrain|>json")
+        return ToolCall(name, checked_arguments(json_value(body)), raw=raw)
     except MalformedCallError as error:
-        return unreadable(message[0], error, name)
+        return unreadable(raw, error, name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import json_call, name_in, unreadable
+from rollouts.tool_calls.reading import json_call, name_in, unclosed
 
 __all__ = ["Hermes"]
 
@@ -21,5 +21,5 @@ class Hermes(BlockDialect):
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         if block["close"] is None:
-            return [unreadable(block[0], "</tool_call> is missing", name_in(block["body"]))]
+            return [unclosed(block[0], "</tool_call>", name_in(block["body"]))]
         return [json_call(block["body"], block[0])]

@@ -33,7 +33,7 @@ class KimiK2(SectionDialect):
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
         name = self.name_of(call)
         if not name:
-            raise MalformedCallError("its id must have the form functions.name:index")
+            raise MalformedCallError("its id must have the form functions.name:index", "no_name")
         if call["arguments"] is None:
-            raise MalformedCallError("<|tool_call_argument_begin|> and the arguments are missing")
+            raise MalformedCallError("<|tool_call_argument_begin|> and the arguments are missing", "no_arguments")
         return ToolCall(name, checked_arguments(json_value(call["arguments"])), id=call["id"].strip(), raw=call[0])

@@ -32,6 +32,6 @@ class MiniMax(SectionDialect):
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
         name = call["name"]
         if not name:
-            raise MalformedCallError("the name of a tool is missing")
+            raise MalformedCallError("the name of a tool is missing", "no_name")
         found = tagged_arguments(_PARAMETER, call["body"])
         return ToolCall(name, {p["key"]: typed_value(tools, name, p["key"], p["value"]) for p in found}, raw=call[0])

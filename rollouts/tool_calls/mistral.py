@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import (
-    MalformedCallError,
-    call_in_json,
-    json_prefix,
-    name_in,
-    unreadable,
-)
+from rollouts.tool_calls.reading import MalformedCallError, json_calls, json_prefix, name_in, unreadable
 
 __all__ = ["Mistral"]
 
@@ -40,14 +33,5 @@ class Mistral(BlockDialect):
             return [unreadable(block[0], error, named["name"] if named else name_in(body))], block.end()
         raw = block[0][: start - block.start() + end]
         if named:
-            return [_call({"name": named["name"], "arguments": value, "id": named["id"]}, raw)], start + end
-        entries = value if isinstance(value, list) else [value]
-        return [_call(entry, raw) for entry in entries] or [unreadable(raw, "there is no call in it")], start + end
-
-
-def _call(value: Any, raw: str) -> ToolCall:
-    try:
-        return call_in_json(value, raw, id_key="id")
-    except MalformedCallError as error:
-        name = value.get("name") if isinstance(value, dict) else None
-        return unreadable(raw, error, name if isinstance(name, str) else "")
+            value = {"name": named["name"], "arguments": value, "id": named["id"]}
+        return json_calls(value, raw, id_key="id"), start + end

@@ -47,7 +47,7 @@ def _arguments(block: re.Match[str], name: str, tools: Sequence[Tool]) -> dict[s
     if block["body"] is None:
         raise MalformedCallError("<tool_call> before <function=...> is missing")
     if block["close"] is None:
-        raise MalformedCallError("</tool_call> is missing")
+        raise MalformedCallError("</tool_call> is missing", "unclosed")
     function = _FUNCTION.match(block["body"])
     if function is None:
         raise MalformedCallError("it must be one <function=name> with its </function> between the tags")

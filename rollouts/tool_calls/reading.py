@@ -7,18 +7,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts.dtypes import Tool, ToolCall
+from rollouts.dtypes import Fault, Tool, ToolCall
 
 __all__ = [
     "MalformedCallError",
     "call_in_json",
     "checked_arguments",
     "json_call",
+    "json_calls",
     "json_prefix",
     "json_value",
-    "malformed",
     "name_in",
     "typed_value",
+    "unclosed",
     "unreadable",
 ]
 
@@ -26,17 +27,21 @@ _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 
 
 class MalformedCallError(ValueError):
-    """A call that cannot be read; the message is meant for the model."""
+    """A call that cannot be read; the message is meant for the model, the fault for the count."""
+
+    def __init__(self, message: str, fault: Fault = "bad_form") -> None:
+        super().__init__(message)
+        self.fault: Fault = fault
 
 
-def malformed(raw: str, reason: str, name: str = "") -> ToolCall:
+def unreadable(raw: str, error: MalformedCallError, name: str = "") -> ToolCall:
     """A call that could not be read, with the reason in words for the model."""
-    return ToolCall(name=name, raw=raw, error=reason)
+    return ToolCall(name, raw=raw, error=f"The tool call could not be read: {error}.", fault=error.fault)
 
 
-def unreadable(raw: str, error: object, name: str = "") -> ToolCall:
-    """:func:`malformed` in the common words."""
-    return malformed(raw, f"The tool call could not be read: {error}.", name)
+def unclosed(raw: str, mark: str, name: str = "") -> ToolCall:
+    """A call whose closing mark is missing."""
+    return unreadable(raw, MalformedCallError(f"{mark} is missing", "unclosed"), name)
 
 
 def name_in(text: str) -> str:
@@ -50,12 +55,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise MalformedCallError(f'the key "{twice}" is given more than once')
+        raise MalformedCallError(f'the key "{twice}" is given more than once', "bad_arguments")
     return fields
 
 
 def _no_constant(text: str) -> Any:
-    raise MalformedCallError(f"{text} is not a JSON value")
+    raise MalformedCallError(f"{text} is not a JSON value", "not_json")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -74,9 +79,10 @@ def json_prefix(text: str, at: int = 0) -> tuple[Any, int]:
     except MalformedCallError:
         raise
     except json.JSONDecodeError as error:
-        raise MalformedCallError(f"it is not valid JSON: {error.msg} at character {error.pos + 1 - at}") from error
+        reason = f"it is not valid JSON: {error.msg} at character {error.pos + 1 - at}"
+        raise MalformedCallError(reason, "not_json") from error
     except (ValueError, RecursionError) as error:
-        raise MalformedCallError(f"it is not valid JSON: {error}") from error
+        raise MalformedCallError(f"it is not valid JSON: {error}", "not_json") from error
 
 
 def json_value(text: str) -> Any:
@@ -88,7 +94,7 @@ def json_value(text: str) -> Any:
     text = text.strip()
     value, end = json_prefix(text)
     if end != len(text):
-        raise MalformedCallError(f"it is not valid JSON: Extra data at character {end + 1}")
+        raise MalformedCallError(f"it is not valid JSON: Extra data at character {end + 1}", "not_json")
     return value
 
 
@@ -118,11 +124,23 @@ def call_in_json(value: Any, raw: str, *, arguments: str = "arguments", id_key: 
         raise MalformedCallError(f'it must be one JSON object with "name" and "{key}", not {_kind(value)}')
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise MalformedCallError('"name" is missing or is not the name of a tool')
+        raise MalformedCallError('"name" is missing or is not the name of a tool', "no_name")
     if key not in value:
-        raise MalformedCallError(f'"{key}" is missing; write {{}} when the tool takes none')
+        raise MalformedCallError(f'"{key}" is missing; write {{}} when the tool takes none', "no_arguments")
     number = value.get(id_key) if id_key else None
     return ToolCall(name, checked_arguments(value[key], key), id=number if isinstance(number, str) else "", raw=raw)
+
+
+def json_calls(value: Any, raw: str, *, id_key: str | None = None) -> list[ToolCall]:
+    """The calls that a JSON array is, or the one that another value is; at least one, malformed where it is none."""
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        try:
+            calls.append(call_in_json(entry, raw, id_key=id_key))
+        except MalformedCallError as error:
+            name = entry.get("name") if isinstance(entry, dict) else None
+            calls.append(unreadable(raw, error, name if isinstance(name, str) else ""))
+    return calls or [unreadable(raw, MalformedCallError("there is no call in it"))]
 
 
 def checked_arguments(value: Any, key: str = "arguments") -> Mapping[str, Any]:
@@ -132,9 +150,10 @@ def checked_arguments(value: Any, key: str = "arguments") -> Mapping[str, Any]:
         MalformedCallError: they are something else.
     """
     if isinstance(value, str):
-        raise MalformedCallError(f'"{key}" is a string; write the JSON object itself, without quotes around it')
+        reason = f'"{key}" is a string; write the JSON object itself, without quotes around it'
+        raise MalformedCallError(reason, "string_arguments")
     if not isinstance(value, dict):
-        raise MalformedCallError(f'"{key}" must be a JSON object, not {_kind(value)}')
+        raise MalformedCallError(f'"{key}" must be a JSON object, not {_kind(value)}', "bad_arguments")
     return value
 
 
@@ -165,9 +184,8 @@ def typed_value(tools: Sequence[Tool], name: str, argument: str, text: str) -> A
     except MalformedCallError as error:
         if not kinds:
             return text
-        raise MalformedCallError(
-            f'the value of "{argument}" must be of type {" or ".join(sorted(kinds))}, and {error}'
-        ) from error
+        reason = f'the value of "{argument}" must be of type {" or ".join(sorted(kinds))}, and {error}'
+        raise MalformedCallError(reason, "bad_arguments") from error
 
 
 def _schema_types(schema: Mapping[str, Any]) -> set[str]:

@@ -9,10 +9,12 @@ from rollouts.errors import ConfigError
 from rollouts.tool_calls.base import Dialect
 from rollouts.tool_calls.deepseek import DeepSeekV3, DeepSeekV31, DeepSeekV32
 from rollouts.tool_calls.glm import Glm
+from rollouts.tool_calls.granite import Granite
 from rollouts.tool_calls.harmony import Harmony
 from rollouts.tool_calls.hermes import Hermes
 from rollouts.tool_calls.kimi_k2 import KimiK2
 from rollouts.tool_calls.llama_json import LlamaJson
+from rollouts.tool_calls.llama_pythonic import LlamaPythonic
 from rollouts.tool_calls.minimax import MiniMax
 from rollouts.tool_calls.mistral import Mistral
 from rollouts.tool_calls.plain import Plain
@@ -25,12 +27,14 @@ _ALL: tuple[Dialect, ...] = (
     Qwen3Coder(),
     Glm(),
     LlamaJson(),
+    LlamaPythonic(),
     Mistral(),
     DeepSeekV3(),
     DeepSeekV31(),
     DeepSeekV32(),
     KimiK2(),
     MiniMax(),
+    Granite(),
     Harmony(),
     Plain(),
 )
@@ -49,6 +53,9 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("glm", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("llama_pythonic", ("<|tool_call_start|>",)),
+    ("llama_pythonic", ("[func_name1(",)),
     ("llama_json", ('{"name": function name, "parameters": dictionary',)),
 )
 """Texts that give a template's dialect away when all of them are in it; the more special come first."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, unreadable
+from rollouts.tool_calls.reading import MalformedCallError, unclosed, unreadable
 
 __all__ = ["SectionDialect", "section", "tagged_arguments"]
 
@@ -43,7 +43,7 @@ class SectionDialect(BlockDialect):
         raise NotImplementedError
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
-        return list(self._calls(block, tools)) or [unreadable(block[0], "there is no call in it")]
+        return list(self._calls(block, tools)) or [unreadable(block[0], MalformedCallError("there is no call in it"))]
 
     def _calls(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterator[ToolCall]:
         body, at = block["body"], 0
@@ -51,7 +51,7 @@ class SectionDialect(BlockDialect):
             yield from _stray(body[at : call.start()])
             at = call.end()
             if call["close"] is None:
-                yield unreadable(call[0], f"{self.closing} is missing", self.name_of(call))
+                yield unclosed(call[0], self.closing, self.name_of(call))
                 continue
             try:
                 yield self.read_call(call, tools)
@@ -62,7 +62,7 @@ class SectionDialect(BlockDialect):
 
 def _stray(text: str) -> Iterator[ToolCall]:
     if text.strip():
-        yield unreadable(text, "there is text between the calls that belongs to none")
+        yield unreadable(text, MalformedCallError("there is text between the calls that belongs to none"))
 
 
 def tagged_arguments(pattern: re.Pattern[str], body: str) -> Iterator[re.Match[str]]:
@@ -77,9 +77,9 @@ def tagged_arguments(pattern: re.Pattern[str], body: str) -> Iterator[re.Match[s
         at += len(body[at:end]) - len(body[at:end].lstrip())
         argument = pattern.match(body, at)
         if argument is None:
-            raise MalformedCallError(f"this is no argument with its tags: {body[at : at + 80]!r}")
+            raise MalformedCallError(f"this is no argument with its tags: {body[at : at + 80]!r}", "bad_arguments")
         at = argument.end()
         if argument["key"] in seen:
-            raise MalformedCallError(f'the argument "{argument["key"]}" is given more than once')
+            raise MalformedCallError(f'the argument "{argument["key"]}" is given more than once', "bad_arguments")
         seen.add(argument["key"])
         yield argument

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -183,3 +184,69 @@ def test_harmony_reads_what_our_dialect_reads(request: pytest.FixtureRequest, ha
         thoughts = [text for m, text in texts if m.channel == "analysis" and not m.recipient]
         assert (read.reasoning or "") == "\n".join(thoughts)
         assert read.content == "\n".join(text for m, text in texts if m.channel == "final")
+
+
+PIECES = (
+    "<|channel|>analysis<|message|>",
+    "<|channel|>final<|message|>",
+    "<|channel|>commentary<|message|>",
+    "<|channel|>commentary to=functions.look <|constrain|>json<|message|>",
+    *(" to=functions.look<|channel|>commentary json<|message|>",) * 2,
+    "<|start|>assistant",
+    "<|end|>",
+    "<|end|><|start|>assistant",
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>json",
+    " to=look",
+    *('{"at": "x"}',) * 4,
+    '{"at": ',
+    '"x"',
+    "words",
+    " ",
+    "\n",
+)
+"""What replies of gpt-oss are made of, good and bad."""
+
+
+def test_harmony_reads_broken_replies_as_our_dialect_does(request: pytest.FixtureRequest, harmony: Any) -> None:
+    """What the library reads, we read the same; what it refuses never runs.
+
+    It refuses a whole reply for words behind its last message, where a sound call before them runs here; and it takes a
+    word in the header for a recipient, which is none here without ``to=``.
+    """
+    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    parse = FAMILIES["gpt-oss"].make(request).dialect.parse
+
+    def theirs(text: str) -> list[tuple[str, str, str]] | None:
+        ids = encoding.encode(text, allowed_special="all")
+        try:
+            messages = encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT)
+        except harmony.HarmonyError:
+            return None
+        return [(m.recipient or "", m.channel or "", "".join(part.text for part in m.content)) for m in messages]
+
+    rng = random.Random(0)
+    compared = refused = ran = 0
+    for _ in range(3000):
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 8)))
+        read, judged = parse(text), theirs(text)
+        for call in read.tool_calls:
+            if call.error is None:
+                ran += 1
+                ((recipient, _, words),) = theirs(call.raw) or [("", "", "")]
+                assert (recipient.removeprefix("functions."), json.loads(words)) == (call.name, call.arguments)
+        if judged is None:
+            refused += 1
+        elif all(recipient in ("", "functions.look", "look") for recipient, _, _ in judged):
+            compared += 1
+            calls = [words for recipient, _, words in judged if recipient]
+            assert [call.error is None for call in read.tool_calls] == [
+                words.strip() == '{"at": "x"}' for words in calls
+            ]
+            thoughts = [
+                words.strip() for recipient, channel, words in judged if (recipient, channel) == ("", "analysis")
+            ]
+            assert (read.reasoning or "") == "\n".join(thoughts)
+    assert min(compared, refused) > 300
+    assert ran > 20

@@ -4,51 +4,12 @@ import time
 
 import pytest
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Message, ToolCall
 from rollouts.renderer import Renderer
 from rollouts.tool_calls import DIALECTS, get_dialect
+from tests.dialects import MALFORMED, TOOLS, WRITTEN
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "free": {},
-    },
-}
-TOOLS = [Tool("weather", "Tells the weather.", SCHEMA), Tool("now", "Tells the time.")]
-
-# dialect: two calls, weather(city="Köln", days=2) and now()
-WRITTEN = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n2\n"
-    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
-    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>2</arg_value>\n</tool_call><tool_call>now\n</tool_call>",
-    "llama_json": '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}; {"name": "now", "parameters": {}}',
-    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Köln", "days": 2}[TOOL_CALLS]now[ARGS]{}',
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    '{"city": "Köln", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n'
-    "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
-    '{"city": "Köln", "days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
-    "<｜tool▁calls▁end｜>",
-    "deepseek_v3_2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
-    '<｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    '{"city": "Köln", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
-    "<|tool_call_end|><|tool_calls_section_end|>",
-    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Köln</parameter>\n'
-    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
-    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    '{"city": "Köln", "days": 2}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}',
-}
-CLOSED = sorted(set(WRITTEN) - {"llama_json", "mistral", "harmony"})
+CLOSED = sorted(set(WRITTEN) - {"llama_json", "llama_pythonic", "mistral", "granite", "harmony"})
 """Dialects whose calls have a closing mark."""
 
 
@@ -72,17 +33,24 @@ def test_two_calls_in_order(name: str) -> None:
     assert reply.content == ""
 
 
-@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama_json"}))
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama_json", "llama_pythonic"}))
 def test_text_around_the_calls_is_content(name: str) -> None:
     """Before and after them."""
     reply = get_dialect(name).parse(f"Let me look.\n\n{WRITTEN[name]}\nWait.", tools=TOOLS)
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Let me look.\nWait.")
 
 
-def test_text_after_a_llama_call_is_content() -> None:
-    """A Llama call stands at the start, or after its tag."""
-    parse = get_dialect("llama_json").parse
-    reply = parse(f"Sure. <|python_tag|>{WRITTEN['llama_json']} There.", tools=TOOLS)
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("llama_json", "Sure. <|python_tag|>", " There."),
+        ("llama_pythonic", "Sure. <|python_start|>", "<|python_end|> There."),
+        ("harmony", "<|channel|>final<|message|>Sure.<|end|><|start|>assistant", "<|call|> There."),
+    ],
+)
+def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
+    """A Llama call stands at the start, or after its tag; one of harmony in a message of its own."""
+    reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS)
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
 
 
@@ -98,11 +66,15 @@ def test_calls_drafted_in_a_thought_are_no_calls(name: str, opened: bool | None)
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_anywhere_is_never_a_sound_one(name: str) -> None:
-    """Whatever is cut off the last call: it is malformed or not begun, and the first one stays."""
+    """Whatever is cut off the last call: it is malformed or not begun, and the first one stays.
+
+    Granite's calls are one JSON value: cut, it holds none.
+    """
     whole = WRITTEN[name]
+    left = [] if name == "granite" else ["weather"]
     for end in range(whole.index("now") + 3, len(whole)):
         found = get_dialect(name).parse(whole[:end], tools=TOOLS).tool_calls
-        assert [call.name for call in found if call.error is None] in (["weather"], ["weather", "now"])
+        assert [call.name for call in found if call.error is None] in (left, ["weather", "now"])
         assert all(call.error is None or call.raw for call in found)
 
 
@@ -115,71 +87,14 @@ def test_a_call_without_its_closing_mark_is_malformed(name: str) -> None:
     assert (call.name, dict(call.arguments)) == ("weather", {})
 
 
-MALFORMED = {
-    "qwen3_coder": [
-        ("<tool_call>\n<function=weather>\n<parameter=days>\ntwo\n</parameter>\n</function>\n</tool_call>", "integer"),
-        ("<tool_call>{}</tool_call>", "<function=name>"),
-        ("<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</function>", "<tool_call> before"),
-        ("<tool_call><function=weather>Köln</function></tool_call>", "no argument with its tags"),
-        (
-            "<tool_call><function=weather><parameter=city>a</parameter><parameter=city>b</parameter></function></tool_call>",
-            "more than once",
-        ),
-    ],
-    "glm": [
-        ("<tool_call><arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>", "name of a tool"),
-        ("<tool_call>weather\n<arg_key>days</arg_key><arg_value>two</arg_value></tool_call>", "integer"),
-        ("<tool_call>weather\n<arg_key>city</arg_key></tool_call>", "no argument with its tags"),
-    ],
-    "llama_json": [
-        ('{"name": "weather", "parameters": "{}"}', "is a string"),
-        ('{"name": "weather"}', '"parameters" is missing'),
-        ("<|python_tag|>weather.call(city=1)", "not valid JSON"),
-    ],
-    "mistral": [
-        ('[TOOL_CALLS][{"name": "weather", "arguments": "{}"}]', "is a string"),
-        ('[TOOL_CALLS]weather[ARGS]{"city": ', "not valid JSON"),
-        ("[TOOL_CALLS][]", "no call"),
-        ("[TOOL_CALLS]weather", "not valid JSON"),
-        ("[TOOL_CALLS]", "not valid JSON"),
-    ],
-    "deepseek_v3": [
-        ("<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "no call in it"),
-        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n{}<｜tool▁call▁end｜>", "```json"),
-    ],
-    "deepseek_v3_1": [
-        ("<｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
-        ("<｜tool▁call▁begin｜>weather<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "not an array"),
-        ('<｜tool▁call▁begin｜>weather<｜tool▁sep｜>"{}"<｜tool▁call▁end｜>', "is a string"),
-        ("<｜tool▁calls▁begin｜>Köln<｜tool▁calls▁end｜>", "between the calls"),
-    ],
-    "deepseek_v3_2": [
-        (
-            '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="days" string="false">two</｜DSML｜parameter>'
-            "</｜DSML｜invoke>",
-            "not valid JSON",
-        ),
-        ('<｜DSML｜invoke name=""></｜DSML｜invoke>', "name of a tool"),
-    ],
-    "kimi_k2": [
-        ("<|tool_call_begin|>weather<|tool_call_argument_begin|>{}<|tool_call_end|>", "functions.name:index"),
-        ("<|tool_call_begin|>functions.weather:0<|tool_call_end|>", "arguments are missing"),
-    ],
-    "minimax": [
-        ('<invoke name="weather"><parameter name="days">two</parameter></invoke>', "integer"),
-        ('<invoke name=""></invoke>', "name of a tool"),
-    ],
-    "harmony": [("<|channel|>commentary to=functions.weather<|message|>{", "not valid JSON")],
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "text", "words"), [(name, *case) for name, cases in MALFORMED.items() for case in cases]
+    ("name", "text", "fault", "words"), [(name, *case) for name, cases in MALFORMED.items() for case in cases]
 )
-def test_broken_calls_are_malformed_with_a_reason(name: str, text: str, words: str) -> None:
-    """One call with an error that names the fault; no arguments are made up."""
+def test_broken_calls_are_malformed_with_a_reason(name: str, text: str, fault: str, words: str) -> None:
+    """One call with an error that names the fault, and its kind; no arguments are made up."""
     (call,) = get_dialect(name).parse(text, tools=TOOLS).tool_calls
     assert words in (call.error or "")
+    assert call.fault == fault
     assert dict(call.arguments) == {}
 
 

@@ -1,0 +1,168 @@
+"""A list of calls in the syntax of Python: Llama 3.2 and 4 where their prompt asks for it, LFM2.
+
+Literals are read here and nothing is evaluated: Python's own parser warns of what models write, and each version of it
+takes something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollouts.dtypes import Tool, ToolCall
+from rollouts.tool_calls.base import BlockDialect
+from rollouts.tool_calls.reading import MalformedCallError, unreadable
+
+__all__ = ["LlamaPythonic"]
+
+_NAME = re.compile(r"\s*([A-Za-z_]\w*(?:[.-]\w+)*)\s*")
+_MARK = re.compile(r"\s*([\[\](){},:=])\s*")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
+_STRING = re.compile(r"""\s*(?:"((?:[^"\\\n]|\\[^\n])*)"|'((?:[^'\\\n]|\\[^\n])*)')""")
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|([0-7]{1,3})|(.))"
+)
+_LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_END = re.compile(r"\s*(?:<\|python_end\|>|<\|tool_call_end\|>)")
+_DEEPEST = 50
+
+
+class LlamaPythonic(BlockDialect):
+    """``[get_weather(city="Paris"), now()]``, at the start of the reply or after ``<|python_start|>``.
+
+    Arguments have names and are literals, with JSON's words for true, false and null among them.
+    """
+
+    name = "llama_pythonic"
+    block = re.compile(
+        r"(?:<\|python_start\|>|<\|tool_call_start\|>)(?P<marked>)|\A\s*(?=\[\s*[A-Za-z_][\w.-]*\s*\()", re.DOTALL
+    )
+
+    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
+        return self.take(block, tools)[0]
+
+    def take(self, block: re.Match[str], tools: Sequence[Tool]) -> tuple[Iterable[ToolCall], int]:
+        text, start = block.string, block.end()
+        calls: list[ToolCall] = []
+        try:
+            at = start = _expected(text, start, "[")
+            while (mark := _MARK.match(text, at)) is None or mark[1] != "]":
+                start = at
+                call, at = _call(text, at)
+                at = _comma(text, at, "]")
+                calls.append(call)
+        except MalformedCallError as error:
+            name = _NAME.match(text, start)
+            return [*calls, unreadable(text[start:], error, name[1] if name else "")], len(text)
+        end = _END.match(text, mark.end(1))
+        at = end.end() if end else mark.end(1)
+        return calls or [unreadable(text[block.start() : at], MalformedCallError("there is no call in it"))], at
+
+
+def _wrong(text: str, at: int, expected: str) -> MalformedCallError:
+    if not text[at:].strip():
+        return MalformedCallError(f"it ends where {expected} is missing", "unclosed")
+    return MalformedCallError(f"it has {text[at : at + 20]!r} where {expected} should be")
+
+
+def _expected(text: str, at: int, mark: str) -> int:
+    found = _MARK.match(text, at)
+    if found is None or found[1] != mark:
+        raise _wrong(text, at, mark)
+    return found.end()
+
+
+def _call(text: str, at: int) -> tuple[ToolCall, int]:
+    """One call, and the place behind its parenthesis."""
+    name = _NAME.match(text, at)
+    if name is None:
+        raise MalformedCallError(f"it has {text[at : at + 20]!r} where the name of a tool should be", "no_name")
+    start, at = name.start(1), _expected(text, name.end(), "(")
+    arguments: dict[str, Any] = {}
+    while True:
+        mark = _MARK.match(text, at)
+        if mark is not None and mark[1] == ")":
+            return ToolCall(name[1], arguments, raw=text[start : mark.end(1)]), mark.end(1)
+        key = _NAME.match(text, at)
+        equals = _MARK.match(text, key.end()) if key else None
+        if key is None or equals is None or equals[1] != "=":
+            if not text[key.end() if key else at :].strip():
+                raise _wrong(text, len(text), ")")
+            raise MalformedCallError(f"{text[at : at + 20]!r} is no argument with its name", "bad_arguments")
+        if key[1] in arguments:
+            raise MalformedCallError(f'the argument "{key[1]}" is given more than once', "bad_arguments")
+        arguments[key[1]], at = _value(text, equals.end(), 0)
+        at = _comma(text, at, ")")
+
+
+def _comma(text: str, at: int, closing: str) -> int:
+    """The place behind a comma, or before what closes the list."""
+    mark = _MARK.match(text, at)
+    if mark is None or mark[1] not in ("," + closing):
+        raise _wrong(text, at, f"{closing} or ,")
+    return mark.end() if mark[1] == "," else at
+
+
+def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    """One literal, and the place behind it."""
+    if depth > _DEEPEST:
+        raise MalformedCallError(f"its values are nested more than {_DEEPEST} deep", "bad_arguments")
+    if string := _STRING.match(text, at):
+        whole, end = _unescaped(string), string.end()
+        while more := _STRING.match(text, end):  # as in Python, strings side by side are one
+            whole, end = whole + _unescaped(more), more.end()
+        return whole, end
+    if number := _NUMBER.match(text, at):
+        return _number(number[0]), number.end()
+    word = _NAME.match(text, at)
+    if word is not None and word[1] in _WORDS:
+        return _WORDS[word[1]], word.end(1)
+    mark = _MARK.match(text, at)
+    if mark is not None and mark[1] in "[(":
+        return _items(text, mark.end(), "]" if mark[1] == "[" else ")", depth)
+    if mark is not None and mark[1] == "{":
+        return _entries(text, mark.end(), depth)
+    if not text[at:].strip() or text[at : at + 1] in ("'", '"'):
+        raise _wrong(text, len(text), "a value")
+    raise MalformedCallError(f"{text[at : at + 20]!r} is no literal value", "bad_arguments")
+
+
+def _items(text: str, at: int, closing: str, depth: int) -> tuple[list[Any], int]:
+    items: list[Any] = []
+    while (mark := _MARK.match(text, at)) is None or mark[1] != closing:
+        item, at = _value(text, at, depth + 1)
+        items.append(item)
+        at = _comma(text, at, closing)
+    return items, mark.end(1)
+
+
+def _entries(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    entries: dict[str, Any] = {}
+    while (mark := _MARK.match(text, at)) is None or mark[1] != "}":
+        key, at = _value(text, at, depth + 1)
+        if not isinstance(key, str) or key in entries:
+            raise MalformedCallError(f"the key {key!r} is no string, or given more than once", "bad_arguments")
+        entries[key], at = _value(text, _expected(text, at, ":"), depth + 1)
+        at = _comma(text, at, "}")
+    return entries, mark.end(1)
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+    except ValueError as error:  # more digits than Python converts
+        raise MalformedCallError(f"a number is no number: {error}", "bad_arguments") from error
+
+
+def _unescaped(string: re.Match[str]) -> str:
+    def character(found: re.Match[str]) -> str:
+        hexadecimal = found[1] or found[2] or found[3]
+        if hexadecimal or found[4]:
+            return chr(int(hexadecimal, 16) if hexadecimal else int(found[4], 8))
+        if found[5] in "xuUN":
+            raise MalformedCallError(f"{found[0]!r} in a string is no character", "bad_arguments")
+        return _LETTERS.get(found[5], found[0])
+
+    return _ESCAPE.sub(character, string[1] if string[1] is not None else string[2])

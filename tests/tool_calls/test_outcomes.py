@@ -1,0 +1,193 @@
+"""What becomes of a reply, decided once and the same in every dialect: what runs, what goes back to the model, what is
+counted. Played through the loop, with the dialect's own marks.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rollouts.agent import run_agent
+from rollouts.dtypes import Fault, Limits, Message, Prompt, SamplingParams, StopReason
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import ToolEnvironment, tool
+from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.testing.policy import Reply, ScriptedPolicy
+from rollouts.tool_calls import DIALECTS, get_dialect
+from rollouts.training.metrics import batch_metrics
+from rollouts.training.samples import trajectory_to_sample
+from rollouts.trajectory import Trajectory
+from tests.dialects import IN_TAGS, MALFORMED, TOOLS, WRITTEN
+
+CALLING = sorted(set(DIALECTS) - {"plain"})
+
+
+class World(ToolEnvironment):
+    """Keeps what ran."""
+
+    def __init__(self, ran: list[Any]) -> None:
+        self.ran = ran
+
+    @tool
+    def weather(self, city: str, days: int) -> str:
+        """The weather of a city."""
+        self.ran.append((city, days))
+        return f"rain in {city}"
+
+    @tool
+    def now(self) -> str:
+        """The time."""
+        self.ran.append("now")
+        return "noon"
+
+
+async def play(name: str, text: str, **options: Any) -> tuple[list[Any], Trajectory]:
+    """One reply in a dialect, and a last one without calls."""
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), dialect=name)
+    ran: list[Any] = []
+    policy = ScriptedPolicy([renderer.encode(f"{said}<|im_end|>").tolist() for said in (text, "Done.")])
+    trajectory = await run_agent(
+        Prompt("Well?", index=0),
+        partial(World, ran),
+        policy,
+        renderer,
+        sampling=SamplingParams(max_new_tokens=100_000),
+        **options,
+    )
+    assert trajectory.stop_reason is not StopReason.FAILED, trajectory.failure
+    return ran, trajectory
+
+
+def answers(trajectory: Trajectory) -> list[str]:
+    return [message.content for message in trajectory.messages if message.role == "tool"]
+
+
+def thought(name: str, text: str) -> str:
+    """The text as a thought of the dialect, and then an answer."""
+    if name == "harmony":
+        draft = text.replace("<|", "< |")  # a thought in its channel cannot hold the channel's own marks
+        return f"<|channel|>analysis<|message|>{draft}<|end|><|start|>assistant<|channel|>final<|message|>No."
+    opening, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
+    return f"{opening}{text}{closing}No."
+
+
+@pytest.mark.parametrize("name", CALLING)
+async def test_parallel_calls_run_in_order(name: str) -> None:
+    """Each runs with typed arguments, and its result stands in its place."""
+    ran, trajectory = await play(name, WRITTEN[name])
+    assert ran == [("Köln", 2), "now"]
+    assert answers(trajectory) == ["rain in Köln", "noon"]
+    assert trajectory.metrics["tool_calls"] == 2
+    assert "malformed_tool_calls" not in trajectory.metrics
+
+
+@pytest.mark.parametrize("name", CALLING)
+async def test_a_draft_in_a_thought_does_not_run(name: str) -> None:
+    """The reply is an answer."""
+    ran, trajectory = await play(name, thought(name, WRITTEN[name]))
+    assert ran == []
+    reply = trajectory.messages[-1]
+    assert (reply.content, reply.tool_calls) == ("No.", ())
+    assert "weather" in (reply.reasoning or "")
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
+def test_a_thought_that_the_prompt_opened_ends_where_it_is_closed(name: str) -> None:
+    """Only the closing mark was sampled: drafts before it are none, calls after it are; without it, all is thought."""
+    _, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
+    parse = partial(get_dialect(name).parse, tools=TOOLS, reasoning_open=True)
+    both = parse(f"{WRITTEN[name]}{closing}\n\n{WRITTEN[name]}")
+    after = [call.name for call in both.tool_calls]
+    assert after == (["weather", "now"] if not name.startswith("llama") else after)
+    assert both.reasoning == WRITTEN[name]
+    assert parse(WRITTEN[name]).tool_calls == ()
+
+
+@pytest.mark.parametrize("name", CALLING)
+async def test_an_unknown_tool_goes_back_and_the_others_run(name: str) -> None:
+    """With the names of those there are; counted as unknown."""
+    ran, trajectory = await play(name, WRITTEN[name].replace("now", "fly"))
+    assert ran == [("Köln", 2)]
+    first, second = answers(trajectory)
+    assert first == "rain in Köln"
+    assert "no tool 'fly'; the tools are: weather, now" in second
+    assert trajectory.metrics["unknown_tool_calls"] == 1
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in CALLING for case in MALFORMED[name]])
+async def test_a_malformed_call_goes_back_and_is_counted_by_its_fault(name: str, case: tuple[str, Fault, str]) -> None:
+    """Nothing runs, the reason is shown, and the sample and the batch have the count."""
+    text, fault, words = case
+    ran, trajectory = await play(name, text)
+    assert ran == []
+    (answer,) = answers(trajectory)
+    assert answer.startswith("Error: ")
+    assert words in answer
+    counts = {key: number for key, number in trajectory.metrics.items() if "malformed" in key}
+    assert counts == {"malformed_tool_calls": 1, f"malformed_tool_calls/{fault}": 1}
+    sample = trajectory_to_sample(trajectory, Prompt("q", index=0, group_index=0), str)
+    assert batch_metrics([sample])[f"episode/malformed_tool_calls/{fault}"] == 1
+
+
+@pytest.mark.parametrize("name", CALLING)
+async def test_a_reply_that_is_cut_in_a_call_runs_nothing(name: str) -> None:
+    """By default it ends the episode; where it goes on, the unclosed call is told, or is no call yet."""
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), dialect=name)
+    text = WRITTEN[name][: WRITTEN[name].index("2")]
+    for on_cut, reason in (("stop", StopReason.MAX_TOKENS), ("continue", StopReason.TASK_COMPLETED)):
+        ran: list[Any] = []
+        replies = [Reply(renderer.encode(text).tolist(), "length"), renderer.encode("Done.<|im_end|>").tolist()]
+        trajectory = await run_agent(
+            Prompt("Well?", index=0),
+            partial(World, ran),
+            ScriptedPolicy(replies),
+            renderer,
+            sampling=SamplingParams(max_new_tokens=1000),
+            limits=Limits(on_cut=on_cut),  # type: ignore[arg-type]
+        )
+        assert (ran, trajectory.stop_reason) == ([], reason)
+    assert trajectory.metrics["malformed_tool_calls"] == 1
+
+
+def brief(name: str, text: str) -> list[tuple[str, Mapping[str, Any], Fault | None]]:
+    return [(c.name, dict(c.arguments), c.fault) for c in get_dialect(name).parse(text, tools=TOOLS).tool_calls]
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_arguments_given_as_a_string_are_never_read_as_what_is_in_it(name: str) -> None:
+    """Where the arguments are one object, they are malformed; in tags and names, a value stays the text that it is."""
+    if name in IN_TAGS:
+        ((_, arguments, _),) = brief(name, IN_TAGS[name])
+        assert arguments in ({"tags": "[]"}, {"tags": '"[]"'}, {})
+    elif name == "llama_pythonic":
+        assert brief(name, "[weather(tags='[]')]") == [("weather", {"tags": "[]"}, None)]
+    else:
+        assert "string_arguments" in [fault for _, fault, _ in MALFORMED[name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kimi_k2", WRITTEN["kimi_k2"].replace("now:1", "weather:0")),
+        (
+            "mistral",
+            "[TOOL_CALLS]" + json.dumps([{"name": "now", "arguments": {}, "id": "abcdefghi"} for _ in range(2)]),
+        ),
+    ],
+)
+async def test_an_id_that_is_given_twice_is_made_another(name: str, text: str) -> None:
+    """In the dialects that have ids; both calls run, and each result has its own."""
+    _, trajectory = await play(name, text)
+    asked = next(message for message in trajectory.messages if message.tool_calls).tool_calls
+    assert len({call.id for call in asked}) == 2
+    assert [m.tool_call_id for m in trajectory.messages if m.role == "tool"] == [call.id for call in asked]
+    assert trajectory.metrics["duplicate_call_ids"] == 1
+
+
+def test_a_plain_reply_has_no_calls() -> None:
+    """The dialect of templates that have none."""
+    for text in WRITTEN.values():
+        assert get_dialect("plain").parse(text).tool_calls == ()
+    assert Message("assistant", get_dialect("plain").parse("Yes.").content).content == "Yes."
