@@ -52,7 +52,7 @@ from rollouts.training.failures import FailureBook, cause_of
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
-from rollouts.training.rewards import score, score_group
+from rollouts.training.rewards.scoring import score, score_group
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 from rollouts.turns import keeping_turns
