@@ -1,0 +1,104 @@
+"""What a sandbox enforces on this machine and what it does not, as one value: pure words over the warden's report.
+
+Invariant: every name of :data:`NAMES` is in exactly one of the two columns, and nothing is said to be that nobody enforces.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from rollouts.errors import ConfigError
+
+__all__ = ["NAMES", "Containment", "containment_of"]
+
+NAMES = (
+    "seconds",
+    "cpu_seconds",
+    "memory",
+    "processes",
+    "file_size",
+    "disk",
+    "output",
+    "network",
+    "writing",
+    "reading",
+    "signals",
+    "survivors",
+    "privileges",
+    "environment",
+    "descriptors",
+)
+"""What there is to enforce: limits, and the ways out."""
+
+
+@attrs.frozen(repr=False)
+class Containment:
+    """What is enforced, and how; what is not, and why."""
+
+    enforced: Mapping[str, str]
+    not_enforced: Mapping[str, str]
+    mechanisms: Sequence[str]
+    """What of the platform is used: ``namespaces``, ``landlock``, ``seccomp``, ``user``."""
+
+    @property
+    def namespaces(self) -> bool:
+        return "namespaces" in self.mechanisms
+
+    def check(self, require: Collection[str] | Literal["all"]) -> None:
+        """Refuse to go on where something required is not enforced.
+
+        Raises:
+            ConfigError: it is not, or there is no such name.
+        """
+        names = NAMES if require == "all" else (require,) if isinstance(require, str) else tuple(require)
+        for name in names:
+            if name not in NAMES:
+                raise ConfigError.of("require", name, f'"all" or some of {", ".join(NAMES)}')
+            if name in self.not_enforced:
+                raise ConfigError.of("require", name, f"something that is enforced here: {self.not_enforced[name]}")
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {how}" for name, how in self.enforced.items()]
+        lines += [f"  {name}: NOT ENFORCED, {why}" for name, why in self.not_enforced.items()]
+        return "\n".join(["Untrusted Python is held like this:", *lines])
+
+
+def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: str = sys.platform) -> Containment:
+    """What follows from the mechanisms that a first run had."""
+    own = "namespaces" in mechanisms
+    calls, files, user = ("seccomp" in mechanisms, "landlock" in mechanisms, "user" in mechanisms)
+    here = f"no namespaces here ({why_no_namespaces})"
+    no_filter = f"{here} and no system call filter"
+    found: dict[str, str | None] = {
+        "seconds": "everything is killed at the deadline",
+        "cpu_seconds": "RLIMIT_CPU, of each process",
+        "memory": "RLIMIT_AS, of each process" if platform == "linux" else None,
+        "processes": "RLIMIT_NPROC in a user namespace" if own else "seccomp: none but the first" if calls else None,
+        "file_size": "RLIMIT_FSIZE",
+        "disk": "a file system in memory, of that size" if own else None,
+        "output": "the warden reads the rest away",
+        "network": "a network namespace without a network" if own else "seccomp: no sockets" if calls else None,
+        "writing": "a file system of its own" if own else "Landlock and seccomp" if files and calls else None,
+        "reading": "a file system of its own" if own else "Landlock" if files else None,
+        "signals": "a process namespace" if own else "seccomp: to itself only" if calls else None,
+        "survivors": "a process namespace" if own else "seccomp: no other process" if calls else None,
+        "privileges": "no capability, not root" if user else None,
+        "environment": "it is not handed on",
+        "descriptors": "closed but for the three streams",
+    }
+    reasons = {
+        "memory": f"{platform} does not limit the address space",
+        "disk": f"{here}; each file is limited",
+        "writing": f"{here} and no Landlock with a system call filter",
+        "reading": f"{here} and no Landlock",
+        "privileges": "we are root, and only root can read the interpreter",
+    }
+    return Containment(
+        {name: how for name, how in found.items() if how is not None},
+        {name: reasons.get(name, no_filter) for name, how in found.items() if how is None},
+        tuple(mechanisms),
+    )

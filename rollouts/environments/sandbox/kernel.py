@@ -1,0 +1,200 @@
+"""The few words of the Linux kernel that Python's standard library lacks: namespaces, mounts, capabilities, Landlock.
+
+Invariant: a call that the kernel refuses raises ``OSError`` with the call's name; nothing is half done in silence.
+Standard library only, as everything in this folder but the launcher. It knows nothing of who calls, and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable
+
+__all__ = [
+    "MACHINES",
+    "NAMESPACES",
+    "Landlock",
+    "become_subreaper",
+    "bind_read_only",
+    "die_with_parent",
+    "drop_capabilities",
+    "hide_from_tracers",
+    "landlock_abi",
+    "mount",
+    "no_new_privileges",
+    "pivot_root",
+    "read_only",
+    "set_hostname",
+    "unmount",
+    "unshare",
+]
+
+MACHINES = {"x86_64": 0, "aarch64": 1}
+"""Machines whose syscall numbers are known, with their column in tables of them."""
+
+NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
+"""CLONE_NEWUSER, NEWNS, NEWPID, NEWNET, NEWIPC, NEWUTS."""
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
+_AT_RECURSIVE, _MNT_DETACH = 0x8000, 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_SIGKILL = 9
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _number(*numbers: int) -> int:
+    column = MACHINES.get(platform.machine()) if sys.platform == "linux" else None
+    if column is None:
+        raise OSError(f"syscall numbers are not known on {sys.platform} {platform.machine()}")
+    return numbers[column]
+
+
+def _done(name: str, result: int) -> int:
+    if result == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
+
+
+def _syscall(name: str, number: int, *arguments: int | bytes | None) -> int:
+    converted = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
+    return _done(name, _libc.syscall(ctypes.c_long(number), *converted))
+
+
+def _prctl(name: str, option: int, value: int = 0) -> None:
+    _done(name, _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def unshare(flags: int) -> None:
+    _done("unshare", _libc.unshare(flags))
+
+
+def become_subreaper() -> None:
+    """Orphans among our descendants become our children, so that they can be found."""
+    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ask for SIGKILL when the parent ends. A change of user takes the wish back, so it comes after."""
+    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def hide_from_tracers() -> None:
+    """Nobody of the same user can trace this process or read its memory."""
+    _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 0)
+
+
+def no_new_privileges() -> None:
+    _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities(user: int, group: int) -> None:
+    """Become ``user`` without any privilege, for good."""
+    for capability in range(64):
+        try:
+            _prctl("PR_CAPBSET_DROP", _PR_CAPBSET_DROP, capability)
+        except OSError:  # not one that this kernel knows, or not ours to drop
+            break
+    if os.getuid() != user:
+        os.setgroups([])
+        os.setresgid(group, group, group)
+        os.setresuid(user, user, user)
+    header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)  # _LINUX_CAPABILITY_VERSION_3, two words of each set
+    _syscall("capset", _number(126, 91), header, nothing)
+
+
+def set_hostname(name: bytes) -> None:
+    _done("sethostname", _libc.sethostname(name, len(name)))
+
+
+# -- mounts -----------------------------------------------------------------------------------------------------------
+
+
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
+    encoded = None if kind is None else kind.encode()
+    result = _libc.mount(
+        os.fsencode(source), os.fsencode(target), encoded, ctypes.c_ulong(flags), options.encode() or None
+    )
+    _done(f"mount {target}", result)
+
+
+def unmount(target: str) -> None:
+    _done(f"umount {target}", _libc.umount2(os.fsencode(target), _MNT_DETACH))
+
+
+def pivot_root(root: str, old: str) -> None:
+    _syscall("pivot_root", _number(155, 41), os.fsencode(root), os.fsencode(old))
+
+
+def read_only(target: str, *, recursive: bool, devices: bool = False) -> None:
+    """Make a mount read-only, with all that is mounted beneath (Linux 5.12)."""
+    attributes = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
+    argument = struct.pack("=QQQQ", attributes, 0, 0, 0)
+    _syscall(
+        f"mount_setattr {target}",
+        _number(442, 442),
+        -100,  # AT_FDCWD
+        os.fsencode(target),
+        _AT_RECURSIVE if recursive else 0,
+        argument,
+        len(argument),
+    )
+
+
+def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
+    """Show a file or folder at another place; a device stays as writable as it is."""
+    mount(source, target, flags=MS_BIND | MS_REC)
+    if not devices:
+        read_only(target, recursive=True)
+
+
+# -- Landlock ---------------------------------------------------------------------------------------------------------
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_READ, _FILE = _EXECUTE | _READ_FILE | _READ_DIR, _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | 1 << 15
+_RIGHTS = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}
+"""By version: one past the last right to files that it knows."""
+
+
+def landlock_abi() -> int:
+    """The version of Landlock here; 0 where there is none."""
+    try:
+        return _syscall("landlock_create_ruleset", _number(444, 444), 0, 0, 1)
+    except OSError:
+        return 0
+
+
+class Landlock:
+    """Rules of which files this process and its children may use; everything not named is refused."""
+
+    def __init__(self) -> None:
+        abi = landlock_abi()
+        self._all = _RIGHTS[min(abi, 5)] - 1
+        scopes = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
+        attributes = struct.pack("=QQQ", self._all, 0, scopes)[: 24 if abi >= 6 else 8]
+        self._rules = _syscall("landlock_create_ruleset", _number(444, 444), attributes, len(attributes), 0)
+
+    def allow(self, paths: Iterable[str], *, write: bool) -> None:
+        """Let the files at or beneath ``paths`` be read, or used in every way; paths that do not exist are left out."""
+        for path in paths:
+            if not os.path.exists(path):
+                continue
+            place = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+            rights = self._all if write else _READ
+            rights &= self._all if os.path.isdir(path) else _FILE
+            rule = struct.pack("=Qi", rights & self._all, place)
+            _syscall("landlock_add_rule", _number(445, 445), self._rules, 1, rule, 0)
+            os.close(place)
+
+    def close_the_door(self) -> None:
+        """From here on the rules hold. Needs :func:`no_new_privileges`."""
+        _syscall("landlock_restrict_self", _number(446, 446), self._rules, 0)
+        os.close(self._rules)
