@@ -11,25 +11,28 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, Literal, TypeAlias, get_type_hints
 from urllib.parse import urlsplit
 
 import anyio.to_thread
 import attrs
 import msgspec
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, History, SamplingParams
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure, RolloutsError, boundary, function_name
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
 from rollouts.renderer import renderer_for
+from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.filters import check_reward_nonzero_std
+from rollouts.training.types import RewardFn
 
-__all__ = ["Recipe", "RecipeFunction", "build", "load_recipe", "preflight", "read_options"]
+__all__ = ["Recipe", "RecipeFunction", "agent_recipe", "build", "load_recipe", "preflight", "read_options"]
 
 _CLOSE_SECONDS = 30.0
 
@@ -89,6 +92,67 @@ class Recipe:
             "batches_wanted": self.batches,
             "seed": self.seed,
         }
+
+
+def agent_recipe(
+    name: str,
+    endpoint: Endpoint,
+    environment_cls: EnvironmentFactory,
+    prompts: Iterable[Any],
+    *,
+    reward_fn: RewardFn | None = None,
+    batch_size: int = 32,
+    n_samples_per_prompt: int = 8,
+    over_sampling_factor: float = 1.5,
+    keep: Literal["spread", "all"] = "spread",
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    max_turns: int = 8,
+    history: History = "append",
+    shuffled: bool = True,
+    epochs: int | None = None,
+    batches: int = 1,
+    seed: int = 0,
+) -> Recipe:
+    """The usual recipe: agents in one kind of environment, scored and filtered group by group.
+
+    Args:
+        name: of the recipe.
+        endpoint: where the model answers.
+        environment_cls: makes an environment for each rollout.
+        prompts: the data.
+        reward_fn: scores a sample; without one the rewards of the steps are summed.
+        keep: ``"spread"`` drops groups whose rewards do not differ.
+        shuffled: each epoch in an order of its own.
+        batch_size: and the others are the fields of ``RolloutConfig``, ``SamplingParams``, ``DataBuffer`` and
+            ``Recipe`` of that name.
+    """
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    endpoint = attrs.evolve(endpoint, sampling=sampling)
+    return Recipe(
+        name=name,
+        config=RolloutConfig(
+            batch_size=batch_size,
+            n_samples_per_prompt=n_samples_per_prompt,
+            over_sampling_factor=over_sampling_factor,
+            generate_fn=functools.partial(
+                generate_rollout_batch,
+                environment_cls=environment_cls,
+                endpoint=endpoint,
+                tokenizer=endpoint.model,
+                max_turns=max_turns,
+                history=history,
+            ),
+            reward_fn=reward_fn,
+            filter_fn=check_reward_nonzero_std if keep == "spread" else None,
+        ),
+        data_buffer=DataBuffer(prompts, seed=seed if shuffled else None, epochs=epochs),
+        endpoint=endpoint,
+        tokenizer=endpoint.model,
+        environment_cls=environment_cls,
+        batches=batches,
+        seed=seed,
+    )
 
 
 def _without_password(url: str) -> str:

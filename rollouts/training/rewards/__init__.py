@@ -8,6 +8,7 @@ from rollouts.training.rewards.combining import WeightedGroupSum, WeightedSum, b
 from rollouts.training.rewards.judging import Judge, LLMJudge, Verdict
 from rollouts.training.rewards.maths import boxed_math
 from rollouts.training.rewards.processes import in_process
+from rollouts.training.rewards.programs import code_tests
 from rollouts.training.rewards.remote import RemoteReward
 from rollouts.training.rewards.rules import exact_match, f1_score, multiple_choice, numeric_match
 from rollouts.training.rewards.scoring import score, score_group
@@ -21,6 +22,7 @@ __all__ = [
     "WeightedSum",
     "boxed_math",
     "brevity",
+    "code_tests",
     "each",
     "exact_match",
     "f1_score",
