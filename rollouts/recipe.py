@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_type_hints
 from urllib.parse import urlsplit
 
@@ -32,7 +33,16 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import RewardFn
 
-__all__ = ["Recipe", "RecipeFunction", "agent_recipe", "build", "load_recipe", "preflight", "read_options"]
+__all__ = [
+    "Recipe",
+    "RecipeFunction",
+    "agent_recipe",
+    "build",
+    "import_file",
+    "load_recipe",
+    "preflight",
+    "read_options",
+]
 
 _CLOSE_SECONDS = 30.0
 
@@ -180,10 +190,23 @@ RecipeFunction: TypeAlias = Callable[..., Recipe]
 def load_recipe(path: str | Path) -> RecipeFunction:
     """Import a recipe file and return its function.
 
+    Raises:
+        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+    """
+    function = getattr(import_file(path), "recipe", None)
+    if not callable(function):
+        raise ConfigError.of(f"{path}: recipe", function, "a function recipe(endpoint, *, ...) that returns a Recipe")
+    result: RecipeFunction = function
+    return result
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a Python file as ``load_recipe`` does.
+
     The folder of the file and the one above it can be imported from, so that a recipe finds its guests.
 
     Raises:
-        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+        ConfigError: no such file, or it cannot be imported.
     """
     path = Path(path).resolve()
     if not path.is_file() or path.suffix != ".py":
@@ -203,11 +226,7 @@ def load_recipe(path: str | Path) -> RecipeFunction:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         place = f"{path}, line {lines[-1]}" if lines else str(path)
         raise ConfigError(f"{place}: importing the recipe raised {type(error).__name__}: {error}") from error
-    function = getattr(module, "recipe", None)
-    if not callable(function):
-        raise ConfigError.of(f"{path}: recipe", function, "a function recipe(endpoint, *, ...) that returns a Recipe")
-    result: RecipeFunction = function
-    return result
+    return module
 
 
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:

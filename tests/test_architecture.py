@@ -68,6 +68,8 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.inspection": (6, 5),
     "rollouts.evaluating": (6, 5),
     "rollouts.checking": (6, 5),
+    "rollouts.environment_check": (6, 5),
+    "rollouts.scaffolding": (6, 5),
     "rollouts.integrations": (7, 0),
     "rollouts.distributed": (7, 0),
     "rollouts.cli": (8, 0),

@@ -6,7 +6,7 @@ agent's loop would do it. No model, no tokens, no server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -34,7 +34,8 @@ class Played:
     @property
     def rewards(self) -> list[float]:
         """Of the steps that have one."""
-        return [step.reward for step in self.steps if step.reward is not None]
+        given: list[Any] = [step.reward for step in self.steps if step.reward is not None]
+        return [float(number) for reward in given for number in (reward if isinstance(reward, Sequence) else [reward])]
 
     @property
     def chat(self) -> list[ChatDict]:
