@@ -1,4 +1,4 @@
-"""The command ``rollouts``: run, show, play, verify, check, eval, compare, serve.
+"""The command ``rollouts``: run, show, play, verify, check, eval, compare, new-env, check-env, serve.
 
 Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
 broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
@@ -24,11 +24,13 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.checking import Subject, check
+from rollouts.environment_check import Candidate, check_environment
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.launching import Aim, launch, resumed_aim
+from rollouts.scaffolding import new_environment
 from rollouts.serving import READY
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
@@ -154,6 +156,20 @@ def _check(args: argparse.Namespace) -> int:
         stops=tuple(args.stop),
     )
     return 0 if _loop(check, subject, Console()) else BROKEN
+
+
+def _check_env(args: argparse.Namespace) -> int:
+    options = _options(args)
+    if args.data is not None:
+        options["data"] = str(args.data)
+    candidate = Candidate(path=args.path, options=options, text=args.text, prompts=args.prompts, seed=args.seed)
+    return 0 if _loop(check_environment, candidate, Console()) else BROKEN
+
+
+def _new_env(args: argparse.Namespace) -> int:
+    for path in new_environment(args.name, args.into):
+        print(path)
+    return 0
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -301,6 +317,20 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     check.add_argument("--dialect", metavar="NAME", help="how tool calls are written; by default what is taught")
     check.add_argument("--stop", type=int, action="append", default=[], metavar="ID", help="ids that end a turn")
+
+    novel = _verb(verbs, "new-env", _new_env, "begin an environment of your own, with its tests", "new-env wordle")
+    novel.add_argument("name", metavar="NAME", help="of its folder: a Python name in lower case")
+    novel.add_argument("--into", type=Path, default=Path(), metavar="DIR", help="where its folder is made (here)")
+
+    paces = _verb(
+        verbs, "check-env", _check_env, "play an environment with random replies", "check-env configs/guess.py"
+    )
+    paces.add_argument("path", type=Path, metavar="PATH", help="a recipe, or a file with one environment class")
+    paces.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
+    paces.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    paces.add_argument("--text", default="Begin.", metavar="PROMPT", help="the prompt for a file without a recipe")
+    paces.add_argument("--prompts", type=_positive, default=4, metavar="N", help="how many are played (4)")
+    paces.add_argument("--seed", type=int, default=0, metavar="N", help="of the replies (0)")
 
     serve = _verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
     serve.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")

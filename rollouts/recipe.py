@@ -11,24 +11,37 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, get_type_hints
+from types import ModuleType
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 import anyio.to_thread
 import attrs
 import msgspec
 
-from rollouts.dtypes import Endpoint, without_password
+from rollouts.dtypes import Endpoint, History, SamplingParams, without_password
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure, RolloutsError, boundary, function_name
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
 from rollouts.renderer import renderer_for
+from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.filters import check_reward_nonzero_std
+from rollouts.training.types import RewardFn
 
-__all__ = ["Recipe", "RecipeFunction", "build", "load_recipe", "preflight", "read_options"]
+__all__ = [
+    "Recipe",
+    "RecipeFunction",
+    "agent_recipe",
+    "build",
+    "import_file",
+    "load_recipe",
+    "preflight",
+    "read_options",
+]
 
 _CLOSE_SECONDS = 30.0
 
@@ -90,6 +103,67 @@ class Recipe:
         }
 
 
+def agent_recipe(
+    name: str,
+    endpoint: Endpoint,
+    environment_cls: EnvironmentFactory,
+    prompts: Iterable[Any],
+    *,
+    reward_fn: RewardFn | None = None,
+    batch_size: int = 32,
+    n_samples_per_prompt: int = 8,
+    over_sampling_factor: float = 1.5,
+    keep: Literal["spread", "all"] = "spread",
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    max_turns: int = 8,
+    history: History = "append",
+    shuffled: bool = True,
+    epochs: int | None = None,
+    batches: int = 1,
+    seed: int = 0,
+) -> Recipe:
+    """The usual recipe: agents in one kind of environment, scored and filtered group by group.
+
+    Args:
+        name: of the recipe.
+        endpoint: where the model answers.
+        environment_cls: makes an environment for each rollout.
+        prompts: the data.
+        reward_fn: scores a sample; without one the rewards of the steps are summed.
+        keep: ``"spread"`` drops groups whose rewards do not differ.
+        shuffled: each epoch in an order of its own.
+        batch_size: and the others are the fields of ``RolloutConfig``, ``SamplingParams``, ``DataBuffer`` and
+            ``Recipe`` of that name.
+    """
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    endpoint = attrs.evolve(endpoint, sampling=sampling)
+    return Recipe(
+        name=name,
+        config=RolloutConfig(
+            batch_size=batch_size,
+            n_samples_per_prompt=n_samples_per_prompt,
+            over_sampling_factor=over_sampling_factor,
+            generate_fn=functools.partial(
+                generate_rollout_batch,
+                environment_cls=environment_cls,
+                endpoint=endpoint,
+                tokenizer=endpoint.model,
+                max_turns=max_turns,
+                history=history,
+            ),
+            reward_fn=reward_fn,
+            filter_fn=check_reward_nonzero_std if keep == "spread" else None,
+        ),
+        data_buffer=DataBuffer(prompts, seed=seed if shuffled else None, epochs=epochs),
+        endpoint=endpoint,
+        tokenizer=endpoint.model,
+        environment_cls=environment_cls,
+        batches=batches,
+        seed=seed,
+    )
+
+
 def _told(value: Any) -> Any:
     """A value in words: data as data, a tokenizer by where it came from, a function by its name."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -110,10 +184,23 @@ RecipeFunction: TypeAlias = Callable[..., Recipe]
 def load_recipe(path: str | Path) -> RecipeFunction:
     """Import a recipe file and return its function.
 
+    Raises:
+        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+    """
+    function = getattr(import_file(path), "recipe", None)
+    if not callable(function):
+        raise ConfigError.of(f"{path}: recipe", function, "a function recipe(endpoint, *, ...) that returns a Recipe")
+    result: RecipeFunction = function
+    return result
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a Python file as ``load_recipe`` does.
+
     The folder of the file and the one above it can be imported from, so that a recipe finds its guests.
 
     Raises:
-        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+        ConfigError: no such file, or it cannot be imported.
     """
     path = Path(path).resolve()
     if not path.is_file() or path.suffix != ".py":
@@ -133,11 +220,7 @@ def load_recipe(path: str | Path) -> RecipeFunction:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         place = f"{path}, line {lines[-1]}" if lines else str(path)
         raise ConfigError(f"{place}: importing the recipe raised {type(error).__name__}: {error}") from error
-    function = getattr(module, "recipe", None)
-    if not callable(function):
-        raise ConfigError.of(f"{path}: recipe", function, "a function recipe(endpoint, *, ...) that returns a Recipe")
-    result: RecipeFunction = function
-    return result
+    return module
 
 
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:

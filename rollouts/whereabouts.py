@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from rollouts.errors import Wait, abandoned, waits
 
-__all__ = ["report", "reporting_on_signal", "where"]
+__all__ = ["report", "reporting_on_signal", "standing", "where"]
 
 _MACHINERY = ("/anyio/", "/asyncio/", "/uvloop/", "/threading.py", "/concurrent/", "/rollouts/errors.py")
 _SHOWN = 200
@@ -34,6 +34,11 @@ def where(wait: Wait) -> str:
     return _told(frames)
 
 
+def standing(frame: types.FrameType) -> str:
+    """The innermost line of foreign or own code of a thread that stands in ``frame``."""
+    return _told(list(_outwards(frame))[::-1])
+
+
 def report(frame: types.FrameType | None = None) -> str:
     """Everything that is waited for, oldest first; ``frame`` is what the main thread was doing."""
     now = waits()
@@ -44,7 +49,7 @@ def report(frame: types.FrameType | None = None) -> str:
     lines += [f"rollouts: {len(left)} abandoned threads still run"] if left else []
     lines += [f"  {wait}, in {where(wait)}" for wait in left[:_SHOWN]]
     if frame is not None:
-        lines.append(f"rollouts: the main thread is in {_told(list(_outwards(frame))[::-1])}")
+        lines.append(f"rollouts: the main thread is in {standing(frame)}")
     return "\n".join(lines)
 
 

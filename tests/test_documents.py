@@ -15,7 +15,9 @@ import pytest
 
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
+from rollouts.environment_check import Candidate, examine
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.recipe import build, load_recipe
 from rollouts.renderer import load_tokenizer
 from rollouts.testing.server import StubServer
 from rollouts.training import (
@@ -180,3 +182,30 @@ def test_the_code_of_the_readme_runs(engine_url: str, capsys: pytest.CaptureFixt
     names: dict[str, Any] = {}
     exec(compile(environment, "README.md", "exec"), names)
     assert [tool.name for tool in names["Library"]().tools] == ["search"]
+
+
+async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tmp_path: Path) -> None:
+    """``docs/environments.md``: the 15 lines pass the check and fill a batch, and the test under them passes."""
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    file, test = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    lines = [line for line in file.splitlines() if line.strip()]
+    assert len([line for line in lines if not line.startswith(("from", "CAPITALS"))]) <= 15
+    path = tmp_path / "atlas.py"
+    path.write_text(file)
+    findings = await examine(Candidate(path=path, stall_seconds=2.0))
+    assert [finding for finding in findings if finding.verdict == "bad"] == []
+    made = build(load_recipe(path), Endpoint(model=str(DEMO_MODEL), base_url=engine_url), {})
+    async with AsyncRolloutManager(made.config, made.data_buffer) as manager:
+        assert len(await manager.generate_batch()) == 8
+    body = "\n".join(f"    {line}" for line in test.splitlines())
+    names: dict[str, Any] = {}
+    exec(compile(f"{file}\nasync def test():\n{body}", "environments.md", "exec"), names)
+    await names["test"]()
+
+
+def test_the_code_of_the_page_about_rewards_runs() -> None:
+    """``docs/rewards.md``: the sum is made as it stands there."""
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], "rewards.md", "exec"), names)
+    assert repr(names["reward_fn"]) == "<WeightedSum 1 * right + 0.2 * polite>"

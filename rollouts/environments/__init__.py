@@ -2,6 +2,7 @@
 
 from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult, ToolEnvironment, tool
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.environments.mixed import MixedEnvironment
 from rollouts.environments.simulated_user import SimulatedUser, UserFn
 from rollouts.environments.single_turn import SingleTurnEnvironment
 
@@ -9,6 +10,7 @@ __all__ = [
     "CalculatorEnvironment",
     "Environment",
     "EnvironmentFactory",
+    "MixedEnvironment",
     "Resumable",
     "SimulatedUser",
     "SingleTurnEnvironment",

@@ -40,7 +40,7 @@ class Environment(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools that the model is told of; the same for the whole episode."""
+        """The tools that the model is told of; read when the episode has started, and the same to its end."""
         ...
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:

@@ -36,7 +36,7 @@ from rollouts.errors import (
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureBook, cause_of
 from rollouts.training.ledger import Ledger
-from rollouts.training.rewards import score, score_group
+from rollouts.training.rewards.scoring import score, score_group
 from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 from rollouts.turns import keeping_turns
 

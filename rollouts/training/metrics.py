@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from rollouts.environments.mixed import ENVIRONMENT
 from rollouts.errors import TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample
 
@@ -141,7 +142,7 @@ class IdleClock:
 
 
 def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over a batch: reward, lengths, and everything that the episodes counted."""
+    """Means over a batch: reward, lengths, everything that the episodes counted, and the same by environment."""
     if not samples:
         return {}
     numbers = {
@@ -166,6 +167,17 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     numbers["duplicated_tokens/share"] = duplicated / max(sum(len(sample) for sample in samples), 1)
     for name in sorted({name for sample in samples for name in sample.metrics}):
         numbers[f"episode/{name}"] = _mean(sample.metrics.get(name, 0.0) for sample in samples)
+    for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
+        own = [sample for sample in samples if str(sample.metadata.get(ENVIRONMENT)) == name]
+        rewards = [sample.reward or 0.0 for sample in own]
+        of_one = {
+            "share": len(own) / len(samples),
+            "reward/mean": _mean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "turns/mean": _mean(len(sample.calls) for sample in own),
+            "response_length/mean": _mean(sample.response_length for sample in own),
+        }
+        numbers.update({f"environment/{name}/{key}": value for key, value in of_one.items()})
     return numbers
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from environments.gsm8k import final_number, gsm8k_reward, load_gsm8k
+from environments.gsm8k import gsm8k_reward, load_gsm8k
 from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
+from rollouts.training.rewards import final_number
 from rollouts.training.run_folder import load_run
 from rollouts.training.verify import verify_run
 

@@ -13,7 +13,7 @@ from typing import Any
 from rollouts.errors import RewardFailure, call_foreign, function_name, shortened
 from rollouts.training.types import RewardFn, Sample
 
-__all__ = ["score", "score_group"]
+__all__ = ["reward_of", "rewards_of", "score", "score_group"]
 
 
 async def score(sample: Sample, reward_fn: RewardFn | None, *, seconds: float) -> None:
@@ -25,9 +25,7 @@ async def score(sample: Sample, reward_fn: RewardFn | None, *, seconds: float) -
     if reward_fn is None:
         sample.reward = _finite(sample.reward, "the rollout itself (no reward_fn is set)")
         return
-    name = function_name(reward_fn)
-    value = await call_foreign(RewardFailure, f"reward {name}", reward_fn, sample, seconds=seconds)
-    sample.reward = _finite(value, name)
+    sample.reward = await reward_of(sample, reward_fn, seconds=seconds)
 
 
 async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
@@ -36,15 +34,26 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
     Raises:
         RewardFailure: as :func:`score`, or the number of rewards differs from the number of samples.
     """
+    rewards = await rewards_of(samples, reward_fn, seconds=seconds)
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+
+
+async def reward_of(sample: Sample, reward_fn: RewardFn, *, seconds: float) -> float:
+    """What a function says of a sample, which keeps the reward that it has; raises as :func:`score`."""
+    name = function_name(reward_fn)
+    return _finite(await call_foreign(RewardFailure, f"reward {name}", reward_fn, sample, seconds=seconds), name)
+
+
+async def rewards_of(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> list[float]:
+    """What a function says of a group, whose samples keep the rewards that they have; raises as :func:`score_group`."""
     name = function_name(reward_fn)
     values = await call_foreign(RewardFailure, f"group reward {name}", reward_fn, list(samples), seconds=seconds)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RewardFailure(f"group reward {name}: got {shortened(values)}; expected a list of {len(samples)} numbers")
     if len(values) != len(samples):
         raise RewardFailure(f"group reward {name} gave {len(values)} rewards for {len(samples)} samples")
-    rewards = [_finite(value, name) for value in values]
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
+    return [_finite(value, name) for value in values]
 
 
 def _finite(value: Any, source: str) -> float:

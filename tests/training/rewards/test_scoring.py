@@ -9,7 +9,7 @@ import pytest
 
 from rollouts.errors import RewardFailure
 from rollouts.training import Sample
-from rollouts.training.rewards import score, score_group
+from rollouts.training.rewards.scoring import score, score_group
 
 
 class Refuses:

@@ -1,0 +1,42 @@
+"""Guess a number, with a reward for every guess.
+
+rollouts run configs/guess.py --out runs/guess
+"""
+
+from itertools import islice
+from typing import Literal
+
+from environments.guess import GuessEnvironment, guess_prompts
+from rollouts.dtypes import Endpoint, History
+from rollouts.recipe import Recipe, agent_recipe
+
+
+def recipe(
+    endpoint: Endpoint,
+    *,
+    prompts: int = 2000,
+    high: int = 100,
+    guesses: int = 8,
+    batch_size: int = 32,
+    n_samples_per_prompt: int = 8,
+    max_new_tokens: int = 128,
+    keep: Literal["spread", "all"] = "spread",
+    history: History = "append",
+    batches: int = 1,
+    seed: int = 0,
+) -> Recipe:
+    """Made-up games; the environment's own rewards are summed."""
+    return agent_recipe(
+        "guess",
+        endpoint,
+        GuessEnvironment,
+        islice(guess_prompts(seed, high=high, guesses=guesses), prompts),
+        batch_size=batch_size,
+        n_samples_per_prompt=n_samples_per_prompt,
+        max_new_tokens=max_new_tokens,
+        max_turns=guesses,
+        keep=keep,
+        history=history,
+        batches=batches,
+        seed=seed,
+    )

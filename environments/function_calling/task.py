@@ -1,0 +1,190 @@
+"""The task in three parts: rows with functions of their own, one reply, and a reward that compares calls.
+
+Invariant: the reward is 1 only if the first reply makes exactly the calls wanted, each with every argument that is not
+optional, none that the function does not have, and values among those allowed. No function is ever run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.environments.base import StepResult
+from rollouts.errors import ConfigError, RewardFailure, shortened
+from rollouts.training import Sample, load_prompts
+
+__all__ = ["FunctionCalling", "call_reward", "load_calls", "tool_of"]
+
+_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "any": None, "int": "integer"}
+"""What the leaderboard's schemas call the types of JSON Schema."""
+
+_LOOSE = re.compile(r"[ ,./\-_*^]")
+_OPTIONAL = ""
+"""Among the values allowed: the argument may be left out."""
+
+
+class FunctionCalling:
+    """Offers the prompt's own functions, and ends at the first reply.
+
+    Raises:
+        ConfigError: on ``start``: the prompt's ``metadata["tools"]`` are no functions.
+    """
+
+    def __init__(self) -> None:
+        self._tools: tuple[Tool, ...] = ()
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self._tools
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._tools = _tools(prompt)
+        return prompt.messages
+
+    async def step(self, reply: Message) -> StepResult:
+        return StepResult(done=True, metrics={"calls": len(reply.tool_calls)})
+
+    async def snapshot(self) -> None:
+        """Nothing: what it offers is in the prompt."""
+
+    async def restore(self, prompt: Prompt, snapshot: None) -> None:
+        self._tools = _tools(prompt)
+
+    async def close(self) -> None:
+        return None
+
+
+def load_calls(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+    """Rows of a JSONL file: ``metadata["tools"]`` are functions, ``label`` the calls with the values allowed.
+
+    A label is ``[{function: {argument: [value, …]}}]``, where ``""`` among the values says that it may be left out.
+
+    Raises:
+        ConfigError: as :func:`rollouts.training.load_prompts`; or a row that is not so, by its number.
+    """
+    prompts = load_prompts(path, limit=limit)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            names = {found.name for found in _tools(prompt)}
+            wanted = _wanted(prompt.label)
+        except (ConfigError, RewardFailure) as error:
+            raise ConfigError(f"{path}, row {number}: {error}") from None
+        unknown = {name for name, _ in wanted} - names
+        if unknown:
+            raise ConfigError.of(f"{path}, row {number}: label", sorted(unknown), f"functions among {sorted(names)}")
+    return prompts
+
+
+def call_reward(sample: Sample) -> float:
+    """1.0 if the reply makes exactly the calls wanted, in any order, else 0.0.
+
+    Raises:
+        RewardFailure: the label says no calls.
+    """
+    wanted = _wanted(sample.label)
+    replies = [message for message in sample.messages if message["role"] == "assistant"]
+    calls = replies[0].get("tool_calls") or [] if replies else []
+    made = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return float(_matched(wanted, made))
+
+
+def tool_of(function: Any) -> Tool:
+    """A function of the leaderboard as a tool: JSON Schema's own types, and a name without dots.
+
+    Raises:
+        ConfigError: it has no name, or parameters that are no object.
+    """
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError.of("tool", function, "an object with name, description and parameters")
+    parameters = _schema(function.get("parameters") or {"type": "object", "properties": {}})
+    return Tool(_plain_name(function["name"]), str(function.get("description", "")), parameters)
+
+
+def _tools(prompt: Prompt) -> tuple[Tool, ...]:
+    functions = prompt.metadata.get("tools")
+    if not isinstance(functions, Sequence) or not functions:
+        raise ConfigError.of("metadata['tools']", functions, "a list of functions")
+    return tuple(tool_of(function) for function in functions)
+
+
+def _plain_name(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _schema(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        plain = {key: _schema(inner) for key, inner in value.items()}
+        kind = plain.get("type")
+        if isinstance(kind, str) and kind in _TYPES:
+            known = _TYPES[kind]
+            plain = {key: inner for key, inner in plain.items() if key != "type"} | ({"type": known} if known else {})
+        return plain
+    return [_schema(inner) for inner in value] if isinstance(value, list) else value
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+Wanted = list[tuple[str, Mapping[str, Sequence[Any]]]]
+
+
+def _wanted(label: Any) -> Wanted:
+    """The label's calls.
+
+    Raises:
+        RewardFailure: it says none.
+    """
+    calls: Wanted = []
+    for entry in label if isinstance(label, list) else ():
+        for name, arguments in entry.items() if isinstance(entry, Mapping) else ():
+            if isinstance(arguments, Mapping) and all(isinstance(values, list) for values in arguments.values()):
+                calls.append((_plain_name(name), arguments))
+    if not calls or len(calls) != len(label):
+        expected = "[{function: {argument: [values allowed]}}]"
+        raise RewardFailure(f"label: got {shortened(label)}; expected {expected}")
+    return calls
+
+
+def _matched(wanted: Wanted, made: list[tuple[str, Any]]) -> bool:
+    """Whether each call made is one of those wanted, one for one."""
+    if len(wanted) != len(made):
+        return False
+    if not wanted:
+        return True
+    first, *others = made
+    return any(
+        _is_call(entry, first) and _matched(wanted[:number] + wanted[number + 1 :], others)
+        for number, entry in enumerate(wanted)
+    )
+
+
+def _is_call(wanted: tuple[str, Mapping[str, Sequence[Any]]], made: tuple[str, Any]) -> bool:
+    name, allowed = wanted
+    if made[0] != name or not isinstance(made[1], Mapping) or set(made[1]) - set(allowed):
+        return False
+    return all(
+        _is_among(made[1][argument], values) if argument in made[1] else _OPTIONAL in values
+        for argument, values in allowed.items()
+    )
+
+
+def _is_among(value: Any, values: Sequence[Any]) -> bool:
+    return any(_equal(value, allowed) for allowed in values)
+
+
+def _equal(value: Any, allowed: Any) -> bool:
+    """Texts without case and punctuation, numbers by value, lists in order; objects key by key."""
+    if isinstance(value, bool) or isinstance(allowed, bool):
+        return value is allowed
+    if isinstance(value, str) and isinstance(allowed, str):
+        return _LOOSE.sub("", value).lower().replace("'", '"') == _LOOSE.sub("", allowed).lower().replace("'", '"')
+    if isinstance(value, int | float) and isinstance(allowed, int | float):
+        return value == allowed
+    if isinstance(value, list) and isinstance(allowed, list):
+        return len(value) == len(allowed) and all(map(_equal, value, allowed))
+    if isinstance(value, Mapping) and isinstance(allowed, Mapping):
+        choices = {key: inner if isinstance(inner, list) else [inner] for key, inner in allowed.items()}
+        return _is_call(("", choices), ("", value))
+    return value is None and allowed is None

@@ -1,0 +1,95 @@
+"""The game: the world thinks of a number, the model guesses, the world says higher or lower.
+
+Invariant: the rewards of an episode add up to at most 1: half of it is what the guesses rule out, in bits, and half is
+for finding the number. The state is two bounds and a count, and goes through a snapshot whole.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.environments.base import StepResult
+from rollouts.errors import ConfigError
+
+__all__ = ["GuessEnvironment", "guess_prompts"]
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+class GuessEnvironment:
+    """Ends when the number is found, or the guesses are used up.
+
+    The prompt's ``label`` is the number; ``metadata`` has ``low`` and ``high``, between which it lies, and ``guesses``.
+
+    Raises:
+        ConfigError: on ``start``: a prompt without them, or a number that is not between them.
+    """
+
+    def __init__(self) -> None:
+        self.secret = self.low = self.high = self.left = 0
+        self.bits = 0.0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return ()
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._begin(prompt)
+        return prompt.messages
+
+    async def step(self, reply: Message) -> StepResult:
+        self.left -= 1
+        numbers = _NUMBER.findall(reply.content)
+        if not numbers or len(numbers[-1]) > 18:
+            return self._answered("Say one whole number.", 0.0, {"no_guess": 1})
+        guess = int(numbers[-1])
+        if guess == self.secret:
+            return StepResult(done=True, reward=0.5 + 0.5 * self._gained(guess, guess), metrics={"found": 1})
+        if not self.low <= guess <= self.high:
+            return self._answered(f"It is between {self.low} and {self.high}.", 0.0, {"wasted_guesses": 1})
+        low, high = (guess + 1, self.high) if guess < self.secret else (self.low, guess - 1)
+        gained = self._gained(low, high)
+        self.low, self.high = low, high
+        return self._answered("Higher." if guess < self.secret else "Lower.", 0.5 * gained, {})
+
+    async def snapshot(self) -> dict[str, Any]:
+        return {"low": self.low, "high": self.high, "left": self.left}
+
+    async def restore(self, prompt: Prompt, snapshot: dict[str, Any]) -> None:
+        self._begin(prompt)
+        self.low, self.high, self.left = snapshot["low"], snapshot["high"], snapshot["left"]
+
+    async def close(self) -> None:
+        return None
+
+    def _begin(self, prompt: Prompt) -> None:
+        found = [prompt.label, *(prompt.metadata.get(name) for name in ("low", "high", "guesses"))]
+        if not all(type(value) is int for value in found) or not found[1] <= found[0] <= found[2] or found[3] < 1:
+            raise ConfigError.of("label, low, high, guesses", found, "integers, the label between low and high")
+        self.secret, self.low, self.high, self.left = found
+        self.bits = math.log2(self.high - self.low + 1)
+
+    def _gained(self, low: int, high: int) -> float:
+        """The share of all bits that shrinking the range to this one gains."""
+        if not self.bits:
+            return 1.0
+        return (math.log2(self.high - self.low + 1) - math.log2(high - low + 1)) / self.bits
+
+    def _answered(self, text: str, reward: float, metrics: dict[str, float]) -> StepResult:
+        if not self.left:
+            return StepResult(done=True, reward=reward, metrics=metrics)
+        return StepResult([Message("user", text)], reward=reward, metrics=metrics)
+
+
+def guess_prompts(seed: int, *, high: int = 100, guesses: int = 8) -> Iterator[Prompt]:
+    """Endless games, the same for the same seed."""
+    rng = random.Random(seed)
+    while True:
+        secret = rng.randint(1, high)
+        text = f"I think of a whole number from 1 to {high}. You have {guesses} guesses. Say one number at a time."
+        yield Prompt(text, label=secret, metadata={"low": 1, "high": high, "guesses": guesses})

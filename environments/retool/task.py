@@ -1,0 +1,114 @@
+"""The task: problems from the data sets that people train on, and the Python tool to work with.
+
+Invariant: a row is a problem and a final answer, in whichever of the known shapes it comes; anything else is refused by
+its number. The reward is :func:`rollouts.training.rewards.boxed_math`, on the last reply.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollouts.dtypes import Prompt, as_messages
+from rollouts.environments.python_tool import PythonToolEnvironment
+from rollouts.errors import ConfigError
+
+__all__ = ["RetoolEnvironment", "load_maths"]
+
+_HUB = re.compile(r"hub:([^/]+/[^/]+)/(.+)")
+_EXPECTED = "prompt and label, prompt and reward_model.ground_truth (DAPO), or problem and answer (AIME)"
+
+
+class RetoolEnvironment(PythonToolEnvironment):
+    """Python programs in as many turns as it takes; a reply without a call is the answer."""
+
+    system_prompt = (
+        "Solve the problem step by step. Run Python with the tool where it helps, and print what you want to see. "
+        "Finish with the final answer in \\boxed{}."
+    )
+
+
+def load_maths(source: str, *, limit: int | None = None) -> list[Prompt]:
+    """Problems with final answers, from a file or the hub.
+
+    Args:
+        source: a ``.jsonl`` or ``.parquet`` file, or ``hub:OWNER/DATASET/PATH`` for such a file of a data set on the
+            Hugging Face hub, e.g. ``hub:BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet``.
+        limit: the first so many different problems.
+
+    Returns:
+        Prompts whose label is the answer. What is there several times (DAPO's file has each problem 100 times) is
+        taken once.
+
+    Raises:
+        ConfigError: no such file, it cannot be had from the hub, or a row of another shape, by its number.
+    """
+    path = _file(source)
+    prompts: dict[str, Prompt] = {}
+    for number, row in enumerate(_rows(path), 1):
+        if limit is not None and len(prompts) >= limit:
+            break
+        prompt = _prompt(row, f"{path}, row {number}")
+        prompts.setdefault("\n".join(message.content for message in prompt.messages), prompt)
+    if not prompts:
+        raise ConfigError.of("data", str(path), "at least one row")
+    return list(prompts.values())
+
+
+def _file(source: str) -> Path:
+    named = _HUB.fullmatch(str(source))
+    if named is None:
+        path = Path(source)
+        if not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
+            raise ConfigError.of("data", str(source), "a .jsonl or .parquet file, or hub:OWNER/DATASET/PATH of one")
+        return path
+    hub: Any = importlib.import_module("huggingface_hub")  # transformers brings it
+    try:
+        return Path(hub.hf_hub_download(repo_id=named[1], filename=named[2], repo_type="dataset"))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"data: got {source!r}, which the hub does not give ({reason})") from error
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        if importlib.util.find_spec("pyarrow") is None:
+            raise ConfigError.of("data", str(path), "a .jsonl file, or pip install 'rollouts[parquet]'")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        try:
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches():
+                    yield from batch.to_pylist()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: not Parquet ({error})") from error
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield msgspec.json.decode(line)
+                except msgspec.DecodeError as error:
+                    raise ConfigError(f"{path}, line {number}: not JSON ({error})") from None
+
+
+def _prompt(row: Any, place: str) -> Prompt:
+    if not isinstance(row, Mapping):
+        raise ConfigError.of(place, row, f"an object with {_EXPECTED}")
+    plain = {key.lower(): value for key, value in row.items()}
+    model = plain.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+    asked = plain.get("prompt", plain.get("problem"))
+    answer = next((value for value in (plain.get("label"), truth, plain.get("answer")) if value is not None), None)
+    if not asked or answer is None or not str(answer).strip():
+        raise ConfigError.of(place, sorted(row), _EXPECTED)
+    metadata = plain.get("metadata")
+    try:
+        return Prompt(as_messages(asked), str(answer).strip(), metadata if isinstance(metadata, Mapping) else {})
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{place}: {error}") from None

@@ -1,0 +1,73 @@
+"""A loopback server that answers JSON as a function says: for tests of rewards and judges that are asked over HTTP.
+
+Invariant: it records every request before it answers. It knows no protocol but HTTP with JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import attrs
+import msgspec
+from aiohttp import web
+
+__all__ = ["Asked", "JsonServer"]
+
+
+@attrs.frozen
+class Asked:
+    """One request as it arrived."""
+
+    path: str
+    body: Any
+    headers: Mapping[str, str]
+
+
+class JsonServer:
+    """Serves while its context lasts.
+
+    Args:
+        answer: given a request, what to send with status 200; ``(status, value)`` for another status; bytes are sent
+            as they are; ``None`` never answers.
+
+    Attributes:
+        url: where it listens.
+        asked: every request, in order.
+    """
+
+    def __init__(self, answer: Callable[[Asked], Any]) -> None:
+        self._answer = answer
+        self.asked: list[Asked] = []
+        self.url = ""
+
+    def __repr__(self) -> str:
+        return f"<JsonServer {self.url}: {len(self.asked)} requests>"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read() or b"null")
+        asked = Asked(request.path, body, dict(request.headers))
+        self.asked.append(asked)
+        said = self._answer(asked)
+        if said is None:
+            await anyio.sleep_forever()
+        status, value = said if isinstance(said, tuple) else (200, said)
+        payload = value if isinstance(value, bytes) else msgspec.json.encode(value)
+        return web.Response(status=status, body=payload, content_type="application/json")

@@ -1,0 +1,75 @@
+"""An environment played with replies that are written down: for tests of environments and their rewards.
+
+Invariant: the environment is started once, stepped until it is done or the replies are used up, and closed once, as the
+agent's loop would do it. No model, no tokens, no server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from rollouts.dtypes import ChatDict, Message, Prompt, ToolCall
+from rollouts.environments.base import Environment, StepResult
+
+__all__ = ["Played", "calling", "play"]
+
+
+@attrs.frozen
+class Played:
+    """What came of it."""
+
+    messages: tuple[Message, ...]
+    """The whole conversation."""
+    steps: tuple[StepResult, ...]
+    """The answer to each reply."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the environment ended the episode."""
+        return bool(self.steps) and self.steps[-1].done
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the steps that have one."""
+        given: list[Any] = [step.reward for step in self.steps if step.reward is not None]
+        return [float(number) for reward in given for number in (reward if isinstance(reward, Sequence) else [reward])]
+
+    @property
+    def chat(self) -> list[ChatDict]:
+        """The conversation as a sample has it: ``Sample(messages=played.chat, label=…)`` can be scored."""
+        return [message.to_chat() for message in self.messages]
+
+
+def calling(name: str, /, **arguments: Any) -> Message:
+    """A reply that calls one tool."""
+    return Message("assistant", "", (ToolCall(name, arguments, id="call_0"),))
+
+
+async def play(environment: Environment, prompt: Prompt | str, replies: Iterable[Message | str]) -> Played:
+    """Play one episode.
+
+    Args:
+        environment: a fresh one.
+        prompt: text, or a prompt with label and metadata.
+        replies: what the model says, in order; a text is a reply without tool calls.
+
+    Raises:
+        Exception: whatever the environment raised; it is closed then too.
+    """
+    prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    steps: list[StepResult] = []
+    try:
+        messages = list(await environment.start(prompt))
+        for said in replies:
+            reply = said if isinstance(said, Message) else Message("assistant", said)
+            messages.append(reply)
+            steps.append(await environment.step(reply))
+            if steps[-1].done:
+                break
+            messages += steps[-1].messages
+    finally:
+        await environment.close()
+    return Played(tuple(messages), tuple(steps))

@@ -1,0 +1,116 @@
+"""Where an event loop stands still: code that blocks it, found by file and line.
+
+Invariant: a stall is told by the place that the loop's thread stood in while it lasted; a loop that waits for something
+to happen does not stand still. It only looks: a thread reads the loop's heartbeat and its stack.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+import anyio
+import attrs
+from anyio.abc import TaskGroup
+
+from rollouts.whereabouts import standing
+
+__all__ = ["Stall", "StallWatch"]
+
+_BEAT = 0.005
+_WAITING = ("selectors.py", "/asyncio/base_events.py", "/asyncio/runners.py", "/asyncio/events.py", "/uvloop/")
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<"})
+
+
+@attrs.frozen
+class Stall:
+    """One place where the loop stood still."""
+
+    place: str
+    """``file:line in function``."""
+    seconds: float
+    """The longest time there."""
+    times: int
+
+
+class StallWatch:
+    """Watches the event loop while its context lasts::
+
+        async with StallWatch() as watch:
+            await environment.step(reply)
+        assert not watch.stalls
+
+    Args:
+        seconds: how long the loop may stand in one place.
+    """
+
+    def __init__(self, seconds: float = 0.05) -> None:
+        self._seconds = seconds
+        self._beat = 0.0
+        self._found: dict[str, tuple[float, int]] = {}
+        self._stop = threading.Event()
+        self._tasks: TaskGroup | None = None
+
+    def __repr__(self) -> str:
+        return f"<StallWatch: {len(self._found)} stalls>"
+
+    @property
+    def stalls(self) -> list[Stall]:
+        """What was found, the longest first."""
+        found = [Stall(place, seconds, times) for place, (seconds, times) in self._found.items()]
+        return sorted(found, key=lambda stall: -stall.seconds)
+
+    async def __aenter__(self) -> Self:
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._look, args=(threading.get_ident(),), daemon=True)
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self._tasks.start_soon(self._beating)
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._tasks is not None
+        self._stop.set()
+        self._thread.join()  # it looks every few milliseconds
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def _beating(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await anyio.sleep(_BEAT)
+
+    def _look(self, ident: int) -> None:
+        counted: dict[str, float] = {}
+        while not self._stop.wait(_BEAT):
+            beat = self._beat
+            still = time.monotonic() - beat
+            frame = sys._current_frames().get(ident)
+            if still < self._seconds or frame is None or _waits(frame):
+                continue
+            place = _place(frame)
+            longest, times = self._found.get(place, (0.0, 0))
+            self._found[place] = (max(longest, still), times + (counted.get(place) != beat))
+            counted[place] = beat
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether the loop is between two callbacks: nothing of anybody's runs, however long the machine takes."""
+    return any(part in frame.f_code.co_filename for part in _WAITING)
+
+
+def _place(frame: FrameType) -> str:
+    """The innermost line that is of no library; where all are, the innermost."""
+    inner: FrameType | None = frame
+    while inner is not None:
+        if not inner.f_code.co_filename.startswith(_LIBRARIES):
+            return f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
+        inner = inner.f_back
+    return standing(frame)

@@ -1,0 +1,118 @@
+"""Function calling: which calls are right, the real rows, and rows that are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.function_calling import FunctionCalling, call_reward, load_calls
+from rollouts.dtypes import Message, Prompt
+from rollouts.errors import ConfigError, RewardFailure
+from rollouts.testing.playing import calling, play
+from rollouts.training import Sample
+
+LABEL: Any = [{"geo.area": {"base": [10], "unit": ["square cm", ""], "sides": [[1, 2]], "spec": [{"fill": ["red"]}]}}]
+RIGHT: dict[str, Any] = {"base": 10, "unit": "Square-CM", "sides": [1, 2], "spec": {"fill": "Red"}}
+
+
+def made(*calls: tuple[str, dict[str, Any]], label: Any = LABEL) -> Sample:
+    chat = [{"type": "function", "id": "0", "function": {"name": name, "arguments": given}} for name, given in calls]
+    return Sample(messages=[{"role": "assistant", "content": "", "tool_calls": chat}], label=label)
+
+
+@pytest.mark.parametrize(
+    ("change", "reward"),
+    [
+        ({}, 1.0),
+        ({"base": 10.0}, 1.0),
+        ({"unit": ...}, 1.0),
+        ({"base": ...}, 0.0),
+        ({"base": "10"}, 0.0),
+        ({"base": True}, 0.0),
+        ({"unit": "m"}, 0.0),
+        ({"sides": [2, 1]}, 0.0),
+        ({"spec": {"fill": "blue"}}, 0.0),
+        ({"spec": {"fill": "red", "line": 1}}, 0.0),
+        ({"colour": "red"}, 0.0),
+    ],
+    ids=repr,
+)
+def test_golden_rewards_of_one_call(change: dict[str, Any], reward: float) -> None:
+    """Every argument wanted, none that is not there, values among those allowed; ``""`` allows to leave one out."""
+    given = {key: value for key, value in {**RIGHT, **change}.items() if value is not ...}
+    assert call_reward(made(("geo_area", given))) == reward
+
+
+def test_exactly_the_calls_wanted() -> None:
+    """In any order; one too many or too few, or another function, is wrong."""
+    label = [{"f": {"a": [1, 2]}}, {"f": {"a": [1]}}]
+    assert call_reward(made(("f", {"a": 1}), ("f", {"a": 2}), label=label)) == 1.0
+    assert call_reward(made(("f", {"a": 2}), ("f", {"a": 2}), label=label)) == 0.0
+    assert call_reward(made(("f", {"a": 1}), label=label)) == 0.0
+    assert call_reward(made(("g", RIGHT))) == 0.0
+    assert call_reward(made()) == 0.0
+
+
+@pytest.mark.parametrize("label", [None, [], "f(1)", [{"f": {"a": 1}}], [{}]], ids=repr)
+def test_a_label_that_says_no_calls_is_a_failure(label: Any) -> None:
+    """Never a reward of 0."""
+    with pytest.raises(RewardFailure, match="label: got"):
+        call_reward(made(("f", {"a": 1}), label=label))
+
+
+async def test_the_tools_are_the_prompts_own(asset: Callable[[str], Path]) -> None:
+    """With JSON Schema's types and without dots, once the episode has begun; a right reply is scored 1."""
+    prompt = load_calls(asset("datasets/bfcl_simple_python.jsonl"))[1]
+    environment = FunctionCalling()
+    assert list(environment.tools) == []
+    played = await play(environment, prompt, [calling("math_factorial", number=5)])
+    (tool,) = environment.tools
+    assert (tool.name, tool.parameters["type"]) == ("math_factorial", "object")
+    assert played.done
+    assert call_reward(Sample(messages=played.chat, label=prompt.label)) == 1.0
+
+
+def test_every_real_row_can_be_solved(asset: Callable[[str], Path]) -> None:
+    """400 rows: the first value allowed for each argument is a right call, and no call is a wrong one."""
+    prompts = load_calls(asset("datasets/bfcl_simple_python.jsonl"))
+    assert len(prompts) == 400
+    for prompt in prompts:
+        ((name, allowed),) = prompt.label[0].items()
+        given = {key: _first(values[0]) for key, values in allowed.items() if values[0] != ""}
+        assert call_reward(made((name.replace(".", "_"), given), label=prompt.label)) == 1.0
+        assert call_reward(made((name.replace(".", "_"), {**given, "other": 1}), label=prompt.label)) == 0.0
+
+
+def _first(value: Any) -> Any:
+    """A value allowed, with the first of the choices in objects."""
+    if isinstance(value, dict):
+        choices = {key: inner[0] if isinstance(inner, list) else inner for key, inner in value.items()}
+        return {key: _first(inner) for key, inner in choices.items() if inner != ""}
+    return [_first(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "label": LABEL}, r"row 1: metadata\['tools'\]: got None"),
+        ({"prompt": "a", "label": LABEL, "metadata": {"tools": [{}]}}, "row 1: tool: got"),
+        ({"prompt": "a", "label": [], "metadata": {"tools": [{"name": "f"}]}}, r"row 1: label: got \[\]"),
+        ({"prompt": "a", "label": LABEL, "metadata": {"tools": [{"name": "f"}]}}, "row 1: label: got .*geo_area"),
+    ],
+)
+def test_a_row_that_is_none_is_refused(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Before work starts, by its number."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=words):
+        load_calls(path)
+
+
+async def test_a_prompt_without_functions_is_refused() -> None:
+    """Also where no file was read."""
+    with pytest.raises(ConfigError, match=r"metadata\['tools'\]"):
+        await FunctionCalling().start(Prompt((Message("user", "?"),)))

@@ -1,0 +1,153 @@
+"""Rewards over HTTP: batches, retries, deadlines, and answers that are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from rollouts.errors import ConfigError, RewardFailure
+from rollouts.testing.json_server import Asked, JsonServer
+from rollouts.training import Sample
+from rollouts.training.rewards import RemoteReward
+
+
+def lengths(asked: Asked) -> Any:
+    return {"rewards": [len(sample["response"]) for sample in asked.body["samples"]]}
+
+
+async def scored(reward: RemoteReward, samples: list[Sample]) -> list[float | str]:
+    found: dict[int, float | str] = {}
+
+    async def one(number: int) -> None:
+        try:
+            found[number] = await reward(samples[number])
+        except RewardFailure as error:
+            found[number] = str(error)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(len(samples)):
+            tasks.start_soon(one, number)
+    return [found[number] for number in range(len(samples))]
+
+
+def some(count: int) -> list[Sample]:
+    return [Sample(response="x" * number, label=number, tokens=[1]) for number in range(count)]
+
+
+async def test_samples_travel_together_and_get_their_own_reward() -> None:
+    """Ten samples at four a request are three requests; each reward is on its sample, and no token travels."""
+    async with JsonServer(lengths) as server:
+        reward = RemoteReward(server.url, batch_size=4, api_key="secret")
+        assert await scored(reward, some(10)) == [float(number) for number in range(10)]
+        assert [len(asked.body["samples"]) for asked in server.asked] == [4, 4, 2]
+        assert set(server.asked[0].body["samples"][0]) == {"prompt", "response", "messages", "label", "metadata"}
+        assert server.asked[0].headers["Authorization"] == "Bearer secret"
+        assert "secret" not in repr(reward)
+
+
+async def test_a_group_is_one_request() -> None:
+    """For ``group_rm=True``, however small the batches are."""
+    async with JsonServer(lengths) as server:
+        reward = RemoteReward(server.url, batch_size=2)
+        assert await reward.group(some(5)) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_server_that_is_overloaded_is_asked_again(status: int) -> None:
+    """Until it answers, or the attempts are used up; then the last word of the server is told."""
+    refusals = iter([(status, {"error": "busy"})] * 2)
+    async with JsonServer(lambda asked: next(refusals, lengths(asked))) as server:
+        assert await RemoteReward(server.url, backoff_seconds=0)(some(2)[1]) == 1.0
+        assert len(server.asked) == 3
+    async with JsonServer(lambda asked: (status, {"error": "busy"})) as server:
+        with pytest.raises(RewardFailure, match=rf"no answer in 2 attempts; the last: status {status}: busy"):
+            await RemoteReward(server.url, backoff_seconds=0, attempts=2)(some(1)[0])
+
+
+async def test_a_server_that_is_down_is_a_failure() -> None:
+    """Of the reward, not of the endpoint that samples."""
+    async with JsonServer(lengths) as server:
+        url = server.url
+    with pytest.raises(RewardFailure, match=r"gave no answer in 2 attempts; the last: .*cannot connect"):
+        await RemoteReward(url, attempts=2, backoff_seconds=0)(some(1)[0])
+
+
+async def test_a_server_that_never_answers_is_late() -> None:
+    """The deadline holds for all attempts together."""
+    async with JsonServer(lambda asked: None) as server:
+        with pytest.raises(RewardFailure, match=r"did not answer within 0.1 s") as caught:
+            await RemoteReward(server.url, seconds=0.1)(some(1)[0])
+        assert str(caught.value).startswith("remote reward at http://127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        [],
+        {"rewards": [1.0]},
+        {"rewards": [1.0, "2"]},
+        {"rewards": [1.0, None]},
+        {"rewards": [True, 1.0]},
+        b"<html>",
+    ],
+    ids=repr,
+)
+async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: Any) -> None:
+    """None of them gets a number, and it is not asked again: it would say the same."""
+    async with JsonServer(lambda asked: answer) as server:
+        found = await scored(RemoteReward(server.url), some(2))
+        assert all(isinstance(text, str) and "remote reward" in text for text in found)
+        assert len(server.asked) == 1
+
+
+async def test_a_refusal_is_not_repeated() -> None:
+    """4xx: the request is wrong, and stays so."""
+    async with JsonServer(lambda asked: (422, {"detail": "no field label"})) as server:
+        with pytest.raises(RewardFailure, match="status 422: no field label"):
+            await RemoteReward(server.url)(some(1)[0])
+        assert len(server.asked) == 1
+
+
+async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
+    """The first sample of a batch sends it; when it is cancelled the others ask again."""
+    came = anyio.Event()
+
+    def answer(asked: Asked) -> Any:
+        came.set()
+        return None if len(server.asked) == 1 else lengths(asked)
+
+    async with JsonServer(answer) as server:
+        reward = RemoteReward(server.url, batch_size=2)
+        found: list[float] = []
+
+        async def follow() -> None:
+            found.append(await reward(Sample(response="abc")))
+
+        async with anyio.create_task_group() as tasks:
+            leader = anyio.CancelScope()
+
+            async def lead() -> None:
+                with leader:
+                    await reward(Sample(response="abcd"))
+
+            tasks.start_soon(lead)
+            tasks.start_soon(follow)
+            await came.wait()
+            leader.cancel()
+        assert found == [3.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"url": "host:80"}, {"batch_size": 0}, {"linger_seconds": -1}, {"attempts": 0}, {"seconds": 0}, {"at_once": 0}],
+    ids=repr,
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    """By name, before work starts."""
+    name = next(iter(options))
+    with pytest.raises(ConfigError, match=name):
+        RemoteReward(**{"url": "http://127.0.0.1:1", **options})
