@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rollouts.errors import EndpointUnavailable, boundary
-from rollouts.inference.transport import Transport, Unsent, shown
+from rollouts.transport import Transport, Unsent, shown
 from rollouts.inference.wire_errors import loads, message_of
 
 __all__ = ["abort_generation"]

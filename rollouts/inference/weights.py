@@ -16,7 +16,7 @@ import msgspec
 
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
-from rollouts.inference.transport import Transport, shown
+from rollouts.transport import Transport, shown
 
 __all__ = ["WhileRunning", "update_weights"]
 

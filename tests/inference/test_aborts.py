@@ -8,7 +8,7 @@ import pytest
 
 from rollouts.errors import EndpointUnavailable
 from rollouts.inference.aborts import abort_generation
-from rollouts.inference.transport import Transport
+from rollouts.transport import Transport
 from rollouts.testing.server import StubServer
 
 

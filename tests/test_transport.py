@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from rollouts.errors import ConfigError
-from rollouts.inference.transport import Garbled, Lost, Transport, Unsent, shown
+from rollouts.transport import Garbled, Lost, Transport, Unsent, shown
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
 
