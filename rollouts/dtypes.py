@@ -450,6 +450,10 @@ class Limits:
         default="stop", validator=_check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
     )
     """A reply cut by ``max_new_tokens``: end the episode, or hand what there is to the environment."""
+    last_calls: Literal["skip", "run"] = attrs.field(
+        default="skip", validator=_check('"skip" or "run"', lambda v: v in ("skip", "run"))
+    )
+    """The calls of the last turn, whose results no reply can answer: not run, or run for the reward that they earn."""
     step_seconds: float = attrs.field(default=120.0, validator=_check("a number of seconds > 0", _seconds))
     """Deadline of each start and each step of the environment."""
     close_seconds: float = attrs.field(default=30.0, validator=_check("a number of seconds > 0", _seconds))

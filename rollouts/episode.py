@@ -2,7 +2,7 @@
 
 Invariant: the policy is only ever sent the tokens of the branch that grows (law 1). A branch that was left holds every
 token that was sampled in it; those that go on show them as context (law 3). Limits stop before useless work: a tool
-call of the last turn does not run, nor one whose result no reply could answer.
+call of the last turn does not run (unless it is asked for), nor one whose result no reply could answer.
 
 This module closes nothing and seals nothing; :mod:`rollouts.agent` does.
 """
@@ -107,19 +107,18 @@ class Episode:
 
     async def play(self, environment: Environment, name: str, past: Past | None = None) -> StopReason:
         """Turns, until something ends them."""
-        tools = tuple(environment.tools)
-        self.renderer.self_test(tools).raise_if_refused()
         reply = None
         turn = 0
         turns = self._turns_before()
         if past is not None:
-            reply = await self._resume(environment, name, tools, past)
+            tools, reply = await self._resume(environment, name, past)
         elif turns and isinstance(environment, Resumable):
             await self._foreign(f"{name}.restore", environment.restore, self.prompt, turns[-1].fields["snapshot"])
+            tools = self._tools(environment)
             self._go_on_from(turns)
             turn = self.replies
         else:
-            await self._open(environment, name, tools)
+            tools = await self._open(environment, name)
         while True:
             if reply is not None:
                 new, reason = await self._answer(environment, name, reply)
@@ -142,15 +141,27 @@ class Episode:
 
     # -- what the model is shown --
 
-    async def _open(self, environment: Environment, name: str, tools: tuple[Tool, ...]) -> None:
+    def _tools(self, environment: Environment) -> tuple[Tool, ...]:
+        """The tools of an environment that has started: which they are may depend on the prompt.
+
+        Raises:
+            ConfigError: the chat template failed its self-test for them.
+        """
+        tools = tuple(environment.tools)
+        self.renderer.self_test(tools).raise_if_refused()
+        return tools
+
+    async def _open(self, environment: Environment, name: str) -> tuple[Tool, ...]:
         messages = as_messages(await self._foreign(f"{name}.start", environment.start, self.prompt))
+        tools = self._tools(environment)
         opening = await _rendered(messages, self.renderer.opening, list(messages), tools)
         self.trajectory.add_context(opening, messages)
         if self.history != "append":
             self.shown = await _rendered(messages, self.renderer.render, list(messages), tools)
+        return tools
 
-    async def _resume(self, environment: Environment, name: str, tools: tuple[Tool, ...], past: Past) -> Message | None:
-        """Take a conversation up; gives its last reply if the environment is to answer it."""
+    async def _resume(self, environment: Environment, name: str, past: Past) -> tuple[tuple[Tool, ...], Message | None]:
+        """Take a conversation up; gives the tools, and its last reply if the environment is to answer it."""
         self.branches = [past.trajectory]
         self.reply_start = past.reply_start
         past.trajectory.history = self.history
@@ -160,20 +171,21 @@ class Episode:
         before = messages if past.state == "asked" else messages[:-1]
         known = [*messages, *past.new] if past.new else before
         await self._foreign(f"{name}.start", environment.start, attrs.evolve(self.prompt, prompt=known))
+        tools = self._tools(environment)
         if self.history != "append":
             self.shown = await _rendered(before, self.renderer.render, before, tools)
         if past.new:
             await self._show(past.new, tools)
         if past.new or past.state == "asked":
-            return None
+            return tools, None
         stored = past.trajectory.messages.pop()  # read again from its ids, which are the record
         self.calls_asked -= len(stored.tool_calls)
         self.goes_on = past.state == "cut"
         if self.goes_on:
-            return None
+            return tools, None
         reply, _ = self._read(tools)
         past.trajectory.messages.append(reply)
-        return reply
+        return tools, reply
 
     async def _show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
         """Put what came since the reply before the model: behind the ids kept, or in a new branch.
@@ -345,7 +357,7 @@ class Episode:
                 return StopReason.MAX_TOKENS
         if not reply.tool_calls:
             return None
-        if turn == limits.max_turns:
+        if turn == limits.max_turns and limits.last_calls == "skip":
             return StopReason.MAX_TURNS
         too_many = limits.max_tool_calls is not None and self.calls_asked > limits.max_tool_calls
         if too_many or (limits.max_parallel_calls is not None and len(reply.tool_calls) > limits.max_parallel_calls):
@@ -361,7 +373,8 @@ class Episode:
         """The environment's answer to a reply, or the reason why there is no next turn."""
         step = await self._step(environment, name, reply)
         if step.reward is not None:
-            self.trajectory.step_rewards.append(float(step.reward))
+            rewards = step.reward if isinstance(step.reward, Sequence) else (step.reward,)
+            self.trajectory.step_rewards.extend(float(reward) for reward in rewards)
         for metric, amount in step.metrics.items():
             self.trajectory.count(metric, amount)
         if step.done:

@@ -61,6 +61,8 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training": (5, 5),
     "rollouts.recipe": (6, 1),
     "rollouts.serving": (6, 1),
+    "rollouts.hosting": (6, 2),
+    "rollouts.serving_environments": (6, 3),
     "rollouts.transcript": (6, 1),
     "rollouts.running": (6, 2),
     "rollouts.display": (6, 3),

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rollouts.errors import EndpointUnavailable, boundary
-from rollouts.transport import Transport, Unsent, shown
 from rollouts.inference.wire_errors import loads, message_of
+from rollouts.transport import Transport, Unsent, shown
 
 __all__ = ["abort_generation"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
-from rollouts.transport import Garbled, Transport, Unsent, shown
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
+from rollouts.transport import Garbled, Transport, Unsent, shown
 
 __all__ = ["describe_server", "merged"]
 
