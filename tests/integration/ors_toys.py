@@ -144,5 +144,6 @@ listening = socket.socket()
 listening.bind(("127.0.0.1", 0))
 listening.listen(4096)
 print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the servers log each request, and nobody reads it
 config = uvicorn.Config(server.app, log_level="critical", access_log=False, timeout_keep_alive=60)
 uvicorn.Server(config).run(sockets=[listening])

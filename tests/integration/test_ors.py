@@ -171,7 +171,7 @@ async def test_a_reply_without_calls_where_no_tool_takes_it(adder: ORSServer) ->
     environment = ORSEnvironment(adder, nudge="Use a tool.")
     await environment.start((await adder.prompts("train", limit=1))[0])
     result = await environment.step(Message("assistant", "done"))
-    assert (result.done, result.messages) == (False, (Message("user", "Use a tool."),))
+    assert (result.done, list(result.messages)) == (False, [Message("user", "Use a tool.")])
     await environment.close()
 
 

@@ -16,7 +16,7 @@ import random
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -39,13 +39,16 @@ from rollouts.environments.ors.wire import (
     text_of,
 )
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure, boundary
-from rollouts.transport import Answer, Lost, Transport, Unsent, shown
+from rollouts.transport import Lost, Transport, Unsent, shown
 
 __all__ = ["ORSServer", "ORSSession", "ORSTask"]
 
 _RETRIED = frozenset({429, 502, 503, 504})
 _ATTEMPTS = 4
 _LONGEST_PAUSE = 10.0
+_REQUEST_SECONDS = 60.0
+"""For the whole body of an answer; a server that waits for an environment to start says so after 25."""
+
 _SILENCE = 30.0
 """Seconds without a byte after which a stream is dead; a server says something every 10."""
 
@@ -221,11 +224,10 @@ class ORSServer:
         data = b"" if body is None else msgspec.json.encode(body)
         while True:
             try:
-                async with self._pool().open(
-                    method, self.base_url + path, self.headers(session, secret=path == "/create"), data
-                ) as answer:
-                    payload = await answer.read()
-                    if answer.status < 400 or (retry.lost and answer.status == done):
+                headers = self.headers(session, secret=path == "/create")
+                async with self._pool().open(method, self.base_url + path, headers, data) as answer:
+                    payload = await _within(_REQUEST_SECONDS, answer.read)
+                    if answer.status < 300 or (retry.lost and answer.status == done):
                         return payload
                     problem = self._refusal(f"{method} {path}", answer.status, payload)
                     again = answer.status in _RETRIED
@@ -256,7 +258,7 @@ class ORSServer:
                     if answer.status == 200:
                         parts: list[str] = []
                         events = Events()
-                        while more := await _some(answer):
+                        while more := await _within(_SILENCE, answer.some):
                             for event, data in events.feed(more):
                                 if event == "task_id":
                                     task_id, retry.failures = data.strip(), 0
@@ -476,10 +478,10 @@ class _Retry:
         return True
 
 
-async def _some(answer: Answer) -> bytes:
-    with anyio.move_on_after(_SILENCE):
-        return await answer.some()
-    raise Lost(f"nothing came for {_SILENCE:g} s", stale=False)
+async def _within(seconds: float, wait: Callable[[], Awaitable[bytes]]) -> bytes:
+    with anyio.move_on_after(seconds):
+        return await wait()
+    raise Lost(f"nothing came for {seconds:g} s", stale=False)
 
 
 def spec_digest(spec: Any) -> str:
