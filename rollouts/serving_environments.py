@@ -8,6 +8,7 @@ The reference answers stay here: a task's description is its place in the split.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -56,17 +57,20 @@ async def environment_server(
     Raises:
         ConfigError: the address cannot be listened on.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
+    shown = f"[{host}]" if ":" in host else host
     async with anyio.create_task_group() as tasks:
         server = _Server(recipe, split, limits or Limits(), tasks)
         runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await runner.setup()
         try:
-            try:
-                await web.TCPSite(runner, host, port, backlog=4096).start()
-            except OSError as error:
-                raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
+            await web.SockSite(runner, listening, backlog=4096).start()
             tasks.start_soon(server.rounds)
-            yield f"http://{host}:{runner.addresses[0][1]}"
+            yield f"http://{shown}:{listening.getsockname()[1]}"
         finally:
             with anyio.CancelScope(shield=True):
                 await runner.cleanup()

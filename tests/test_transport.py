@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from rollouts.errors import ConfigError
-from rollouts.transport import Garbled, Lost, Transport, Unsent, shown
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
+from rollouts.transport import Garbled, Lost, Transport, Unsent, shown
 
 BODY = msgspec.json.encode({"input_ids": [1], "rid": "r"})
 

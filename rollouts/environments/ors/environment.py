@@ -15,7 +15,8 @@ import attrs
 
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import StepResult
-from rollouts.environments.ors.server import ORSServer, ORSSession, ORSTask
+from rollouts.environments.ors.server import ORSServer, ORSTask
+from rollouts.environments.ors.session import ORSSession
 from rollouts.environments.ors.wire import CallAnswer, Listing, text_of, tools_of
 
 __all__ = ["CONTINUES", "CallRecord", "ORSEnvironment"]
