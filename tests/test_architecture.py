@@ -37,6 +37,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.types": (5, 1),
     "rollouts.training.samples": (5, 2),
     "rollouts.training.rewards": (5, 2),
+    "rollouts.training.step_rewards": (5, 2),
     "rollouts.training.filters": (5, 2),
     "rollouts.training.data_buffer": (5, 2),
     "rollouts.training.metrics": (5, 2),

@@ -217,7 +217,7 @@ async def test_an_environment_that_fails_to_start_is_the_sessions_failure() -> N
 
     async with environment_server(attrs.evolve(recipe(Endpoint()), environment_cls=Fails), limits=Limits()) as url:
         server = ORSServer(url)
-        with pytest.raises(ORSError, match="status 500: Fails.start raised RuntimeError: no sandbox left"):
+        with pytest.raises(ORSError, match=r"status 500: Fails\.start raised RuntimeError: no sandbox left"):
             await ORSEnvironment(server).start((await server.prompts("train"))[0])
         await server.aclose()
 

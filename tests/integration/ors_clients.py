@@ -1,4 +1,4 @@
-"""Real clients against an ORS server of ours: ``python ors_clients.py openreward|ors URL NAME`` prints what they saw."""
+"""Real clients against an ORS server of ours: ``python ors_clients.py openreward|ors URL NAME`` says what they saw."""
 
 import asyncio
 import json

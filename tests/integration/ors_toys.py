@@ -1,4 +1,4 @@
-"""Toy environments on the servers of ``openreward`` and ``ors-sdk``: ``python ors_toys.py openreward|ors`` prints its URL.
+"""Toy environments on the servers of two SDKs: ``python ors_toys.py openreward|ors`` prints its URL.
 
 ``Adder``: get from ``start`` to ``target``. ``Writer``: answer in words; it has a terminal tool, tools of its task, a
 conversation for a prompt, secrets and group scores.

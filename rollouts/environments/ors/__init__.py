@@ -7,6 +7,6 @@ environment_cls = functools.partial(ORSEnvironment, server)
 
 from rollouts.environments.ors.environment import CallRecord, ORSEnvironment
 from rollouts.environments.ors.scoring import GroupScore
-from rollouts.environments.ors.server import ORSServer, ORSTask
+from rollouts.environments.ors.server import ORSServer, ORSTask, spec_digest
 
-__all__ = ["CallRecord", "GroupScore", "ORSEnvironment", "ORSServer", "ORSTask"]
+__all__ = ["CallRecord", "GroupScore", "ORSEnvironment", "ORSServer", "ORSTask", "spec_digest"]

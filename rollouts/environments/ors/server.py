@@ -115,13 +115,13 @@ class ORSServer:
         entries = read(list[dict[str, Any]], await self._ask_here("GET", "/splits"), "splits")
         return [str(entry.get("name")) for entry in entries]
 
-    async def task_specs(self, split: str, *, limit: int | None = None, seed: int | None = None) -> list[Any]:
+    async def task_specs(self, split: str, *, limit: int | None = None, rng: random.Random | None = None) -> list[Any]:
         """The descriptions of a split's tasks; one by one where the environment cannot list them.
 
         Args:
             split: its name.
             limit: at most so many.
-            seed: shuffle them first.
+            rng: shuffle them first.
 
         Raises:
             ConfigError: there is no such split; the message has those that there are.
@@ -134,25 +134,25 @@ class ORSServer:
             try:
                 answer = await self._ask_here("POST", "/tasks", {"split": split})
                 specs = list(read(dict[str, Any], answer, "tasks")["tasks"])
-                return [specs[index] for index in _chosen(len(specs), limit, seed)]
+                return [specs[index] for index in _chosen(len(specs), limit, rng)]
             except ORSError as error:
                 if error.status != 400:
                     raise
             answer = await self._ask_here("POST", "/num_tasks", {"split": split})
             count = int(read(dict[str, Any], answer, "num_tasks")["num_tasks"])
             found = []
-            for index in _chosen(count, limit, seed):
+            for index in _chosen(count, limit, rng):
                 answer = await self._ask_here("POST", "/task", {"split": split, "index": index})
                 found.append(read(dict[str, Any], answer, "task")["task"])
             return found
 
-    async def prompts(self, split: str, *, limit: int | None = None, seed: int | None = None) -> list[Prompt]:
+    async def prompts(self, split: str, *, limit: int | None = None) -> list[Prompt]:
         """The tasks of a split as prompts: each names its task, whose words come from the session.
 
         Raises:
             ConfigError: as :meth:`task_specs`.
         """
-        specs = await self.task_specs(split, limit=limit, seed=seed)
+        specs = await self.task_specs(split, limit=limit)
         name = self._connection.deployment or await self.name()
         return [
             Prompt(
@@ -210,8 +210,8 @@ def spec_digest(spec: Any) -> str:
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _chosen(count: int, limit: int | None, seed: int | None) -> list[int]:
+def _chosen(count: int, limit: int | None, rng: random.Random | None) -> list[int]:
     order = list(range(count))
-    if seed is not None:
-        random.Random(seed).shuffle(order)
+    if rng is not None:
+        rng.shuffle(order)
     return order if limit is None else order[:limit]
