@@ -99,7 +99,7 @@ class KitSettings:
         entry = self.of(name)
         key = os.environ.get(KEY) or None
         url = entry.base_url or os.environ.get("OPENREWARD_SESSION_URL") or _below(_home(), "sessions")
-        is_cloud = entry.base_url is None and "OPENREWARD_SESSION_URL" not in os.environ
+        is_cloud = not (entry.base_url or os.environ.get("OPENREWARD_SESSION_URL"))
         if is_cloud and key is None:
             raise ConfigError.of(KEY, None, f"a key for {url}, or base_url for a server of one's own ({name})")
         values, missing = self._resolved(entry)
