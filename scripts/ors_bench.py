@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 CALLS = 3
+ROUNDS = 4
+"""Each figure is the best of so many: other processes of the machine only ever add."""
 _HAS_PEER = importlib.util.find_spec("openreward") is not None
 _ADD: dict[str, Any] = {"amount": 1} if _HAS_PEER else {"a": 1, "b": 1}
 
@@ -132,11 +134,14 @@ async def _measured(client: str, url: str, sessions: int) -> dict[str, Any]:
     async with anyio.create_task_group() as tasks:  # imports, caches, the first connections
         for number in range(4):
             tasks.start_soon(play, number)
-    began, cpu = time.perf_counter(), time.process_time()
-    async with anyio.create_task_group() as tasks:
-        for number in range(sessions):
-            tasks.start_soon(play, number)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - began
+    spent: list[tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        began, cpu = time.perf_counter(), time.process_time()
+        async with anyio.create_task_group() as tasks:
+            for number in range(sessions):
+                tasks.start_soon(play, number)
+        spent.append((time.process_time() - cpu, time.perf_counter() - began))
+    cpu, wall = min(spent)
     return {
         "client": client,
         "at once": sessions,
@@ -218,9 +223,12 @@ def _slime_measured(url: str, samples: int, engine: str, tokenizer: str, folder:
     source = Source()
     try:
         generate_rollout_batch(args, 0, source)
-        began, cpu = time.perf_counter(), time.process_time()
-        output = generate_rollout_batch(args, 1, source)
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - began
+        spent: list[tuple[float, float]] = []
+        for number in range(1, ROUNDS + 1):
+            began, cpu = time.perf_counter(), time.process_time()
+            output = generate_rollout_batch(args, number, source)
+            spent.append((time.process_time() - cpu, time.perf_counter() - began))
+        cpu, wall = min(spent)
     finally:
         close_rollouts()
     made = list(leaves(output.samples))

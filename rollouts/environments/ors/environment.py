@@ -70,8 +70,9 @@ class ORSEnvironment:
         return self._tools
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        self._session = session = await self.server.session(ORSTask.of(prompt))
-        self._listing = await session.listing()
+        task = ORSTask.of(prompt)
+        self._session = session = await self.server.session(task)
+        self._listing = await self.server.listing(session, task)
         self._tools = tools_of(self._listing)
         messages, self._hidden = await session.opening(self._listing)
         return messages

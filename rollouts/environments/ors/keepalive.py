@@ -73,11 +73,11 @@ class KeepAlive:
                         self._thread = None
                         return
                     listed = list(self._listed)
-                await anyio.sleep(min(session.every for session in listed) / 4)
+                await anyio.sleep(min(session.every for session in listed) / 10)
                 now = time.monotonic()
                 async with anyio.create_task_group() as signs:
                     for session in listed:
-                        if now - session.heard >= session.every / 2:
+                        if now - session.heard >= 0.9 * session.every:
                             signs.start_soon(_sign, transport, session)
         finally:
             await transport.aclose()

@@ -6,6 +6,7 @@ callers'. It knows no trajectory and no sample.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import random
@@ -14,16 +15,19 @@ from typing import Any
 
 import anyio
 import attrs
+import msgspec
 
 from rollouts.dtypes import Prompt
 from rollouts.environments.ors.connection import Connection
 from rollouts.environments.ors.keepalive import EVERY
 from rollouts.environments.ors.session import ORSSession, forget, new_number
-from rollouts.environments.ors.wire import ORSError, Secret, read
+from rollouts.environments.ors.wire import Listing, ORSError, Secret, read
 from rollouts.errors import ConfigError, EnvironmentFailure, boundary
 from rollouts.transport import shown
 
 __all__ = ["ORSServer", "ORSTask", "spec_digest"]
+
+_LISTINGS_KEPT = 512
 
 
 @attrs.frozen
@@ -95,6 +99,7 @@ class ORSServer:
         self.environment = environment
         self.ping_seconds = ping_seconds
         self._takes_secrets_in_body: bool | None = None
+        self._listings: collections.OrderedDict[bytes, _Asked] = collections.OrderedDict()
 
     def __repr__(self) -> str:
         return f"<ORSServer {shown(self._connection.url)}, environment {self.environment or 'the first'}>"
@@ -173,6 +178,19 @@ class ORSServer:
             raise
         return session
 
+    async def listing(self, session: ORSSession, task: ORSTask) -> Listing:
+        """The tools of a task, asked for by the first of its sessions; others of the same moment wait for it."""
+        key = msgspec.json.encode(task.to_wire())
+        asked = self._listings.setdefault(key, _Asked())
+        self._listings.move_to_end(key)
+        if len(self._listings) > _LISTINGS_KEPT:
+            self._listings.popitem(last=False)
+        if asked.listing is None:
+            async with asked.lock:
+                if asked.listing is None:
+                    asked.listing = await session.listing()
+        return asked.listing
+
     async def aclose(self) -> None:
         """Close this event loop's connections; they close with the loop otherwise."""
         await self._connection.aclose()
@@ -203,6 +221,12 @@ class ORSServer:
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                 await forget(self._connection, number)
+
+
+@attrs.define(eq=False)
+class _Asked:
+    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
+    listing: Listing | None = None
 
 
 def spec_digest(spec: Any) -> str:
