@@ -21,11 +21,11 @@ from rich.text import Text
 from rollouts.dtypes import Endpoint, Tool
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure, boundary, function_name
 from rollouts.inference.sglang import shared_policy
-from rollouts.inference.transport import Transport
 from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe import build, load_recipe
 from rollouts.renderer import Renderer, SelfTest, Spoken, conversation, load_tokenizer
 from rollouts.transcript import visible
+from rollouts.transport import Transport
 
 __all__ = ["Echo", "Subject", "check", "echo"]
 

@@ -24,14 +24,17 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.checking import Subject, check
+from rollouts.dtypes import Endpoint
 from rollouts.environment_check import Candidate, check_environment
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.launching import Aim, launch, resumed_aim
+from rollouts.recipe import build, load_recipe
 from rollouts.scaffolding import new_environment
 from rollouts.serving import READY
+from rollouts.serving_environments import environment_server
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
 
@@ -173,12 +176,31 @@ def _new_env(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    return _loop(_serve_until_told, args)
-
-
-async def _serve_until_told(args: argparse.Namespace) -> int:
     from rollouts.engine import DEMO_MODEL, serve  # here: its extra may be missing, and then only this verb is
 
+    async def engine(on_ready: Callable[[str], None]) -> None:
+        model = DEMO_MODEL if args.model is None else args.model
+        options = {} if args.slots is None else {"slots": args.slots}
+        await serve(
+            model, args.host, args.port, max_context=args.max_context, dtype=args.dtype, on_ready=on_ready, **options
+        )
+
+    return _loop(_until_told, engine, args.stop_with_stdin)
+
+
+def _serve_env(args: argparse.Namespace) -> int:
+    recipe = build(load_recipe(args.recipe), Endpoint(), _all_options(args))
+
+    async def environment(on_ready: Callable[[str], None]) -> None:
+        async with environment_server(recipe, host=args.host, port=args.port, split=args.split) as url:
+            on_ready(url)
+            await anyio.sleep_forever()
+
+    return _loop(_until_told, environment, args.stop_with_stdin)
+
+
+async def _until_told(serve: Callable[[Callable[[str], None]], Awaitable[None]], stop_with_stdin: bool) -> int:
+    """Serve until a signal, or the end of standard input."""
     code = 0
 
     async def signals(scope: anyio.CancelScope) -> None:
@@ -203,14 +225,10 @@ async def _serve_until_told(args: argparse.Namespace) -> int:
     failure: RolloutsError | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(signals, tasks.cancel_scope)
-        if args.stop_with_stdin:
+        if stop_with_stdin:
             tasks.start_soon(standard_input, tasks.cancel_scope)
         try:
-            model = DEMO_MODEL if args.model is None else args.model
-            options = {} if args.slots is None else {"slots": args.slots}
-            await serve(
-                model, args.host, args.port, max_context=args.max_context, dtype=args.dtype, on_ready=ready, **options
-            )
+            await serve(ready)
         except RolloutsError as error:  # not through the task group, which would wrap it
             failure = error
         tasks.cancel_scope.cancel()
@@ -229,16 +247,20 @@ def _options(args: argparse.Namespace) -> dict[str, str]:
     return options
 
 
-def _aim(args: argparse.Namespace) -> Aim:
+def _all_options(args: argparse.Namespace) -> dict[str, str]:
     options = _options(args)
     for name in ("data", "seed"):
         if getattr(args, name) is not None:
             options[name] = str(getattr(args, name))
+    return options
+
+
+def _aim(args: argparse.Namespace) -> Aim:
     return Aim(
         recipe=args.recipe,
         urls=tuple(args.endpoint),
         model=args.model,
-        options=options,
+        options=_all_options(args),
         batches=getattr(args, "batches", None),
         slots=args.slots,
     )
@@ -340,6 +362,18 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-context", type=_positive, metavar="N", help="tokens of prompt and reply together")
     serve.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights (float32)")
     serve.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
+
+    host = _verb(
+        verbs, "serve-env", _serve_env, "a recipe's environment as an ORS server", "serve-env configs/calculator.py"
+    )
+    host.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python file with a function recipe(...)")
+    host.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
+    host.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
+    host.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    host.add_argument("--split", default="train", metavar="NAME", help="what its prompts are called (train)")
+    host.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    host.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
+    host.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
     return parser
 
 

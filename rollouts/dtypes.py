@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -265,6 +266,19 @@ def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Me
     return tuple(messages)
 
 
+def _metadata(value: Any) -> Any:
+    """What is known of a task; as JSON text too, in which some data sets keep it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError.of("Prompt.metadata", value, "a mapping, or an object as JSON text")
+    return found
+
+
 def _prompt_value(value: Any) -> str | tuple[Message, ...]:
     if isinstance(value, str):
         return value
@@ -283,7 +297,8 @@ class Prompt:
     prompt: str | tuple[Message, ...] = attrs.field(converter=_prompt_value)
     label: Any = None
     """The reference answer, handed to the reward; the model never sees it."""
-    metadata: Mapping[str, Any] = attrs.field(factory=dict)
+    metadata: Mapping[str, Any] = attrs.field(factory=dict, converter=_metadata)
+    """An object as JSON text is read."""
     group_index: int | None = None
     index: int | None = None
     replacement: int = 0
@@ -491,6 +506,10 @@ class Limits:
         default="stop", validator=_check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
     )
     """A reply cut by ``max_new_tokens``: end the episode, or hand what there is to the environment."""
+    last_calls: Literal["skip", "run"] = attrs.field(
+        default="skip", validator=_check('"skip" or "run"', lambda v: v in ("skip", "run"))
+    )
+    """The calls of the last turn, whose results no reply can answer: not run, or run for the reward that they earn."""
     step_seconds: float = attrs.field(default=120.0, validator=_check("a number of seconds > 0", _seconds))
     """Deadline of each start and each step of the environment."""
     close_seconds: float = attrs.field(default=30.0, validator=_check("a number of seconds > 0", _seconds))

@@ -2,7 +2,7 @@
 
 Invariant: the policy is only ever sent the tokens of the branch that grows (law 1). A branch that was left holds every
 token that was sampled in it; those that go on show them as context (law 3). Limits stop before useless work: a tool
-call of the last turn does not run, nor one whose result no reply could answer.
+call of the last turn does not run (unless it is asked for), nor one whose result no reply could answer.
 
 This module closes nothing and seals nothing; :mod:`rollouts.agent` does.
 """
@@ -357,7 +357,7 @@ class Episode:
                 return StopReason.MAX_TOKENS
         if not reply.tool_calls:
             return None
-        if turn == limits.max_turns:
+        if turn == limits.max_turns and limits.last_calls == "skip":
             return StopReason.MAX_TURNS
         too_many = limits.max_tool_calls is not None and self.calls_asked > limits.max_tool_calls
         if too_many or (limits.max_parallel_calls is not None and len(reply.tool_calls) > limits.max_parallel_calls):
@@ -373,7 +373,8 @@ class Episode:
         """The environment's answer to a reply, or the reason why there is no next turn."""
         step = await self._step(environment, name, reply)
         if step.reward is not None:
-            self.trajectory.step_rewards.append(float(step.reward))
+            rewards = step.reward if isinstance(step.reward, Sequence) else (step.reward,)
+            self.trajectory.step_rewards.extend(float(reward) for reward in rewards)
         for metric, amount in step.metrics.items():
             self.trajectory.count(metric, amount)
         if step.done:

@@ -28,8 +28,9 @@ class StepResult:
     """New messages for the model: one tool message for each call, in the order of the calls, or user messages."""
     done: bool = False
     """The episode is over; ``messages`` are then not rendered any more."""
-    reward: float | None = None
-    """Reward of this step, if it has one; without a reward function their sum is the rollout's reward."""
+    reward: float | Sequence[float] | None = None
+    """Reward of this step, or one for each of its calls that has one; without a reward function the sum of all of them
+    is the rollout's reward."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``."""
 

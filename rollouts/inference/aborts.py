@@ -14,8 +14,8 @@ import msgspec
 
 from rollouts.dtypes import without_password
 from rollouts.errors import EndpointUnavailable, boundary
-from rollouts.inference.transport import Transport, Unsent
 from rollouts.inference.wire_errors import loads, message_of
+from rollouts.transport import Transport, Unsent
 
 __all__ = ["abort_generation"]
 

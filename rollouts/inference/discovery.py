@@ -14,8 +14,8 @@ from typing import Any
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.transport import Garbled, Transport, Unsent
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
+from rollouts.transport import Garbled, Transport, Unsent
 
 __all__ = ["describe_server", "merged"]
 

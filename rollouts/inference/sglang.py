@@ -28,9 +28,9 @@ from rollouts.inference.aborts import abort_generation
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.sequences import EncodedIds, SequenceCache
-from rollouts.inference.transport import Lost, Transport, Unsent
 from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
 from rollouts.inference.workers import Worker, Workers
+from rollouts.transport import Lost, Transport, Unsent
 
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
 

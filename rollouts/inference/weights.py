@@ -16,7 +16,7 @@ import msgspec
 
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
-from rollouts.inference.transport import Transport
+from rollouts.transport import Transport
 
 __all__ = ["WhileRunning", "update_weights"]
 

@@ -52,6 +52,7 @@ class Renderer:
         template_kwargs: the template's switches, e.g. ``{"enable_thinking": False}``.
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that a template is told; by default now, and then for the life of the renderer.
+        tells_tools: whether the template is told of the tools; if not, the conversation's own words have to.
 
     Raises:
         ConfigError: there is no template, no stop token, or no such dialect.
@@ -67,6 +68,7 @@ class Renderer:
         template_kwargs: Mapping[str, Any] | None = None,
         strategy: str | None = None,
         moment: datetime.datetime | None = None,
+        tells_tools: bool = True,
     ) -> None:
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         source = _template_source(tokenizer, chat_template, self.name)
@@ -75,6 +77,7 @@ class Renderer:
             name=self.name,
             variables={**tokenizer.special_tokens_map, **(template_kwargs or {})},
             moment=moment or datetime.datetime.now(),
+            tells_tools=tells_tools,
         )
         self._codec = Codec(tokenizer)
         self.stop_token_ids: tuple[int, ...] = (

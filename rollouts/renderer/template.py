@@ -66,12 +66,22 @@ class ChatTemplate:
         name: what to call it in messages.
         variables: special tokens and switches such as ``enable_thinking``.
         moment: what ``strftime_now`` answers with.
+        tells_tools: whether it is told of tools at all.
 
     Raises:
         ConfigError: the source is not a template.
     """
 
-    def __init__(self, source: str, *, name: str, variables: Mapping[str, Any], moment: datetime.datetime) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str,
+        variables: Mapping[str, Any],
+        moment: datetime.datetime,
+        tells_tools: bool = True,
+    ) -> None:
+        self._tells_tools = tells_tools
         self.source = source
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         self.name = f"{name} ({self.digest})"
@@ -159,7 +169,7 @@ class ChatTemplate:
         try:
             return self._compiled.render(
                 messages=messages,
-                tools=[tool.to_chat() for tool in tools] or None,
+                tools=([tool.to_chat() for tool in tools] if self._tells_tools else None) or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,

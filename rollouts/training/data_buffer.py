@@ -269,7 +269,7 @@ def _read_prompt(row: Any, place: str) -> Prompt:
                     "row", sorted(row.keys()), 'the keys "prompt", and "label" and "metadata" where known'
                 )
             metadata = row.get("metadata") or {}
-            if not isinstance(metadata, Mapping):
+            if not isinstance(metadata, Mapping | str):
                 raise ConfigError.of("metadata", metadata, "an object")
             return Prompt(row["prompt"], label=row.get("label"), metadata=metadata)
         return Prompt(row)

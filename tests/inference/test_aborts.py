@@ -8,8 +8,8 @@ import pytest
 
 from rollouts.errors import EndpointUnavailable
 from rollouts.inference.aborts import abort_generation
-from rollouts.inference.transport import Transport
 from rollouts.testing.server import StubServer
+from rollouts.transport import Transport
 
 
 @pytest.fixture

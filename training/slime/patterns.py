@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
@@ -24,15 +23,8 @@ from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.integrations.slime import policy_for, to_slime
 from rollouts.recipe import Recipe
 from rollouts.training import DataBuffer, RolloutConfig, Sample, agent_rollout_to_sample
+from rollouts.training.step_rewards import Reduction, reduced
 from rollouts.trajectory import Trajectory
-
-Reduction = Literal["sum", "mean", "max", "min"]
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "sum": sum,
-    "mean": statistics.fmean,
-    "max": max,
-    "min": min,
-}
 
 # -- 1. slime's own loop ----------------------------------------------------------------------------------------------
 
@@ -98,15 +90,13 @@ def reduced_reward(
     max_reward: float | None = None,
 ) -> float:
     """One number from the rewards of the steps: first the penalty, then the reduction, then the bounds."""
-    rewards = list(sample.metadata["step_rewards"])
-    if sample.stop_reason is not StopReason.TASK_COMPLETED and nonterminal_reward is not None:
-        rewards.append(nonterminal_reward)
-    value = float(REDUCTIONS[reduction](rewards)) if rewards else 0.0
-    if min_reward is not None:
-        value = max(value, min_reward)
-    if max_reward is not None:
-        value = min(value, max_reward)
-    return value
+    return reduced(
+        sample.metadata["step_rewards"],
+        reduction=reduction,
+        further=None if sample.stop_reason is StopReason.TASK_COMPLETED else nonterminal_reward,
+        lowest=min_reward,
+        highest=max_reward,
+    )
 
 
 def recipe(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains Qwen3-4B with slime on one node of 8 GPUs, on rollouts of this package.
 #
-#   training/slime/run_qwen3.sh calculator|gsm8k [further flags of slime's train.py]
+#   training/slime/run_qwen3.sh calculator|gsm8k|openreward [further flags of slime's train.py]
 #
 # Environment: SLIME (checkout of slime), MEGATRON (checkout of Megatron-LM), MODEL (Hugging Face folder of Qwen3-4B),
 # MODEL_DIST (the same as torch_dist, made by slime's tools/convert_hf_to_torch_dist.py), SAVE (checkpoints), DATA
@@ -9,7 +9,7 @@
 # with 8 GPUs must be up: ray start --head --num-gpus 8
 set -euo pipefail
 
-task=${1:?calculator or gsm8k}
+task=${1:?calculator, gsm8k or openreward}
 shift
 root=$(cd "$(dirname "$0")/../.." && pwd)
 : "${SLIME:?}" "${MEGATRON:?}" "${MODEL:?}" "${MODEL_DIST:?}" "${SAVE:?}" "${DATA:?}"
@@ -43,6 +43,7 @@ evaluation=(
   --eval-max-response-len 1024
   --eval-top-p 1
 )
+[ -e "$DATA/${task}_test.jsonl" ] || evaluation=()
 training=(
   --advantage-estimator grpo
   --use-tis

@@ -56,6 +56,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         group_index=sample.group_index,
         index=sample.index,
     )
+    sample.metadata = dict(prompt.metadata)  # which may have come as JSON text
     samples: list[Sample] = []
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):

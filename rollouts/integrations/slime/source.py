@@ -106,8 +106,12 @@ class TrainerBuffer(DataBuffer):
             if not again and self.on_new is not None:
                 self.on_new(index, self.taken[index].group)
         first = self.taken[index].group[0]
-        metadata = {name: value for name, value in (first.metadata or {}).items() if name != "start_rollout_id"}
-        return Prompt(first.prompt, label=first.label, metadata=metadata, group_index=index)
+        prompt = Prompt(first.prompt, label=first.label, metadata=first.metadata or {}, group_index=index)
+        for sample in self.taken[index].group:
+            if isinstance(sample.metadata, str):  # slime hands on what the row has, JSON text too
+                sample.metadata = dict(prompt.metadata)
+        known = {name: value for name, value in prompt.metadata.items() if name != "start_rollout_id"}
+        return attrs.evolve(prompt, metadata=known)
 
     def _new_group(self) -> list[Any]:
         groups = self.source.get_samples(1)

@@ -16,8 +16,8 @@ from anyio.lowlevel import RunVar
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, RewardFailure, boundary
-from rollouts.inference.transport import Transport
 from rollouts.inference.wire_errors import RETRIED_STATUSES, UNREADABLE, message_of
+from rollouts.transport import Transport
 
 __all__ = ["Poster"]
 

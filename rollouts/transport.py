@@ -10,20 +10,22 @@ This module sets no deadlines (its callers hold anyio scopes) and knows nothing 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import anyio
 import anyio.lowlevel
+import attrs
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
 
-__all__ = ["Garbled", "Lost", "Transport", "Unsent"]
+__all__ = ["Answer", "Garbled", "Lost", "Transport", "Unsent"]
 
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
@@ -53,6 +55,24 @@ class Lost(EndpointUnavailable):
 
 class Garbled(Lost):
     """Something answered that does not speak HTTP."""
+
+
+@attrs.frozen(eq=False)
+class Answer:
+    """An answer whose body is still on its way; of use only inside the context that gave it."""
+
+    status: int
+    headers: Mapping[str, str]
+    """By name, in any case."""
+    _content: aiohttp.StreamReader = attrs.field(repr=False)
+
+    async def read(self) -> bytes:
+        """The whole body, or what is left of it."""
+        return await self._content.read()
+
+    async def some(self) -> bytes:
+        """What has come since, at least a byte; empty at the end of the body."""
+        return await self._content.readany()
 
 
 class Transport:
@@ -91,9 +111,9 @@ class Transport:
         data = io.BytesIO(body) if len(body) > _LARGE_BODY else body
         return await self._request("POST", url, data, headers, fresh)
 
-    async def get(self, url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Send one GET over a new connection and read the whole answer; raises as :meth:`post` does."""
-        return await self._request("GET", url, None, headers, True)
+    async def get(self, url: str, headers: Mapping[str, str], *, fresh: bool = True) -> tuple[int, bytes]:
+        """Send one GET, over a new connection by default, and read the whole answer; raises as :meth:`post` does."""
+        return await self._request("GET", url, None, headers, fresh)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -103,6 +123,14 @@ class Transport:
     async def _request(
         self, method: str, url: str, data: Any, headers: Mapping[str, str], fresh: bool
     ) -> tuple[int, bytes]:
+        async with self.open(method, url, headers, data, fresh=fresh) as answer:
+            return answer.status, await answer.read()
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, method: str, url: str, headers: Mapping[str, str], data: Any = None, *, fresh: bool = False
+    ) -> AsyncIterator[Answer]:
+        """Send one request and read its answer piece by piece inside the context; raises as :meth:`post` does."""
         kept, single = self._sessions or await self._open()
         if self._loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
@@ -113,7 +141,7 @@ class Transport:
                 method, url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=seen
             ) as answer:
                 seen.answered = True
-                return answer.status, await answer.read()
+                yield Answer(answer.status, answer.headers, answer.content)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             refused = getattr(error, "errno", None) == errno.ECONNREFUSED
             raise Unsent(f"{what}: cannot connect: {_said(error)}", refused=refused) from error

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError
-from rollouts.inference.transport import Garbled, Lost, Transport, Unsent
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
+from rollouts.transport import Garbled, Lost, Transport, Unsent
 
 BODY = msgspec.json.encode({"input_ids": [1], "rid": "r"})
 

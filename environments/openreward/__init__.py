@@ -1,0 +1,20 @@
+"""OpenReward's training kit on exact tokens: its configuration, tasks, rewards and trajectories."""
+
+from environments.openreward.config import EnvironmentSettings, KitSettings, load_settings
+from environments.openreward.export import Trajectories, events_of
+from environments.openreward.rewards import group_reward, reward
+from environments.openreward.rollout import KitEnvironment, generate
+from environments.openreward.tasks import prepare_tasks
+
+__all__ = [
+    "EnvironmentSettings",
+    "KitEnvironment",
+    "KitSettings",
+    "Trajectories",
+    "events_of",
+    "generate",
+    "group_reward",
+    "load_settings",
+    "prepare_tasks",
+    "reward",
+]

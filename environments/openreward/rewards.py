@@ -1,0 +1,43 @@
+"""One number from the rewards of single calls, as the kit makes it.
+
+Invariant: it depends on the sample's step rewards, on whether its environment said that it is over, and on the settings
+of that environment; a failed rollout is not scored at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from environments.openreward.config import KitSettings
+from rollouts.environments.ors import GroupScore
+from rollouts.training import Sample
+from rollouts.training.step_rewards import reduced
+
+__all__ = ["group_reward", "reward"]
+
+
+def reward(sample: Sample, *, settings: KitSettings) -> float:
+    """Step rewards, a further one where the episode came to no end, their reduction, and its bounds."""
+    entry = settings.of(sample.metadata.get("env_name"))
+    return reduced(
+        sample.step_rewards,
+        reduction=entry.reward_reduction,
+        further=None if sample.metadata.get("stop_reason") == "reached_terminal_state" else entry.nonterminal_reward,
+        lowest=entry.min_reward,
+        highest=entry.max_reward,
+    )
+
+
+async def group_reward(samples: Sequence[Sample], *, settings: KitSettings) -> list[float]:
+    """The rewards of a group: each rollout's own, and where the settings ask for it the environment's comparison.
+
+    Both parts are kept in the metadata, as ``own_reward`` and ``group_score``.
+    """
+    own = [reward(sample, settings=settings) for sample in samples]
+    name = samples[0].metadata["env_name"]
+    if not settings.of(name).group_score:
+        return own
+    scores = await GroupScore(settings.server(name, samples[0].metadata.get("environment_name")))(samples)
+    for sample, number, score in zip(samples, own, scores, strict=True):
+        sample.metadata["own_reward"], sample.metadata["group_score"] = number, score
+    return [number + score for number, score in zip(own, scores, strict=True)]

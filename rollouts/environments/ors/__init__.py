@@ -1,0 +1,12 @@
+"""Environments behind the Open Reward Standard: a client of any ORS server, with ``openreward`` or without.
+
+server = ORSServer("http://127.0.0.1:8080")
+prompts = await server.prompts("train")
+environment_cls = functools.partial(ORSEnvironment, server)
+"""
+
+from rollouts.environments.ors.environment import CallRecord, ORSEnvironment
+from rollouts.environments.ors.scoring import GroupScore
+from rollouts.environments.ors.server import ORSServer, ORSTask, spec_digest
+
+__all__ = ["CallRecord", "GroupScore", "ORSEnvironment", "ORSServer", "ORSTask", "spec_digest"]

@@ -1,0 +1,129 @@
+"""An environment of an ORS server as one of ours.
+
+Invariant: one session for each rollout, deleted at its end whatever happened. A call that the server would not run is a
+message to the model; a tool that raised, a session that is gone and a server that is not there end the rollout.
+
+It sees messages; secrets and session numbers stay in the modules beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.environments.base import StepResult
+from rollouts.environments.ors.server import ORSServer, ORSTask
+from rollouts.environments.ors.session import ORSSession
+from rollouts.environments.ors.wire import CallAnswer, Listing, text_of, tools_of
+
+__all__ = ["CONTINUES", "CallRecord", "ORSEnvironment"]
+
+NUDGE = "There was no tool call in that. Go on with one of the tools."
+CONTINUES = "continues"
+"""Key of an output's metadata: the episode goes on after the reply that the terminal tool was given. Only servers of
+this package set it; in the standard a reply without calls is the last."""
+
+
+@attrs.frozen
+class CallRecord:
+    """One call that was made."""
+
+    id: str
+    name: str
+    text: str
+    """What the model is told."""
+    reward: float | None
+    finished: bool
+    failed: bool
+    """The server would not run it."""
+    metadata: Any
+
+
+class ORSEnvironment:
+    """One task of an ORS server; which one stands in the prompt's metadata (``task_spec``, or ``split`` and ``index``).
+
+    Each call's reward is a step reward. A reply without calls goes to the environment's terminal tool and ends the
+    episode; where there is none, the model is told to use its tools.
+
+    Args:
+        server: where it runs; shared by all rollouts.
+        nudge: what a reply without calls is answered with where there is no terminal tool.
+    """
+
+    def __init__(self, server: ORSServer, *, nudge: str = NUDGE) -> None:
+        self.server = server
+        self.nudge = nudge
+        self.calls: list[CallRecord] = []
+        """Every call so far, in order."""
+        self.finished = False
+        """Whether the environment itself has said that the episode is over."""
+        self._session: ORSSession | None = None
+        self._tools: tuple[Tool, ...] = ()
+        self._listing = Listing([])
+        self._hidden = 0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self._tools
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        task = ORSTask.of(prompt)
+        self._session = session = await self.server.session(task)
+        self._listing = await self.server.listing(session, task)
+        self._tools = tools_of(self._listing)
+        messages, self._hidden = await session.opening(self._listing)
+        return messages
+
+    async def step(self, reply: Message) -> StepResult:
+        if not reply.tool_calls:
+            return await self._answer(reply)
+        records: list[CallRecord] = []
+        messages: list[Message] = []
+        for call in reply.tool_calls:
+            record = await self._call(call.id, call.name, call.arguments)
+            records.append(record)
+            messages.append(Message("tool", record.text, tool_call_id=call.id, name=call.name))
+            if record.finished:
+                break
+        return self._result(records, messages)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _answer(self, reply: Message) -> StepResult:
+        terminal = self._listing.terminal_tool
+        if terminal is None:
+            return StepResult([Message("user", self.nudge)], metrics={"replies_without_calls": 1})
+        arguments = {} if terminal.arg is None else {terminal.arg: reply.content}
+        record = await self._call("", terminal.name, arguments)
+        goes_on = record.failed or (isinstance(record.metadata, dict) and record.metadata.get(CONTINUES) is True)
+        self.finished = self.finished or not goes_on
+        return self._result([record], [Message("user", record.text)])
+
+    async def _call(self, number: str, name: str, arguments: Any) -> CallRecord:
+        assert self._session is not None, "an environment is started before it is asked"
+        answer = await self._session.call(name, arguments)
+        record = self._record(number, name, answer)
+        self.calls.append(record)
+        self.finished = self.finished or record.finished
+        return record
+
+    def _record(self, number: str, name: str, answer: CallAnswer) -> CallRecord:
+        if answer.ok and answer.output is not None:
+            text, hidden = text_of(answer.output.blocks)
+            self._hidden += hidden
+            output = answer.output
+            return CallRecord(number, name, text, output.reward, output.finished, False, output.metadata)
+        over = answer.reason == "episode_finished"
+        return CallRecord(number, name, f"Error: {answer.error}", None, over, True, {"reason": answer.reason})
+
+    def _result(self, records: Sequence[CallRecord], messages: Sequence[Message]) -> StepResult:
+        rewards = tuple(record.reward for record in records if record.reward is not None)
+        metrics = {"tool_errors": float(sum(record.failed for record in records))}
+        if self._hidden:
+            metrics["blocks_not_shown"], self._hidden = float(self._hidden), 0
+        return StepResult(tuple(messages), done=self.finished, reward=rewards or None, metrics=metrics)
