@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import anyio
 from rich.console import Console
@@ -105,6 +105,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
             f"{batch.get('sampled_tokens/mean', 0):.0f} of them trained, {batch.get('turns/mean', 0):.1f} turns, "
             f"{batch.get('seconds', 0):.1f} s\n"
         )
+        text.append(_faulty_calls(batch), "yellow")
     rate = numbers.sampled_tokens / max(result.seconds, 1e-9)
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate:.0f} tokens/s, ")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")
@@ -116,6 +117,15 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     text.append(f"files: {writer.path}\n")
     text.append(f"next:  rollouts show {writer.path}\n       rollouts verify {writer.path}")
     return text
+
+
+def _faulty_calls(batch: Mapping[str, float]) -> str:
+    """The calls that did not run, by what was wrong with them; nothing where all ran."""
+    malformed, unknown = "episode/malformed_tool_calls/", "episode/unknown_tool_calls"
+    faults = {name.removeprefix(malformed): mean for name, mean in batch.items() if name.startswith(malformed)}
+    faults |= {"unknown tool": batch[unknown]} if unknown in batch else {}
+    kinds = ", ".join(f"{mean:.2g} {name}" for name, mean in sorted(faults.items(), key=lambda each: -each[1]) if mean)
+    return f"  of {batch.get('episode/tool_calls', 0):.2g} tool calls a sample did not run: {kinds}\n" if kinds else ""
 
 
 def groups_table(groups: Sequence[Sequence[Row]]) -> Table:

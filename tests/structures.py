@@ -188,7 +188,7 @@ STRUCTURES = {
     ),
     "Kimi-K2-Thinking": Family(
         small(_LAST_PLAIN, _KIMI, ("<|im_end|>",)),
-        (E, E, E, F, E),
+        (E, E, E, F, F),
         "kimi_k2",
         "an answer without calls empties the thoughts before it",
         thinks=True,

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import anyio
+import attrs
 import pytest
 from rich.console import Console
 
@@ -80,6 +81,18 @@ async def test_the_summary_adds_up_and_says_what_next(tmp_path: Path) -> None:
     assert f"mean reward {result.batch_metrics[1]['reward/mean']:.3f}" in text
     assert f"rollouts show {writer.path}" in text
     assert f"rollouts verify {writer.path}" in text
+
+
+async def test_the_summary_names_the_faults_of_calls(tmp_path: Path) -> None:
+    """The commonest first; nothing is said where all calls ran."""
+    with anyio.fail_after(60):
+        writer = RunWriter(tmp_path / "run", {})
+        result = await run(a_recipe(batches=1), writer=writer)
+    assert "did not run" not in summary(result, writer).plain
+    counted = {"tool_calls": 4.0, "malformed_tool_calls/not_json": 0.5, "unknown_tool_calls": 1.0}
+    batch = {f"episode/{name}": mean for name, mean in counted.items()}
+    text = summary(attrs.evolve(result, batch_metrics=(batch,)), writer).plain
+    assert "of 4 tool calls a sample did not run: 1 unknown tool, 0.5 not_json\n" in text
 
 
 async def test_tables_list_groups_and_samples(manager: AsyncRolloutManager, tmp_path: Path) -> None:

@@ -531,3 +531,74 @@ def test_the_vocabulary_is_the_models(tokenizer_folder, tmp_path) -> None:
     ]:
         (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
         assert Renderer(load_tokenizer(folder)).vocab_size == expected
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}CALLS{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_dialect_that_does_not_read_the_templates_calls_is_noted(tokenizer) -> None:
+    """The ids are exact all the same; the calls of the model would be words."""
+    source = CHATML.replace("CALLS", "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>")
+    found = Renderer(tokenizer("qwen3"), chat_template=source).self_test(PROBE)
+    assert found.verdict == "exact"
+    assert any("dialect 'plain' does not read the calls" in note for note in found.notes)
+    hermes = CHATML.replace("CALLS", "<tool_call>{{ c.function | tojson }}</tool_call>")
+    assert not any(
+        "dialect" in note for note in Renderer(tokenizer("qwen3"), chat_template=hermes).self_test(PROBE).notes
+    )
+
+
+def test_a_stop_token_that_the_template_does_not_write_is_noted(tokenizer) -> None:
+    """Either the list of stop tokens is not whole, or the model never sees in its history what it sampled."""
+    renderer = Renderer(tokenizer("qwen3"), chat_template=CHATML, stop_token_ids=[151643])
+    (note,) = renderer.self_test().notes
+    assert "ends a reply with '<|im_end|>" in note
+    assert "the stop tokens are <|endoftext|>: are these all?" in note
+    assert Renderer(tokenizer("qwen3"), chat_template=CHATML).self_test().notes == ()
+
+
+def test_one_call_a_turn_is_noted(tokenizer) -> None:
+    """With the limit that keeps to it."""
+    refusing = CHATML.replace("CALLS", "<tool_call>{{ c.function | tojson }}</tool_call>")
+    refusing = (
+        "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+        + refusing
+    )
+    found = Renderer(tokenizer("qwen3"), chat_template=refusing).self_test(PROBE)
+    assert found.verdict == "exact"
+    assert any("max_parallel_calls=1" in note for note in found.notes)
+
+
+def test_a_turn_of_one_call_is_judged_beside_one_of_two(judged) -> None:
+    """DeepSeek-V3 ends the reply only where it has two calls."""
+    step = judged("hfcfg-deepseek_v3").self_test(PROBE).steps[1]
+    assert (step.verdict, step.reason) == (
+        "forks",
+        "one call: history rewritten: no '<｜end▁of▁sentence｜>' ends the reply",
+    )
+
+
+def test_a_refusal_names_the_stop_token_that_is_missing(tokenizer) -> None:
+    """Not the results of tools, which another way to a bridge would have lost."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+        "{% for r in messages if r.role == 'tool' %}{{ r.content }}{% endfor %}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = Renderer(tokenizer("qwen3"), chat_template=source, stop_token_ids=[151643])
+    with pytest.raises(ConfigError, match=r"a turn with calls: none of the stop tokens.*are stop_token_ids complete"):
+        renderer.self_test(PROBE).raise_if_refused()
+
+
+def test_content_is_given_in_parts_where_the_template_wants_parts(tokenizer) -> None:
+    """Texts where it takes texts."""
+    source = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.type }}:{{ p.text }}{% endfor %}")
+    renderer = Renderer(tokenizer("qwen3"), chat_template=source)
+    assert renderer.decode(renderer.opening([USER])) == (
+        "<|im_start|>user\ntext:What is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    renderer.self_test().raise_if_refused()

@@ -71,7 +71,7 @@ def _behind(prompt: str, header: str, whole: str) -> str:
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     header = header.partition(_OPENED)[0]
-    if header and header in whole:
+    if header.strip() and header in whole:
         return whole.rpartition(header)[2]
     at = shared(prompt, whole)
     mark = whole.rfind("<", 0, at)
