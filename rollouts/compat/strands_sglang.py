@@ -9,7 +9,7 @@ What is not here: images, routed experts and structured output.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +32,7 @@ from rollouts.episode import Episode
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import Policy
 from rollouts.inference.sglang import shared_policy
+from rollouts.integrations.slime.settings import sampling_of
 from rollouts.integrations.strands_messages import from_strands, opening_of, reply_events, tools_of
 from rollouts.renderer import load_tokenizer, renderer_for
 from rollouts.tool_calls import Dialect, get_dialect
@@ -70,8 +71,6 @@ __all__ = [
 UNKNOWN_TOOL_NAME = "unknown_tool"
 _ENDLESS = 10**9
 _A_DAY = 86400.0
-_NOT_SAMPLING = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "stop_token_ids"}
-"""What slime hands over beside sampling: the wire says it anyway, and the stop ids are the tokenizer's."""
 
 
 class SGLangClientError(Exception):
@@ -226,7 +225,11 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         if config.get("enable_thinking") is not None:
             options["template_kwargs"] = {"enable_thinking": config["enable_thinking"]}
         self._renderer = renderer_for(tokenizer, **options)
+        self._sampling()  # refused here, if it is
         self.reset()
+
+    def _sampling(self) -> SamplingParams:
+        return sampling_of(self.config.get("sampling_params") or self.config.get("params") or {})
 
     def reset(self) -> None:
         """Begin another conversation."""
@@ -287,12 +290,11 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
             yield event
 
     def _begun(self) -> Episode:
-        params = dict(self.config.get("sampling_params") or self.config.get("params") or {})
         return Episode(
             Prompt(""),
             self.client.policy,
             self._renderer,
-            sampling_of(params),
+            self._sampling(),
             Limits(max_turns=_ENDLESS),
             max_context=None,
             on_step=None,
@@ -325,19 +327,3 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
                 call = attrs.evolve(call, name=UNKNOWN_TOOL_NAME, arguments={})
             calls.append(call)
         return attrs.evolve(reply, tool_calls=calls)
-
-
-def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
-    """SGLang's sampling parameters as ours.
-
-    Raises:
-        ConfigError: a parameter that is not known here.
-    """
-    names = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "sampling_seed"}
-    unknown = params.keys() - names - _NOT_SAMPLING
-    if unknown:
-        raise ConfigError.of("sampling_params", sorted(unknown), f"some of {', '.join(sorted(names))}")
-    given = {name: params[name] for name in names & params.keys() if params[name] is not None}
-    if "sampling_seed" in given:
-        given["seed"] = given.pop("sampling_seed")
-    return SamplingParams(**given)

@@ -191,7 +191,9 @@ def test_what_is_not_known_is_refused(demo_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="tool_parser"):
         get_tool_parser("llama")
     with pytest.raises(ConfigError, match="repetition"):
-        strands_sglang.sampling_of({"repetition": 1.0})
+        strands_sglang.SGLangModel(
+            client=SGLangClient("http://h"), tokenizer=demo_tokenizer, sampling_params={"repetition": 1.0}
+        )
     with pytest.raises(ConfigError, match="routed_experts"):
         SGLangModel(client=SGLangClient("http://h"), tokenizer=demo_tokenizer, return_routed_experts=True)
 
