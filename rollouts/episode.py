@@ -126,18 +126,23 @@ class Episode:
                     return reason
                 if turn >= self.limits.max_turns:
                     return StopReason.MAX_TURNS
-                await self._show(new, tools)
+                await self.show(new, tools)
                 await self._keep_turn(environment, name)
             turn += 1
-            budget, at_limit = self._budget()
-            if budget < 1:
-                return at_limit
-            completion = await self._complete(budget)
-            reply = self._add_reply(completion, tools)
-            self._observe()
-            reason = self._ended(completion, reply, turn, at_limit if budget < self.sampling.max_new_tokens else None)
+            reply, reason = await self.speak(turn, tools)
             if reason is not None:
                 return reason
+
+    async def speak(self, turn: int, tools: Sequence[Tool]) -> tuple[Message | None, StopReason | None]:
+        """Let the model reply: its reply, where there is room for one, and why the episode ends there, if it does."""
+        budget, at_limit = self._budget()
+        if budget < 1:
+            return None, at_limit
+        completion = await self._complete(budget)
+        reply = self._add_reply(completion, tools)
+        self._observe()
+        cut_by = at_limit if budget < self.sampling.max_new_tokens else None
+        return reply, self._ended(completion, reply, turn, cut_by)
 
     # -- what the model is shown --
 
@@ -154,11 +159,15 @@ class Episode:
     async def _open(self, environment: Environment, name: str) -> tuple[Tool, ...]:
         messages = as_messages(await self._foreign(f"{name}.start", environment.start, self.prompt))
         tools = self._tools(environment)
+        await self.open(messages, tools)
+        return tools
+
+    async def open(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> None:
+        """Put the messages that open the conversation before the model."""
         opening = await _rendered(messages, self.renderer.opening, list(messages), tools)
         self.trajectory.add_context(opening, messages)
         if self.history != "append":
             self.shown = await _rendered(messages, self.renderer.render, list(messages), tools)
-        return tools
 
     async def _resume(self, environment: Environment, name: str, past: Past) -> tuple[tuple[Tool, ...], Message | None]:
         """Take a conversation up; gives the tools, and its last reply if the environment is to answer it."""
@@ -175,7 +184,7 @@ class Episode:
         if self.history != "append":
             self.shown = await _rendered(before, self.renderer.render, before, tools)
         if past.new:
-            await self._show(past.new, tools)
+            await self.show(past.new, tools)
         if past.new or past.state == "asked":
             return tools, None
         stored = past.trajectory.messages.pop()  # read again from its ids, which are the record
@@ -187,7 +196,7 @@ class Episode:
         past.trajectory.messages.append(reply)
         return tools, reply
 
-    async def _show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
+    async def show(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> None:
         """Put what came since the reply before the model: behind the ids kept, or in a new branch.
 
         Raises:

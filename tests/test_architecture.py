@@ -104,7 +104,7 @@ STRANGERS: dict[str, tuple[str, ...]] = {
 
 TORCH_ROOMS = ("rollouts.training.batch", "rollouts.integrations", "rollouts.engine")
 TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
-NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm")
+NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm", "mcp")
 GUESTS = ("tests", "scripts", "configs", "environments", "training")
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_future"}

@@ -25,7 +25,7 @@ from rollouts.recipe import Recipe
 from rollouts.training.rewards import score, score_group
 from rollouts.training.types import Sample, Status
 
-__all__ = ["generate", "group_reward", "policy_for", "reward"]
+__all__ = ["generate", "group_reward", "policy_for", "removed_sample", "reward"]
 
 _ATTEMPTS = 2
 
@@ -77,7 +77,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
             failure = Failure.of(GenerateFailure(str(error)))
         except Exception as error:  # noqa: BLE001 - slime's loop would lose every rollout in flight to it
             failure = Failure.of(error)
-    return _removed(sample, failure)
+    return removed_sample(sample, failure)
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> Any:
@@ -145,7 +145,7 @@ def _aborted(sample: Any) -> Any:
     return sample
 
 
-def _removed(sample: Any, failure: Failure | None) -> Any:
+def removed_sample(sample: Any, failure: Failure | None) -> Any:
     """A rollout that failed: the smallest sample that slime can carry, out of the loss."""
     sample.tokens, sample.response, sample.response_length = [0, 0], "", 1
     sample.loss_mask, sample.rollout_log_probs = [0], [0.0]

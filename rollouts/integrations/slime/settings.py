@@ -18,7 +18,7 @@ import attrs
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.errors import ConfigError
 
-__all__ = ["OWN_KEYS", "RECIPE_VARIABLE", "EvalSet", "Settings", "load_function"]
+__all__ = ["OWN_KEYS", "RECIPE_VARIABLE", "EvalSet", "Settings", "load_function", "sampling_of"]
 
 RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
 
@@ -30,6 +30,9 @@ OWN_KEYS: Mapping[str, str] = {
     "rollouts_max_staleness": "policy versions that the oldest trained token may lie behind; no bound by default",
     "rollouts_max_attempts": "how often a rollout is tried before its group is lost",
 }
+
+_NOT_SAMPLING = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "stop_token_ids"}
+"""What slime hands over beside sampling: the wire says it anyway, and the stop ids are the tokenizer's."""
 
 
 @attrs.frozen
@@ -136,6 +139,22 @@ def load_function(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError.of("path of a function", path, f"package.module.function ({error})") from error
+
+
+def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
+    """SGLang's sampling parameters as ours.
+
+    Raises:
+        ConfigError: a parameter that is not known here.
+    """
+    names = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "sampling_seed"}
+    unknown = params.keys() - names - _NOT_SAMPLING
+    if unknown:
+        raise ConfigError.of("sampling_params", sorted(unknown), f"some of {', '.join(sorted(names))}")
+    given = {name: params[name] for name in names & params.keys() if params[name] is not None}
+    if "sampling_seed" in given:
+        given["seed"] = given.pop("sampling_seed")
+    return SamplingParams(**given)
 
 
 def _refuse(args: Any, get: Any) -> None:

@@ -1,0 +1,113 @@
+"""strands-sglang's limits of a Strands agent's loop, under the names of each of its generations.
+
+Invariant: a limit ends the loop at the reply that reaches it, before its tools run: nobody would read their results.
+The tokens are those that strands-sglang would have kept, which runs the tools first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strands.hooks import BeforeToolCallEvent, HookProvider, HookRegistry, MessageAddedEvent
+
+__all__ = [
+    "LoopLimitReachedError",
+    "LoopLimiter",
+    "MaxMessagesReachedError",
+    "MaxToolCallsReachedError",
+    "MaxToolIterationsReachedError",
+    "ToolIterationLimiter",
+    "ToolLimiter",
+]
+
+
+class LoopLimitReachedError(Exception):
+    """A limit of the loop was reached."""
+
+
+class MaxToolIterationsReachedError(LoopLimitReachedError):
+    """Replies with tool calls."""
+
+
+class MaxToolCallsReachedError(LoopLimitReachedError):
+    """Tool calls."""
+
+
+class MaxMessagesReachedError(LoopLimitReachedError):
+    """Messages of the conversation."""
+
+
+class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where it is installed
+    """A hook that counts, and ends the loop.
+
+    Args:
+        max_tool_iters: replies with tool calls; the last of them is kept and its calls do not run.
+        max_tool_calls: tool calls, those of the last reply among them.
+        max_parallel_tool_calls: of one reply; those beyond it are answered with an error.
+        max_messages: of the conversation, looked at when a message of the user's side comes.
+    """
+
+    def __init__(
+        self,
+        max_tool_iters: int | None = None,
+        max_tool_calls: int | None = None,
+        max_parallel_tool_calls: int | None = None,
+        max_messages: int | None = None,
+    ) -> None:
+        self.max_tool_iters = max_tool_iters
+        self.max_tool_calls = max_tool_calls
+        self.max_parallel_tool_calls = max_parallel_tool_calls
+        self.max_messages = max_messages
+        self.reset()
+
+    def reset(self) -> None:
+        self.tool_iter_count = 0
+        self.tool_call_count = 0
+        self.message_count = 0
+        self.cancelled_tool_call_count = 0
+        self._parallel = 0
+
+    def register_hooks(self, registry: HookRegistry, **_: Any) -> None:
+        registry.add_callback(MessageAddedEvent, self._on_message)
+        registry.add_callback(BeforeToolCallEvent, self._on_call)
+
+    def _on_message(self, event: MessageAddedEvent) -> None:
+        self.message_count += 1
+        calls = sum("toolUse" in block for block in event.message["content"])
+        if event.message["role"] == "user":
+            if self.max_messages is not None and self.message_count >= self.max_messages:
+                raise MaxMessagesReachedError(f"{self.message_count} messages; the limit is {self.max_messages}")
+        elif calls:
+            self._parallel = 0
+            self.tool_iter_count += 1
+            self.tool_call_count += calls
+            if self.max_tool_iters is not None and self.tool_iter_count >= self.max_tool_iters:
+                raise MaxToolIterationsReachedError(f"reply {self.tool_iter_count} with calls; the limit is reached")
+            if self.max_tool_calls is not None and self.tool_call_count >= self.max_tool_calls:
+                raise MaxToolCallsReachedError(f"{self.tool_call_count} calls; the limit is {self.max_tool_calls}")
+
+    def _on_call(self, event: BeforeToolCallEvent) -> None:
+        self._parallel += 1
+        if self.max_parallel_tool_calls is not None and self._parallel > self.max_parallel_tool_calls:
+            self.cancelled_tool_call_count += 1
+            event.cancel_tool = (
+                f"Error: at most {self.max_parallel_tool_calls} calls in one reply; this one did not run"
+            )
+
+
+ToolLimiter = LoopLimiter
+
+
+class ToolIterationLimiter(LoopLimiter):
+    """The first generation's: replies with tool calls only."""
+
+    def __init__(self, max_iterations: int | None = None) -> None:
+        super().__init__(max_tool_iters=max_iterations)
+
+    @property
+    def max_iterations(self) -> int | None:
+        return self.max_tool_iters
+
+    @property
+    def iteration_count(self) -> int:
+        return self.tool_iter_count
