@@ -30,6 +30,7 @@ from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.launching import Aim, launch, resumed_aim
 from rollouts.serving import READY
+from rollouts.training.exports import export_rows
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
 
@@ -118,7 +119,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    for path in export_run(args.run, args.out):
+    if args.to == "slime":
+        if args.outcome != "kept":
+            raise ConfigError.of("--outcome", args.outcome, '"kept" with --to slime: a trainer takes whole batches')
+        paths = export_run(args.run, args.out)
+    else:
+        paths = export_rows(args.run, args.out, args.to, args.outcome)
+    for path in paths:
         print(path)
     return 0
 
@@ -269,12 +276,19 @@ def _parser() -> argparse.ArgumentParser:
     verify = _verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
     verify.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
 
-    export = _verb(
-        verbs, "export", _export, "write a stored run for a trainer", "export runs/a --to slime data_{rollout_id}.pt"
-    )
+    export = _verb(verbs, "export", _export, "write a stored run as other files", "export runs/a --to hf data/a")
     export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    export.add_argument("--to", required=True, choices=("slime",), help="slime: what --load-debug-rollout-data reads")
-    export.add_argument("out", metavar="OUT", help="the file; with {rollout_id} in its name, one for each batch")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("jsonl", "parquet", "hf", "slime"),
+        help="one file of lines; one Parquet file; a folder that datasets.load_dataset reads; what slime's "
+        "--load-debug-rollout-data reads",
+    )
+    export.add_argument("out", metavar="OUT", help="file or folder; for slime with {rollout_id}, a file for each batch")
+    export.add_argument(
+        "--outcome", default="kept", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which (kept)"
+    )
 
     exam = _verb(verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam")
     _add_aim(exam)

@@ -82,6 +82,21 @@ async def store_run(
     return manager
 
 
+def store_long_run(path: Path, batches: int, *, format: Format = "jsonl") -> None:
+    """Write a run of batches of 24 samples of 3000 tokens, six groups each."""
+    writer = RunWriter(path, format=format)
+    rng = np.random.default_rng(0)
+    for batch in range(batches):
+        samples = []
+        for number in range(24):
+            tokens, mask = rng.integers(0, 10**6, 3000).astype(np.int32), np.ones(3000, np.bool_)
+            group = 6 * batch + number // 4
+            logprobs = -rng.random(3000).astype(np.float32)
+            samples.append(Sample("?", "", tokens, mask, 0.0, group_index=group, index=4 * group + number % 4))
+            samples[-1].rollout_log_probs = logprobs
+        writer.write_batch(samples, {})
+
+
 def edit_line(path: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change one stored row (counted from 0) in place."""
     lines = path.read_bytes().splitlines(keepends=True)

@@ -51,6 +51,8 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.parquet": (5, 2),
     "rollouts.training.sample_laws": (5, 2),
     "rollouts.training.sinks": (5, 2),
+    "rollouts.training.stored": (5, 2),
+    "rollouts.training.exports": (5, 2),
     "rollouts.training.verify": (5, 2),
     "rollouts.training.staleness": (5, 2),
     "rollouts.training.agent_integration": (5, 3),

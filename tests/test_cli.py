@@ -14,7 +14,8 @@ import pytest
 from rollouts import __version__
 from rollouts.cli import main
 from rollouts.engine import DEMO_MODEL
-from rollouts.training.run_folder import load_run, read_info
+from rollouts.training.run_folder import read_info
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 from tests.stored_runs import edit_line, store_run
 

@@ -13,7 +13,7 @@ from environments.gsm8k import final_number, gsm8k_reward, load_gsm8k
 from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
-from rollouts.training.run_folder import load_run
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 
 RECIPE = str(Path(__file__).parents[2] / "configs" / "gsm8k.py")
