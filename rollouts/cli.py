@@ -1,4 +1,4 @@
-"""The command ``rollouts``: run, show, play, verify, check, eval, compare, serve.
+"""The command ``rollouts``: run, show, play, verify, export, replay, rescore, check, eval, compare, serve.
 
 Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
 broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
@@ -24,11 +24,13 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.checking import Subject, check
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError, ReplayDiverged, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
-from rollouts.launching import Aim, launch, resumed_aim
+from rollouts.launching import Aim, launch, resumed_aim, stored_recipe
+from rollouts.replaying import replay
+from rollouts.rescoring import rescore
 from rollouts.serving import READY
 from rollouts.training.exports import export_rows
 from rollouts.training.sinks import check_free
@@ -80,7 +82,8 @@ def _run(args: argparse.Namespace) -> int:
     else:
         check_free(out, overwrite=args.overwrite)
     resume = args.resume is not None
-    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume))
+    options = {"resume": resume, "record": args.record}
+    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), **options))
     if result is None:
         return INTERRUPTED
     if result.error is not None:
@@ -127,6 +130,24 @@ def _export(args: argparse.Namespace) -> int:
         paths = export_rows(args.run, args.out, args.to, args.outcome)
     for path in paths:
         print(path)
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    recipe = stored_recipe(resumed_aim(Aim(recipe=args.recipe, options=_options(args)), args.run), args.run)
+    try:
+        print(_loop(replay, args.run, recipe, args.out))
+    except ReplayDiverged as error:
+        _tell(error, debug=args.debug)
+        return BROKEN
+    return 0
+
+
+def _rescore(args: argparse.Namespace) -> int:
+    check_free(args.out, overwrite=args.overwrite)
+    recipe = stored_recipe(Aim(recipe=args.recipe, options=_options(args)), args.run)
+    print(_loop(functools.partial(rescore, format=args.format, overwrite=args.overwrite), args.run, recipe, args.out))
+    print(f"files: {args.out}")
     return 0
 
 
@@ -255,6 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    run.add_argument(
+        "--record", action="store_true", help="keep what rollouts are told, so that the run can be replayed"
+    )
     run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
 
     show = _verb(verbs, "show", _show, "look at a stored run", "show runs/a --group 3 --sample 0")
@@ -289,6 +313,28 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--outcome", default="kept", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which (kept)"
     )
+
+    again = _verb(verbs, "replay", _replay, "play a recorded run again, without a server, and compare", "replay runs/a")
+    again.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that was made with --record")
+    again.add_argument("--recipe", type=Path, metavar="FILE", help="instead of the run's own")
+    again.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option, instead of the run's"
+    )
+    again.add_argument("--out", type=Path, metavar="FILE", help="write the samples that were played, one a line")
+
+    anew = _verb(
+        verbs,
+        "rescore",
+        _rescore,
+        "apply other rewards and another filter to a stored run",
+        "rescore runs/a --recipe configs/calculator.py --out runs/b",
+    )
+    anew.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    anew.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="has the rewards, filter, batch size")
+    anew.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run's folder")
+    anew.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    anew.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    anew.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
 
     exam = _verb(verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam")
     _add_aim(exam)

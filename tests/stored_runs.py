@@ -70,7 +70,7 @@ async def store_run(
         return [some_sample(prompt, seed) for prompt in prompts]
 
     sizes = {"batch_size": 3, "n_samples_per_prompt": 4, "over_sampling_factor": 2.0, **options}
-    config = RolloutConfig(generate_fn=generate, filter_fn=spread, **sizes)
+    config = RolloutConfig(generate_fn=generate, **{"filter_fn": spread, **sizes})
     rows = [{"prompt": f"question {number}", "label": number, "metadata": {"n": [number]}} for number in range(20)]
     writer = RunWriter(path, {"config": config.describe()}, format=format)
     async with AsyncRolloutManager(config, DataBuffer(rows), on_group=writer.on_group) as manager:

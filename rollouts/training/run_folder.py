@@ -7,6 +7,7 @@
     unbatched.jsonl   accepted groups that were in no batch when the run stopped
     metrics.jsonl     one line a batch
     journal/          everything as it happened: what a run that was stopped or killed goes on from
+    recording/        what rollouts were told from outside, where the run was recorded: what it is replayed from
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and the
 ``digests`` of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
@@ -50,7 +51,16 @@ Place: TypeAlias = Literal["kept", "dropped", "failed", "unbatched"]
 
 Which: TypeAlias = Place | Literal["all"]
 
-RUN_FILES = ("run.json", "batches", "dropped.jsonl", "failed.jsonl", "unbatched.jsonl", "metrics.jsonl", "journal")
+RUN_FILES = (
+    "run.json",
+    "batches",
+    "dropped.jsonl",
+    "failed.jsonl",
+    "unbatched.jsonl",
+    "metrics.jsonl",
+    "journal",
+    "recording",
+)
 """What makes a folder a run."""
 
 JOURNAL = "journal"
