@@ -1,4 +1,4 @@
-"""The command ``rollouts``: run, show, play, verify, check, eval, compare, new-env, check-env, serve.
+"""The command ``rollouts``: runs and what they left, evaluations, environments, and servers.
 
 Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
 broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
@@ -26,15 +26,18 @@ from rollouts import __version__
 from rollouts.checking import Subject, check
 from rollouts.dtypes import Endpoint
 from rollouts.environment_check import Candidate, check_environment
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError, ReplayDiverged, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
-from rollouts.launching import Aim, launch, resumed_aim
+from rollouts.launching import Aim, launch, resumed_aim, stored_recipe
 from rollouts.recipe import build, load_recipe
+from rollouts.replaying import replay
+from rollouts.rescoring import rescore
 from rollouts.scaffolding import new_environment
 from rollouts.serving import READY
 from rollouts.serving_environments import environment_server
+from rollouts.training.exports import export_rows
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
 
@@ -84,7 +87,8 @@ def _run(args: argparse.Namespace) -> int:
     else:
         check_free(out, overwrite=args.overwrite)
     resume = args.resume is not None
-    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume))
+    options = {"resume": resume, "record": args.record}
+    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), **options))
     if result is None:
         return INTERRUPTED
     if result.error is not None:
@@ -123,8 +127,32 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    for path in export_run(args.run, args.out):
+    if args.to == "slime":
+        if args.outcome != "kept":
+            raise ConfigError.of("--outcome", args.outcome, '"kept" with --to slime: a trainer takes whole batches')
+        paths = export_run(args.run, args.out)
+    else:
+        paths = export_rows(args.run, args.out, args.to, args.outcome)
+    for path in paths:
         print(path)
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    recipe = stored_recipe(resumed_aim(Aim(recipe=args.recipe, options=_options(args)), args.run), args.run)
+    try:
+        print(_loop(replay, args.run, recipe, args.out))
+    except ReplayDiverged as error:
+        _tell(error, debug=args.debug)
+        return BROKEN
+    return 0
+
+
+def _rescore(args: argparse.Namespace) -> int:
+    check_free(args.out, overwrite=args.overwrite)
+    recipe = stored_recipe(Aim(recipe=args.recipe, options=_options(args)), args.run)
+    print(_loop(functools.partial(rescore, format=args.format, overwrite=args.overwrite), args.run, recipe, args.out))
+    print(f"files: {args.out}")
     return 0
 
 
@@ -288,6 +316,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    run.add_argument(
+        "--record", action="store_true", help="keep what rollouts are told, so that the run can be replayed"
+    )
     run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
 
     show = _verb(verbs, "show", _show, "look at a stored run", "show runs/a --group 3 --sample 0")
@@ -309,12 +340,41 @@ def _parser() -> argparse.ArgumentParser:
     verify = _verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
     verify.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
 
-    export = _verb(
-        verbs, "export", _export, "write a stored run for a trainer", "export runs/a --to slime data_{rollout_id}.pt"
-    )
+    export = _verb(verbs, "export", _export, "write a stored run as other files", "export runs/a --to hf data/a")
     export.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    export.add_argument("--to", required=True, choices=("slime",), help="slime: what --load-debug-rollout-data reads")
-    export.add_argument("out", metavar="OUT", help="the file; with {rollout_id} in its name, one for each batch")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("jsonl", "parquet", "hf", "slime"),
+        help="one file of lines; one Parquet file; a folder that datasets.load_dataset reads; what slime's "
+        "--load-debug-rollout-data reads",
+    )
+    export.add_argument("out", metavar="OUT", help="file or folder; for slime with {rollout_id}, a file for each batch")
+    export.add_argument(
+        "--outcome", default="kept", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which (kept)"
+    )
+
+    again = _verb(verbs, "replay", _replay, "play a recorded run again, without a server, and compare", "replay runs/a")
+    again.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that was made with --record")
+    again.add_argument("--recipe", type=Path, metavar="FILE", help="instead of the run's own")
+    again.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option, instead of the run's"
+    )
+    again.add_argument("--out", type=Path, metavar="FILE", help="write the samples that were played, one a line")
+
+    anew = _verb(
+        verbs,
+        "rescore",
+        _rescore,
+        "apply other rewards and another filter to a stored run",
+        "rescore runs/a --recipe configs/calculator.py --out runs/b",
+    )
+    anew.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    anew.add_argument("--recipe", type=Path, required=True, metavar="FILE", help="has the rewards, filter, batch size")
+    anew.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run's folder")
+    anew.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    anew.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    anew.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
 
     exam = _verb(verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam")
     _add_aim(exam)

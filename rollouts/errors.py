@@ -42,6 +42,7 @@ __all__ = [
     "GenerateFailure",
     "HistoryRewritten",
     "JournalError",
+    "ReplayDiverged",
     "RewardFailure",
     "RolloutsError",
     "TokenMismatchError",
@@ -128,6 +129,10 @@ class DataExhausted(RolloutsError):
 
 class JournalError(RolloutsError):
     """The journal of a run cannot be written (a full disk, say), or is damaged: file and offset are in the message."""
+
+
+class ReplayDiverged(RolloutsError):
+    """A rollout that is played again from its record came to something else: the message says where first."""
 
 
 class TokenMismatchError(RolloutsError):

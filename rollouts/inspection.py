@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,39 +55,44 @@ def show_run(
         ConfigError: no such run, group or sample.
     """
     info = read_info(path)
-    groups = [
+    groups: Iterator[list[Row]] = (
         list(rows) for _, rows in itertools.groupby(read_rows(path, outcome), lambda row: row.data.get("group_index"))
-    ]
+    )
     if group is not None:
-        groups = [rows for rows in groups if rows[0].data.get("group_index") == group]
-        if not groups:
+        groups = (rows for rows in groups if rows[0].data.get("group_index") == group)
+        members = next(groups, None)
+        if members is None:
             raise ConfigError.of("--group", group, f"a group of {path} (rollouts show {path} lists them)")
+        groups = iter([members])
     if number is not None:
         console.print(transcript(_sample(groups, group, number), _decoder(tokenizer or info.get("tokenizer"), console)))
         return
+    shown = list(itertools.islice(groups, limit))
     if group is not None:
-        console.print(samples_table(groups[0]))
+        console.print(samples_table(shown[0]))
         console.print(f"next: rollouts show {path} --group {group} --sample 0", style="dim", soft_wrap=True)
         return
-    if not groups:
+    if not shown:
         console.print(f"{path} holds no groups of outcome {outcome}", soft_wrap=True)
         return
-    console.print(groups_table(groups[:limit]))
-    if len(groups) > limit:
-        console.print(f"... and {len(groups) - limit} more: --limit", style="dim")
-    first = groups[0][0].data.get("group_index")
+    console.print(groups_table(shown))
+    more = sum(1 for _ in groups)
+    if more:
+        console.print(f"... and {more} more: --limit", style="dim")
+    first = shown[0][0].data.get("group_index")
     console.print(f"next: rollouts show {path} --group {first} --sample 0", style="dim", soft_wrap=True)
 
 
-def _sample(groups: list[list[Row]], group: int | None, number: int) -> Sample:
+def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Sample:
     if group is None:
         for row in itertools.chain.from_iterable(groups):
             if row.data.get("index") == number:
                 return row.sample()
         raise ConfigError.of("--sample", number, "the index of a sample of the run")
-    if not 0 <= number < len(groups[0]):
-        raise ConfigError.of("--sample", number, f"0 to {len(groups[0]) - 1}, in group {group}")
-    return groups[0][number].sample()
+    (members,) = groups
+    if not 0 <= number < len(members):
+        raise ConfigError.of("--sample", number, f"0 to {len(members) - 1}, in group {group}")
+    return members[number].sample()
 
 
 def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:

@@ -25,16 +25,19 @@ from rollouts.errors import ConfigError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
 from rollouts.recipe import Recipe, RecipeFunction, build, load_recipe, preflight, read_options
+from rollouts.renderer import renderer_for
 from rollouts.running import RunResult, Stop, run
 from rollouts.serving import EngineProcess, engine_process
+from rollouts.training.journal import Journal
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
+from rollouts.training.recording import RECORDING, recorded
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
 from rollouts.whereabouts import reporting_on_signal
 
-__all__ = ["Aim", "aimed", "launch", "resumed_aim"]
+__all__ = ["Aim", "aimed", "launch", "resumed_aim", "stored_recipe"]
 
 _INTERRUPTED = 130
 
@@ -119,10 +122,35 @@ def resumed_aim(aim: Aim, run: Path) -> Aim:
     )
 
 
+def stored_recipe(aim: Aim, run: Path) -> Recipe:
+    """The recipe, aimed at the server that a stored run had; nobody asks whether it is there.
+
+    Raises:
+        ConfigError: there is no run, or the recipe or its options are wrong.
+    """
+    if aim.recipe is None:
+        raise ConfigError.of("--recipe", None, "a Python file with a function recipe(...)")
+    told = read_info(run).get("endpoint") or {}
+    endpoint = Endpoint(model=aim.model or told.get("model") or "default")
+    if told.get("base_url"):
+        endpoint = attrs.evolve(endpoint, base_url=tuple(told["base_url"]))
+    return _built(load_recipe(aim.recipe), endpoint, aim)
+
+
 async def launch(
-    aim: Aim, out: Path, format: Format, overwrite: bool, console: Console, *, resume: bool = False
+    aim: Aim,
+    out: Path,
+    format: Format,
+    overwrite: bool,
+    console: Console,
+    *,
+    resume: bool = False,
+    record: bool = False,
 ) -> RunResult | None:
-    """Do a whole ``rollouts run``; ``None`` if it was stopped before it began. With ``resume``, go on with the run.
+    """Do a whole ``rollouts run``; ``None`` if it was stopped before it began.
+
+    With ``resume``, go on with the run; with ``record``, keep what its rollouts are told, as a resumed run does that
+    was recorded before.
 
     Raises:
         RolloutsError: something was wrong before the work began.
@@ -157,7 +185,11 @@ async def launch(
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show = functools.partial(watch, batches=recipe.batches, console=console)
-                    with ledger.journal, reporting_on_signal():
+                    with contextlib.ExitStack() as files:
+                        files.enter_context(ledger.journal)
+                        files.enter_context(reporting_on_signal())
+                        if record or (resume and (out / RECORDING).is_dir()):
+                            recipe = await _recorded(recipe, files.enter_context(Journal(out / RECORDING)))
                         result = await run(recipe, writer, stop=stop, watch=show, ledger=ledger, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
@@ -185,6 +217,19 @@ def _open(
         return reopened.writer, reopened.ledger, reopened.state
     writer = RunWriter(out, description, format=format, overwrite=overwrite)
     return writer, begin(out, description, recipe.data_buffer), None
+
+
+async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
+    """The recipe with a generate function that writes down what its rollouts are told."""
+    config = recipe.config
+    bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
+    policy = bound.get("policy")
+    if policy is None:
+        renderer = await anyio.to_thread.run_sync(renderer_for, bound.get("tokenizer", recipe.tokenizer))
+        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
+    environment_cls = bound.get("environment_cls", recipe.environment_cls)
+    generate_fn = recorded(config.generate_fn, journal, environment_cls, policy)
+    return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))
 
 
 async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:

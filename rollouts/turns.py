@@ -22,7 +22,16 @@ import numpy.typing as npt
 from rollouts.dtypes import ChatDict, Completion, LogprobColumn, Message, Prompt, TokenColumn, ToolCall, VersionSpan
 from rollouts.trajectory import Call, Trajectory
 
-__all__ = ["Turn", "TurnLog", "claim_turn_log", "keeping_turns", "prompt_digest", "replayed"]
+__all__ = [
+    "Turn",
+    "TurnLog",
+    "claim_turn_log",
+    "keeping_turns",
+    "message_from_dict",
+    "message_to_dict",
+    "prompt_digest",
+    "replayed",
+]
 
 
 @attrs.frozen(eq=False)
@@ -49,7 +58,7 @@ class Turn:
             fields={
                 "calls": [attrs.asdict(call) for call in trajectory.calls[calls:]],
                 "versions": [[span.version, span.start, span.stop] for span in trajectory.versions],
-                "messages": [_message_to_dict(message) for message in trajectory.messages[messages:]],
+                "messages": [message_to_dict(message) for message in trajectory.messages[messages:]],
                 "metrics": dict(trajectory.metrics),
                 "step_rewards": list(trajectory.step_rewards),
                 **fields,
@@ -94,7 +103,7 @@ def replayed(turns: Sequence[Turn]) -> Trajectory:
         )
         trajectory.add_reply(completion, Message("assistant"))
     trajectory.add_context(tokens[len(trajectory) :])
-    trajectory.messages[:] = [_message_from_dict(fields) for turn in turns for fields in turn.fields["messages"]]
+    trajectory.messages[:] = [message_from_dict(fields) for turn in turns for fields in turn.fields["messages"]]
     trajectory.metrics.update(last["metrics"])
     trajectory.step_rewards.extend(last["step_rewards"])
     return trajectory
@@ -105,11 +114,13 @@ def prompt_digest(prompt: Prompt) -> int:
     return zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
 
 
-def _message_to_dict(message: Message) -> ChatDict:
+def message_to_dict(message: Message) -> ChatDict:
+    """A message as plain data, with everything that it holds."""
     return {**attrs.asdict(message), "tool_calls": [attrs.asdict(call) for call in message.tool_calls]}
 
 
-def _message_from_dict(fields: ChatDict) -> Message:
+def message_from_dict(fields: ChatDict) -> Message:
+    """What :func:`message_to_dict` wrote."""
     calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
     return Message(**{**fields, "tool_calls": calls})
 

@@ -70,7 +70,7 @@ async def store_run(
         return [some_sample(prompt, seed) for prompt in prompts]
 
     sizes = {"batch_size": 3, "n_samples_per_prompt": 4, "over_sampling_factor": 2.0, **options}
-    config = RolloutConfig(generate_fn=generate, filter_fn=spread, **sizes)
+    config = RolloutConfig(generate_fn=generate, **{"filter_fn": spread, **sizes})
     rows = [{"prompt": f"question {number}", "label": number, "metadata": {"n": [number]}} for number in range(20)]
     writer = RunWriter(path, {"config": config.describe()}, format=format)
     async with AsyncRolloutManager(config, DataBuffer(rows), on_group=writer.on_group) as manager:
@@ -80,6 +80,21 @@ async def store_run(
             await anyio.lowlevel.checkpoint()
     writer.finish("finished", manager.accounting)
     return manager
+
+
+def store_long_run(path: Path, batches: int, *, format: Format = "jsonl") -> None:
+    """Write a run of batches of 24 samples of 3000 tokens, six groups each."""
+    writer = RunWriter(path, format=format)
+    rng = np.random.default_rng(0)
+    for batch in range(batches):
+        samples = []
+        for number in range(24):
+            tokens, mask = rng.integers(0, 10**6, 3000).astype(np.int32), np.ones(3000, np.bool_)
+            group = 6 * batch + number // 4
+            logprobs = -rng.random(3000).astype(np.float32)
+            samples.append(Sample("?", "", tokens, mask, 0.0, group_index=group, index=4 * group + number % 4))
+            samples[-1].rollout_log_probs = logprobs
+        writer.write_batch(samples, {})
 
 
 def edit_line(path: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:

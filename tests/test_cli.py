@@ -14,7 +14,8 @@ import pytest
 from rollouts import __version__
 from rollouts.cli import main
 from rollouts.engine import DEMO_MODEL
-from rollouts.training.run_folder import load_run, read_info
+from rollouts.training.run_folder import read_info
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 from tests.stored_runs import edit_line, store_run
 
@@ -215,6 +216,27 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--debug", "verify", "none"], ["verify", "none", "--debug"]):
         assert main(arguments) == 2
         assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_recorded_run_is_replayed_without_its_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``run --record``, then ``replay`` when the engine is gone; a recipe that has changed is exit code 1."""
+    path = str(tmp_path / "run")
+    process = command("run", CALCULATOR, "--out", path, "--record", *SMALL)
+    _, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err) == (0, "")
+    assert main(["replay", path, "--out", str(tmp_path / "played.jsonl")]) == 0
+    count = len(load_run(path, "all"))
+    assert f"{count} samples in {count // 4} groups are equal" in capsys.readouterr().out
+    assert main(["replay", path, "--set", "history=error"]) == 1
+    assert "history: got 'error'; expected 'append'" in capsys.readouterr().err
+
+
+def test_a_run_is_rescored_without_its_server(run_folder: Path, tmp_path: Path) -> None:
+    """``rescore`` makes a run of other batches, which holds the laws."""
+    options = ["--set", "batch_size=1", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
+    assert main(["rescore", str(run_folder), "--recipe", CALCULATOR, "--out", str(tmp_path / "new"), *options]) == 0
+    assert verify_run(tmp_path / "new").violations == []
+    assert read_info(tmp_path / "new")["batches"] >= 4
 
 
 # -- show, verify, play --

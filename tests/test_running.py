@@ -17,8 +17,9 @@ from rollouts.errors import DataExhausted, EndpointUnavailable, GenerateFailure,
 from rollouts.recipe import Recipe
 from rollouts.running import RunResult, Stop, run
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
-from rollouts.training.run_folder import load_run, read_info
+from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import RunWriter
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 from tests.stored_runs import some_sample, spread
 

@@ -20,8 +20,8 @@ from rollouts.training.filters import (
 )
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.metrics import Accounting
-from rollouts.training.run_folder import load_run
 from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
+from rollouts.training.stored import load_run
 from rollouts.training.types import FilterFn, GenerateFn, Group, Prompt, RewardFn, Sample, Status
 
 __all__ = [

@@ -41,7 +41,7 @@ _SIGNED = _HEADER.size - 4
 _MAGIC, _VERSION = b"rJ", 1
 _LENGTH = struct.Struct("<I")
 _SEGMENT_BYTES = 64 << 20
-_KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed")
+_KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed", "event")
 """A kind is stored as its number here: add at the end only."""
 
 

@@ -1,26 +1,33 @@
 """Stored samples as Parquet: token columns typed, everything free-form as JSON text.
 
-Invariant: :func:`read` gives back the rows that :func:`encode` was given, as JSON would: float32 logprobs bit for bit.
-Needs pyarrow (extra ``parquet``), which is imported when a file is written or read, not before.
+Invariant: :func:`read` gives back the rows that were written, as JSON would: float32 logprobs bit for bit. A file is
+written and read a few rows at a time, so its size costs no memory. Needs pyarrow (extra ``parquet``), which is imported
+when a file is written or read, not before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
 from rollouts.errors import ConfigError
 
-__all__ = ["available", "encode", "read"]
+__all__ = ["JSON_COLUMNS", "RowWriter", "available", "encode", "group_indices", "read", "read_some"]
 
-_JSON = ("prompt", "metadata", "label", "messages", "metrics", "failure")
+JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
 """Columns whose content has no fixed shape; each holds one JSON text."""
+
+_ROWS_AT_ONCE = 512
+_TOKENS_AT_ONCE = 1 << 16
+"""What makes a row group full: a reader holds one of them."""
 
 
 def available() -> bool:
@@ -28,39 +35,123 @@ def available() -> bool:
     return importlib.util.find_spec("pyarrow") is not None
 
 
-def encode(rows: Sequence[dict[str, Any]], to_json: Callable[[Any], bytes] = msgspec.json.encode) -> bytes:
-    """A Parquet file (zstd) of stored samples; ``to_json`` writes the free-form columns.
+class RowWriter:
+    """Writes stored samples one after another to an open file (zstd).
+
+    Args:
+        file: where to; it is not closed.
+        to_json: writes the free-form columns.
 
     Raises:
         ConfigError: pyarrow is not installed.
     """
-    pyarrow, parquet = _pyarrow()
-    flat = []
-    for row in rows:
-        texts = {name: to_json(row[name]).decode() for name in _JSON}
+
+    def __init__(self, file: BinaryIO, to_json: Callable[[Any], bytes] = msgspec.json.encode) -> None:
+        self._pyarrow, parquet = _pyarrow()
+        self._to_json = to_json
+        self._schema = _schema(self._pyarrow)
+        self._file = parquet.ParquetWriter(file, self._schema, compression="zstd")
+        self._waiting: list[dict[str, Any]] = []
+        self._tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._flush()
+        self._file.close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a row."""
+        texts = {name: self._to_json(row[name]).decode() for name in JSON_COLUMNS}
         spans = [{"version": version, "start": start, "stop": stop} for version, start, stop in row["versions"]]
-        flat.append({**row, **texts, "versions": spans})
-    table = pyarrow.Table.from_pylist(flat, schema=_schema(pyarrow))
+        self._waiting.append({**row, **texts, "versions": spans})
+        self._tokens += len(row["tokens"])
+        if len(self._waiting) >= _ROWS_AT_ONCE or self._tokens >= _TOKENS_AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._file.write_table(self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema))
+        self._waiting.clear()
+        self._tokens = 0
+
+
+def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msgspec.json.encode) -> bytes:
+    """A Parquet file of stored samples.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
     buffer = io.BytesIO()
-    parquet.write_table(table, buffer, compression="zstd")
+    with RowWriter(buffer, to_json) as writer:
+        for row in rows:
+            writer.write(row)
     return buffer.getvalue()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that :func:`encode` made.
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file one after another.
 
     Raises:
         ConfigError: pyarrow is not installed, or the file is damaged.
     """
-    pyarrow, parquet = _pyarrow()
+    yield from _rows(path, lambda file: file.iter_batches(batch_size=16))
+
+
+def read_some(path: Path, start: int, count: int) -> list[dict[str, Any]]:
+    """So many rows from one on, counted from 0, without reading the file up to there.
+
+    Raises:
+        ConfigError: as :func:`read`.
+    """
+
+    def tables(file: Any) -> Iterator[Any]:
+        before = 0
+        for number in range(file.num_row_groups):
+            after = before + file.metadata.row_group(number).num_rows
+            if after > start and before < start + count:
+                first = max(start - before, 0)
+                yield file.read_row_group(number).slice(first, start + count - before - first)
+            before = after
+
+    return list(_rows(path, tables))
+
+
+def group_indices(path: Path) -> list[int]:
+    """The group of each row, without reading anything else.
+
+    Raises:
+        ConfigError: as :func:`read`.
+    """
+    _, parquet = _pyarrow()
+    with _damage_told(path):
+        with parquet.ParquetFile(path) as file:
+            groups: list[int] = file.read(columns=["group_index"]).column(0).to_pylist()
+    return groups
+
+
+def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    _, parquet = _pyarrow()
+    with _damage_told(path):
+        with parquet.ParquetFile(path) as file:
+            for table in tables(file):
+                for row in table.to_pylist():
+                    row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
+                    row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+                    yield row
+
+
+@contextlib.contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    pyarrow, _ = _pyarrow()
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-        for row in rows:
-            row.update({name: msgspec.json.decode(row[name]) for name in _JSON})
-            row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+        yield
     except (pyarrow.ArrowException, OSError, KeyError, TypeError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: corrupted, not a Parquet file of samples ({error})") from None
-    return rows
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -7,6 +7,7 @@
     unbatched.jsonl   accepted groups that were in no batch when the run stopped
     metrics.jsonl     one line a batch
     journal/          everything as it happened: what a run that was stopped or killed goes on from
+    recording/        what rollouts were told from outside, where the run was recorded: what it is replayed from
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and the
 ``digests`` of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
@@ -15,7 +16,7 @@ Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome`
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -37,10 +38,11 @@ __all__ = [
     "Which",
     "column_digests",
     "is_growing",
-    "load_run",
+    "journal_rows",
     "read_file",
     "read_info",
     "read_rows",
+    "read_waiting",
     "run_files",
 ]
 
@@ -49,7 +51,16 @@ Place: TypeAlias = Literal["kept", "dropped", "failed", "unbatched"]
 
 Which: TypeAlias = Place | Literal["all"]
 
-RUN_FILES = ("run.json", "batches", "dropped.jsonl", "failed.jsonl", "unbatched.jsonl", "metrics.jsonl", "journal")
+RUN_FILES = (
+    "run.json",
+    "batches",
+    "dropped.jsonl",
+    "failed.jsonl",
+    "unbatched.jsonl",
+    "metrics.jsonl",
+    "journal",
+    "recording",
+)
 """What makes a folder a run."""
 
 JOURNAL = "journal"
@@ -96,35 +107,27 @@ def column_digests(
     }
 
 
-def load_run(path: str | Path, outcome: Which = "kept") -> list[Sample]:
-    """Read the samples of a run.
-
-    Args:
-        path: the run's folder.
-        outcome: ``"kept"`` (what is in batches, in their order), ``"dropped"``, ``"failed"``, ``"unbatched"`` or
-            ``"all"``.
+def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
+    """The stored samples of a run one after another, as they stand in the files, and what only its journal has.
 
     Raises:
         ConfigError: no run there, an unknown outcome, or a corrupted line; the message names file and line.
     """
-    return [row.sample() for row in read_rows(path, outcome)]
-
-
-def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
-    """The stored samples of a run one after another, as they stand in the files.
-
-    Raises:
-        ConfigError: as :func:`load_run`.
-    """
-    read_info(path)
+    growing = is_growing(path)
     if outcome != "all" and outcome not in _PLACES:
         raise ConfigError.of("outcome", outcome, f'one of {list(_PLACES)}, or "all"')
-    growing = is_growing(path)
-    for place, file in run_files(path):
+    return _rows(Path(path), outcome, growing)
+
+
+def _rows(path: Path, outcome: Which, growing: bool) -> Iterator[Row]:
+    files = run_files(path)
+    for place, file in files:
         if outcome in ("all", place):
-            yield from read_file(Path(path), place, file, growing=growing)
+            yield from read_file(path, place, file, growing=growing)
     if growing and outcome in ("all", "unbatched"):
-        yield from _rows_of_journal(Path(path))
+        history, waiting = read_waiting(path, files)
+        for number in waiting:
+            yield from journal_rows(path, history, number)
 
 
 def is_growing(path: str | Path) -> bool:
@@ -132,18 +135,24 @@ def is_growing(path: str | Path) -> bool:
     return read_info(path).get("status") == "running"
 
 
-def _rows_of_journal(path: Path) -> Iterator[Row]:
-    """Accepted groups that only the journal has, because no batch file holds them yet."""
-    if not (path / JOURNAL).is_dir():
-        return
+def read_waiting(path: Path, files: Sequence[tuple[Place, str]]) -> tuple[History, list[int]]:
+    """The journal, and the accepted groups that only it has, because none of these files is their batch.
+
+    Raises:
+        JournalError: it is damaged.
+    """
     history = History.read(path / JOURNAL)
-    written = len([file for place, file in run_files(path) if place == "kept"])
+    written = sum(place == "kept" for place, _ in files)
     waiting = [number for batch in history.sealed[written:] for number in batch.groups]
-    for number in sorted([*waiting, *history.ready]):
-        for sample in history.group_samples(number):
-            added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
-            added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
-            yield Row(path, JOURNAL, number, "unbatched", {**sample.to_dict(), **added})
+    return history, sorted([*waiting, *history.ready])
+
+
+def journal_rows(path: Path, history: History, group_index: int) -> Iterator[Row]:
+    """One of these groups."""
+    for sample in history.group_samples(group_index):
+        added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
+        added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
+        yield Row(path, JOURNAL, group_index, "unbatched", {**sample.to_dict(), **added})
 
 
 def read_info(path: str | Path) -> dict[str, Any]:
@@ -168,8 +177,12 @@ def run_files(path: str | Path) -> list[tuple[Place, str]]:
     return files + [(place, f"{place}.jsonl") for place in _PLACES[1:] if (path / f"{place}.jsonl").is_file()]
 
 
-def read_file(run: Path, place: Place, file: str, *, growing: bool = False) -> Iterator[Row]:
+def read_file(
+    run: Path, place: Place, file: str, *, growing: bool = False, offset: int = 0, first: int = 1
+) -> Iterator[Row]:
     """The rows of one file of a run; of a growing one, a last line that is being written is left out.
+
+    A file of lines may be read from a byte ``offset`` on, at which the line of number ``first`` begins.
 
     Raises:
         ConfigError: a corrupted line; the message names file and line.
@@ -179,7 +192,8 @@ def read_file(run: Path, place: Place, file: str, *, growing: bool = False) -> I
             yield Row(run, file, number, place, data)
         return
     with (run / file).open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        lines.seek(offset)
+        for number, line in enumerate(lines, first):
             if growing and place != "kept" and not line.endswith(b"\n"):
                 return
             yield Row(run, file, number, place, _decoded(line, f"{run / file}, line {number}"))

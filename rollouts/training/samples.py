@@ -12,7 +12,7 @@ from rollouts.dtypes import Prompt, StopReason, TokenColumn
 from rollouts.training.types import Sample, Status
 from rollouts.trajectory import Trajectory
 
-__all__ = ["trajectory_to_sample", "trajectory_to_samples"]
+__all__ = ["status_of", "trajectory_to_sample", "trajectory_to_samples"]
 
 _STATUS = {
     StopReason.TASK_COMPLETED: Status.COMPLETED,
@@ -20,6 +20,11 @@ _STATUS = {
     StopReason.FAILED: Status.FAILED,
 }
 """Every other reason means that a limit cut the episode: TRUNCATED."""
+
+
+def status_of(stop_reason: StopReason | None) -> Status:
+    """The status of a rollout that ended so."""
+    return Status.FAILED if stop_reason is None else _STATUS.get(stop_reason, Status.TRUNCATED)
 
 
 def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callable[[TokenColumn], str]) -> Sample:
@@ -42,7 +47,7 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         group_index=prompt.group_index,
         index=prompt.index,
         rollout_id=prompt.index,
-        status=_STATUS.get(trajectory.stop_reason, Status.TRUNCATED),
+        status=status_of(trajectory.stop_reason),
         stop_reason=trajectory.stop_reason,
         failure=trajectory.failure,
         messages=[message.to_chat() for message in trajectory.messages],

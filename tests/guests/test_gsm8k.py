@@ -14,7 +14,7 @@ from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
 from rollouts.training.rewards import final_number
-from rollouts.training.run_folder import load_run
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 
 RECIPE = str(Path(__file__).parents[2] / "configs" / "gsm8k.py")

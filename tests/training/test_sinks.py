@@ -13,8 +13,9 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.training import Group, Sample
 from rollouts.training.metrics import Accounting
-from rollouts.training.run_folder import load_run, read_info, read_rows
+from rollouts.training.run_folder import read_info, read_rows
 from rollouts.training.sinks import Format, RunWriter
+from rollouts.training.stored import load_run
 from tests.stored_runs import some_sample, store_run
 
 FORMATS: list[Format] = ["jsonl", "parquet"]
@@ -36,7 +37,7 @@ async def test_samples_come_back_as_they_were(tmp_path: Path, format: Format) ->
     samples = [sample for each in groups for sample in each.samples]
     writer = RunWriter(tmp_path / "run", format=format)
     writer.write_batch(samples, {"batch": 0})
-    assert load_run(tmp_path / "run") == samples
+    assert list(load_run(tmp_path / "run")) == samples
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -148,7 +149,7 @@ def test_overwriting_leaves_nothing_of_the_old_run(tmp_path: Path) -> None:
     writer.write_batch(group(1).samples, {})
     (tmp_path / "run" / "notes.txt").write_text("mine")
     RunWriter(tmp_path / "run", overwrite=True)
-    assert load_run(tmp_path / "run", "all") == []
+    assert list(load_run(tmp_path / "run", "all")) == []
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["notes.txt", "run.json"]
 
 
@@ -189,7 +190,7 @@ def test_a_corrupted_line_is_named(tmp_path: Path) -> None:
     path = writer.write_batch(group(0).samples, {})
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"batch-000000.jsonl, line 2: corrupted"):
-        load_run(tmp_path / "run")
+        list(load_run(tmp_path / "run"))
 
 
 def test_a_corrupted_parquet_file_is_named(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_corrupted_parquet_file_is_named(tmp_path: Path) -> None:
     path = RunWriter(tmp_path / "run", format="parquet").write_batch(group(0).samples, {})
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"batch-000000.parquet: corrupted"):
-        load_run(tmp_path / "run")
+        list(load_run(tmp_path / "run"))
 
 
 def test_a_row_that_is_no_sample_is_named(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_row_that_is_no_sample_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run" / "dropped.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"reward"', b'"rewards"', 1))
     with pytest.raises(ConfigError, match=r"dropped.jsonl, line 1: not a sample .*'rewards'"):
-        load_run(tmp_path / "run", "dropped")
+        list(load_run(tmp_path / "run", "dropped"))
 
 
 def test_an_unknown_outcome_is_refused(tmp_path: Path) -> None:

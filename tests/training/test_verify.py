@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import ConfigError
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
-from rollouts.training.run_folder import load_run
 from rollouts.training.sinks import Format, RunWriter
+from rollouts.training.stored import load_run
 from rollouts.training.verify import Report, check_sample, verify_run
 from tests.stored_runs import edit_info, edit_line, some_sample, store_run
 

@@ -6,6 +6,7 @@ Invariant: one file holds one batch of the run, flat, in the run's order; every 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def export_run(run: str | Path, out: str | Path) -> list[Path]:
 
     Args:
         run: the run's folder.
-        out: the file; with ``{rollout_id}`` in it, one file for each batch, else all batches go into the one.
+        out: the file; with ``{rollout_id}`` in it, one file for each batch, which is all that memory holds then; else
+            all batches go into the one, which is made in memory.
 
     Returns:
         The files.
@@ -31,20 +33,22 @@ def export_run(run: str | Path, out: str | Path) -> list[Path]:
     Raises:
         ConfigError: no run there, no batch in it, a sample that cannot be trained on, or torch is not installed.
     """
-    batches: dict[int, list[Sample]] = {}
-    for row in read_rows(run, "kept"):
-        number = row.data.get("batch")
-        batches.setdefault(0 if number is None else int(number), []).append(row.sample())
-    if not batches:
-        raise ConfigError.of("run", str(run), "a run with at least one batch")
     template = str(out)
-    if "{rollout_id}" not in template:
-        whole = [sample for number in sorted(batches) for sample in batches[number]]
-        return [write_debug_data(whole, Path(template))]
-    return [
-        write_debug_data(batches[number], Path(template.format(rollout_id=number)), rollout_id=number)
-        for number in sorted(batches)
-    ]
+    batches = (
+        (number, [row.sample() for row in rows])
+        for number, rows in itertools.groupby(read_rows(run, "kept"), lambda row: row.data.get("batch") or 0)
+    )
+    if "{rollout_id}" in template:  # one batch at a time
+        paths = [
+            write_debug_data(samples, Path(template.format(rollout_id=number)), rollout_id=number)
+            for number, samples in batches
+        ]
+    else:
+        whole = [sample for _, samples in batches for sample in samples]
+        paths = [write_debug_data(whole, Path(template))] if whole else []
+    if not paths:
+        raise ConfigError.of("run", str(run), "a run with at least one batch")
+    return paths
 
 
 def write_debug_data(samples: Sequence[Sample], path: Path, *, rollout_id: int = 0) -> Path:
