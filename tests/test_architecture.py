@@ -43,6 +43,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.batch": (5, 2),
     "rollouts.training.journal": (5, 2),
     "rollouts.training.plain": (5, 2),
+    "rollouts.training.records": (5, 2),
     "rollouts.training.failures": (5, 2),
     "rollouts.training.ledger": (5, 2),
     "rollouts.training.manager_state": (5, 2),
