@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +24,15 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.checking import Subject, check
+from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
-from rollouts.launching import Aim, launch, resumed_aim
+from rollouts.launching import Aim, Spread, launch, resumed_aim
+from rollouts.recipe import Recipe
 from rollouts.serving import READY
+from rollouts.training.config import RolloutConfig
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
 
@@ -79,13 +82,26 @@ def _run(args: argparse.Namespace) -> int:
     else:
         check_free(out, overwrite=args.overwrite)
     resume = args.resume is not None
-    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume))
+    spread = None if args.workers is None else _in_workers(args.workers)
+    result = _loop(
+        functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume, spread=spread)
+    )
     if result is None:
         return INTERRUPTED
     if result.error is not None:
         _tell(result.error, debug=args.debug)
         return BROKEN
     return 0 if result.status == "finished" else INTERRUPTED
+
+
+def _in_workers(count: int) -> Spread:
+    @contextlib.asynccontextmanager
+    async def spread(aim: Aim, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+        assert aim.recipe is not None, "it was built from a file"
+        async with in_processes(RecipeConfig(aim.recipe.resolve(), recipe.endpoint, aim.options), count) as workers:
+            yield workers.config(recipe.config)
+
+    return spread
 
 
 def _play(args: argparse.Namespace) -> int:
@@ -247,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="go on with the run in this folder; RECIPE and options as they were"
     )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
+    run.add_argument("--workers", type=_positive, metavar="N", help="play rollouts in N processes of this machine")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
     run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
 

@@ -11,8 +11,9 @@ import functools
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 import attrs
@@ -27,6 +28,7 @@ from rollouts.inference.sglang import shared_policy
 from rollouts.recipe import Recipe, RecipeFunction, build, load_recipe, preflight, read_options
 from rollouts.running import RunResult, Stop, run
 from rollouts.serving import EngineProcess, engine_process
+from rollouts.training.config import RolloutConfig
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.resuming import begin, reopen
@@ -34,7 +36,7 @@ from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
 from rollouts.whereabouts import reporting_on_signal
 
-__all__ = ["Aim", "aimed", "launch", "resumed_aim"]
+__all__ = ["Aim", "Spread", "aimed", "launch", "resumed_aim"]
 
 _INTERRUPTED = 130
 
@@ -51,6 +53,10 @@ class Aim:
     options: Mapping[str, str] = attrs.field(factory=dict)
     batches: int | None = None
     slots: int | None = None
+
+
+Spread: TypeAlias = Callable[[Aim, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
+"""Has the rollouts of a recipe played elsewhere; gives the config that does so."""
 
 
 @contextlib.asynccontextmanager
@@ -120,9 +126,18 @@ def resumed_aim(aim: Aim, run: Path) -> Aim:
 
 
 async def launch(
-    aim: Aim, out: Path, format: Format, overwrite: bool, console: Console, *, resume: bool = False
+    aim: Aim,
+    out: Path,
+    format: Format,
+    overwrite: bool,
+    console: Console,
+    *,
+    resume: bool = False,
+    spread: Spread | None = None,
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; ``None`` if it was stopped before it began. With ``resume``, go on with the run.
+
+    With ``spread``, rollouts are played where it says.
 
     Raises:
         RolloutsError: something was wrong before the work began.
@@ -149,8 +164,13 @@ async def launch(
         tasks.start_soon(signals, starting)
         try:
             with starting:
-                async with aimed(aim, out / "engine.log") as (recipe, engine):
+                async with contextlib.AsyncExitStack() as stack:
+                    recipe, engine = await stack.enter_async_context(aimed(aim, out / "engine.log"))
                     server = await preflight(recipe)
+                    played = recipe
+                    if spread is not None:
+                        config = await stack.enter_async_context(spread(aim, recipe))
+                        played = attrs.evolve(recipe, config=config)
                     opening = functools.partial(_open, aim, recipe, server, out, format, overwrite, resume)
                     writer, ledger, state = await anyio.to_thread.run_sync(opening)
                     working = True
@@ -158,7 +178,7 @@ async def launch(
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show = functools.partial(watch, batches=recipe.batches, console=console)
                     with ledger.journal, reporting_on_signal():
-                        result = await run(recipe, writer, stop=stop, watch=show, ledger=ledger, state=state)
+                        result = await run(played, writer, stop=stop, watch=show, ledger=ledger, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
             failure = error

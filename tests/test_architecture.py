@@ -54,6 +54,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.sinks": (5, 2),
     "rollouts.training.verify": (5, 2),
     "rollouts.training.staleness": (5, 2),
+    "rollouts.training.attempt": (5, 2),
     "rollouts.training.agent_integration": (5, 3),
     "rollouts.training.continuation": (5, 4),
     "rollouts.training.manager": (5, 3),
