@@ -76,14 +76,22 @@ class Player:
         self._records: list[bytes] = []
         self._ended = 0
         self._news = anyio.Event()
+        self.at_work = anyio.Event()
+        """Set while rollouts can be submitted."""
 
     def __repr__(self) -> str:
         return f"<Player: {len(self._playing)} rollouts in work, {self._ended} ended and not collected>"
 
     async def run(self) -> None:
-        """Be at work until cancelled."""
+        """Be at work until cancelled, or stopped; rollouts in work are cancelled then."""
         async with anyio.create_task_group() as self._tasks:
+            self.at_work.set()
             await anyio.sleep_forever()
+
+    def stop(self) -> None:
+        """Let :meth:`run` end."""
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
 
     def submit(self, message: bytes) -> None:
         """Begin what a message asks for, and stop what it no longer wants."""

@@ -171,6 +171,7 @@ async def _work(pipe: _Socket, factory: ConfigFactory) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(player.run)
             tasks.start_soon(_give_back, player, pipe)
+            await player.at_work.wait()
             try:
                 while True:
                     player.submit(await pipe.receive())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import TokenMismatchError
@@ -79,6 +80,30 @@ def deadly(tombs: Path) -> RolloutConfig:
 
     return RolloutConfig(
         batch_size=6, n_samples_per_prompt=4, over_sampling_factor=1.0, generate_fn=generate_or_die, reward_fn=reward
+    )
+
+
+def located(folder: Path) -> RolloutConfig:
+    """Leaves a file named after each node of a Ray cluster that plays."""
+
+    async def generate_somewhere(prompts: Sequence[Prompt]) -> list[Sample]:
+        import ray
+
+        (folder / ray.get_runtime_context().get_node_id()).touch()
+        return await generate(prompts)
+
+    return attrs.evolve(config(), generate_fn=generate_somewhere)
+
+
+def slow() -> RolloutConfig:
+    """Groups of four whose last rollout takes four seconds; tried as often as need be."""
+
+    async def generate_slowly(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.sleep(4.0 if (prompts[0].index or 0) % 4 == 3 else 0.05)
+        return await generate(prompts)
+
+    return RolloutConfig(
+        batch_size=3, n_samples_per_prompt=4, over_sampling_factor=1.0, generate_fn=generate_slowly, max_attempts=5
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import attrs
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -78,7 +77,7 @@ async def _work(link: LocalLink, there: MemoryObjectSendStream[bytes], *, task_s
     with there, link.scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.player.run)
-            await anyio.lowlevel.checkpoint()
+            await link.player.at_work.wait()
             task_status.started()
             while True:
                 await there.send(await link.player.collect())
