@@ -1,8 +1,8 @@
 """The manager's side: shares groups out among workers, and replaces workers that die.
 
 Invariant: the rollouts of one group go to one worker. Every rollout that is asked for comes back once, or fails: one
-whose worker died fails as :class:`~rollouts.errors.GenerateFailure` and is tried again as the config says. Scheduling,
-accounting, filter and journal are the manager's, as without workers.
+whose worker died fails as :class:`~rollouts.errors.GenerateFailure` and is tried again as the config says. Where a
+worker cannot be replaced, the others do its work. Scheduling, accounting, filter and journal are the manager's.
 
 This module knows no transport; :mod:`workers` and :mod:`ray` bring one each.
 """
@@ -32,6 +32,8 @@ __all__ = ["Connect", "Dispatcher", "Link", "LinkLost"]
 
 _BARREN_DEATHS = 3
 """Deaths in a row, of one worker and those that took its place, without a single record from any."""
+_NEXT_START_SECONDS = 10.0
+"""Between attempts to replace a worker while others are at work."""
 _WAY_SECONDS = 60.0
 """Of a rollout's deadline here, for the way to its worker and back."""
 
@@ -65,7 +67,6 @@ Record: TypeAlias = tuple[dict[str, Any], Columns | None]
 class _Call:
     """One rollout that is played elsewhere."""
 
-    sent: bool = False
     error: RolloutsError | None = None
     _records: deque[Record] = attrs.field(factory=deque)
     _news: anyio.Event = attrs.field(factory=anyio.Event)
@@ -98,6 +99,7 @@ class _Worker:
     cancelled: list[int] = attrs.field(factory=list)
     wanted: anyio.Event = attrs.field(factory=anyio.Event)
     started: anyio.Event = attrs.field(factory=anyio.Event)
+    alive: bool = False
     barren: int = 0
 
     async def orders(self) -> bytes:
@@ -107,8 +109,6 @@ class _Worker:
             await self.wanted.wait()
         requests, self.requests = self.requests, {}
         cancelled, self.cancelled = self.cancelled, []
-        for number in requests:
-            self.calls[number].sent = True
         return order(list(requests.values()), cancelled)
 
     def ask(self, number: int, request: bytes) -> _Call:
@@ -124,11 +124,10 @@ class _Worker:
             self.cancelled.append(number)
             self.wanted.set()
 
-    def fail(self, error: RolloutsError, *, unsent: bool) -> None:
-        """Fail the calls that its holder had; also those that were not sent, if asked."""
+    def fail(self, error: RolloutsError) -> None:
+        """Fail all calls."""
         for call in self.calls.values():
-            if call.sent or unsent:
-                call.fail(error)
+            call.fail(error)
         self.cancelled.clear()
 
 
@@ -235,8 +234,8 @@ class Dispatcher:
     def _home(self, group: int | None) -> Iterator[_Worker]:
         """The worker of a group while it has rollouts in work; the one with the fewest for a new group."""
         worker = self._homes.get(group) if group is not None else None
-        if worker is None:
-            worker = min(self._workers, key=lambda one: len(one.calls))
+        if worker is None or not worker.alive:
+            worker = min(self._workers, key=lambda one: (not one.alive, len(one.calls)))
         if group is None:
             yield worker
             return
@@ -255,14 +254,20 @@ class Dispatcher:
         """Have a worker in this place, and another when it dies."""
         try:
             while self._broken is None:
-                link = await self._connect(worker.number)
+                link = await self._started(worker)
+                if link is None:
+                    continue
+                worker.alive = True
                 worker.started.set()
-                lost = await self._serve(worker, link)
+                try:
+                    lost = await self._serve(worker, link)
+                finally:
+                    worker.alive = False
                 self.deaths += 1
                 worker.barren += 1
                 if worker.barren >= _BARREN_DEATHS:
                     raise ConfigError(f"{worker.barren} workers in a row died before a rollout came back: {lost}")
-                worker.fail(GenerateFailure(str(lost)), unsent=False)
+                worker.fail(GenerateFailure(str(lost)))
         except RolloutsError as error:
             self._break(error)
         except Exception as error:  # noqa: BLE001 - a bug of ours, raised where somebody waits, not by the task group
@@ -272,10 +277,21 @@ class Dispatcher:
         finally:
             worker.started.set()
 
+    async def _started(self, worker: _Worker) -> Link | None:
+        """A worker for this place; ``None``, after a pause, if there is none now and others can do its work."""
+        try:
+            return await self._connect(worker.number)
+        except ConfigError as error:
+            if not any(other.alive for other in self._workers) or not worker.started.is_set():
+                raise
+            worker.fail(GenerateFailure(str(error)))
+            await anyio.sleep(_NEXT_START_SECONDS)
+            return None
+
     def _break(self, error: RolloutsError) -> None:
         self._broken = self._broken or error
         for worker in self._workers:
-            worker.fail(self._broken, unsent=True)
+            worker.fail(self._broken)
 
     async def _serve(self, worker: _Worker, link: Link) -> LinkLost:
         """Send and receive until the worker is gone; why it is."""

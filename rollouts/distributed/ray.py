@@ -97,10 +97,12 @@ class _ActorLink:
         self._actor = actor
         self._name = name
         self._work = actor.work.remote()
+        self._begun = False
 
     async def ready(self) -> None:
         """Raises LinkLost."""
         await self._call(self._actor.ready)
+        self._begun = True
 
     async def send(self, message: bytes) -> None:
         await self._call(self._actor.submit, message)
@@ -110,9 +112,10 @@ class _ActorLink:
         return message
 
     async def aclose(self) -> None:
-        with anyio.move_on_after(_END_SECONDS), contextlib.suppress(LinkLost):
-            await self._call(self._actor.stop)
-            await self._call(lambda: self._work)  # until what was in work has been cancelled, and aborted
+        if self._begun:
+            with anyio.move_on_after(_END_SECONDS), contextlib.suppress(LinkLost):
+                await self._call(self._actor.stop)
+                await self._call(lambda: self._work)  # until what was in work has been cancelled, and aborted
         with contextlib.suppress(Exception):  # it may be gone, or the cluster
             self._ray.kill(self._actor)
 

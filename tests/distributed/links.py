@@ -13,6 +13,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rollouts.distributed.dispatch import Dispatcher, LinkLost
 from rollouts.distributed.player import Player
+from rollouts.errors import ConfigError
 from rollouts.training import RolloutConfig
 
 
@@ -54,8 +55,11 @@ class Local:
     config: RolloutConfig
     options: Mapping[str, Any]
     links: list[LocalLink] = attrs.field(factory=list)
+    refuses: bool = False
 
     async def connect(self, number: int) -> LocalLink:
+        if self.refuses:
+            raise ConfigError("there is no room")
         there, back = anyio.create_memory_object_stream[bytes](100)
         link = LocalLink(Player(self.config, **self.options), anyio.CancelScope(), back)
         await self.tasks.start(_work, link, there)

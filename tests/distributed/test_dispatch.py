@@ -114,6 +114,22 @@ async def test_workers_that_only_die_stop_the_run() -> None:
             tasks.cancel_scope.cancel()
 
 
+async def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_the_others() -> None:
+    """The run goes on, and so do the groups that were at home there."""
+    async with local_workers(games.config(), 2) as (local, workers):
+
+        async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+            local.refuses = True
+            local.links[0].cut()
+            await anyio.sleep_forever()
+            return []
+
+        local.links[0].player.config = attrs.evolve(games.config(), generate_fn=generate)
+        samples, _ = await games.batches(workers.config(games.config()))
+    assert len({sample.index for sample in samples}) == 24
+    assert (workers.deaths, len(local.links)) == (1, 2)
+
+
 async def test_what_nobody_waits_for_is_stopped_where_it_is_played() -> None:
     """A manager that closes leaves nothing in work in a worker."""
     begun = anyio.Event()
