@@ -79,7 +79,12 @@ def deadly(tombs: Path) -> RolloutConfig:
         return await generate(prompts)
 
     return RolloutConfig(
-        batch_size=6, n_samples_per_prompt=4, over_sampling_factor=1.0, generate_fn=generate_or_die, reward_fn=reward
+        batch_size=6,
+        n_samples_per_prompt=4,
+        over_sampling_factor=1.0,
+        generate_fn=generate_or_die,
+        reward_fn=reward,
+        max_attempts=4,
     )
 
 

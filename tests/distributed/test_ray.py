@@ -91,8 +91,8 @@ async def test_a_run_on_actors_keeps_the_laws(cluster: Any, tmp_path: Path) -> N
     with ledger.journal:
         async with in_actors(factory, 2) as workers:
             result = await run(attrs.evolve(recipe, config=workers.config(recipe.config)), writer, ledger=ledger)
-    assert (result.status, result.accounting.in_batch) == ("finished", 12)
-    assert workers.deaths == 2
+    assert (result.status, result.accounting.in_batch, result.accounting.failed) == ("finished", 12, 0)
+    assert workers.deaths in (1, 2)
     assert verify_run(folder).violations == []
     settled = [entry.fields["group"] for entry in read_journal(folder / "journal") if entry.kind == "group"]
     assert sorted(settled) == list(range(12)), "each group once"

@@ -43,7 +43,7 @@ async def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     assert without == [{**sample.to_dict(), "metrics": {}} for sample in in_order(alone)]
     assert workers.deaths == 2
     assert manager.accounting.failed == 0
-    again = [sample.index for sample in shared if sample.metrics["attempts"] == 2]
+    again = [sample.index for sample in shared if sample.metrics["attempts"] > 1]
     assert {5, 18} <= set(again)
     assert {4, 6, 7, 16, 17, 19}.isdisjoint(again), "finished before the death"
 
