@@ -29,7 +29,7 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
-from rollouts.launching import Aim, Spread, launch, resumed_aim
+from rollouts.launching import Aim, Spread, Telling, launch, resumed_aim
 from rollouts.planning import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
 from rollouts.recipe import Recipe
 from rollouts.serving import READY
@@ -85,9 +85,8 @@ def _run(args: argparse.Namespace) -> int:
         check_free(out, overwrite=args.overwrite)
     resume = args.resume is not None
     spread = None if args.workers is None else _in_workers(args.workers)
-    result = _loop(
-        functools.partial(launch, aim, out, args.format, args.overwrite, Console(), resume=resume, spread=spread)
-    )
+    options: dict[str, Any] = {"resume": resume, "spread": spread, "telling": Telling(args.metrics_port, args.trace)}
+    result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), **options))
     if result is None:
         return INTERRUPTED
     if result.error is not None:
@@ -285,6 +284,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
     run.add_argument("--workers", type=_positive, metavar="N", help="play rollouts in N processes of this machine")
+    run.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus the run's numbers at this port")
+    run.add_argument("--trace", action="store_true", help="spans of OpenTelemetry for rollouts and completions")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
     run.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
 

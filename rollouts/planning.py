@@ -11,6 +11,7 @@ This module starts no rollout; :mod:`rollouts.simulation` plays them.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -149,7 +150,15 @@ def measured(runs: Sequence[Path]) -> Measured:
         groups += [attrs.evolve(group, seconds=tuple(one * scale for one in group.seconds)) for group in played]
     config = read_info(runs[0])["config"]
     relative = [(count, rate / points[0][1]) for count, rate in points]
+    (count, rate), most = max(zip(relative, map(_most_in_flight, runs), strict=True))
+    if most > count:
+        relative.append((most, rate))  # the mean of that run was reached with so many at times: it was not full then
     return Measured(tuple(groups), Speed(relative), config["batch_size"], config["n_samples_per_prompt"])
+
+
+def _most_in_flight(run: Path) -> float:
+    config = read_info(run)["config"]
+    return math.ceil(config["batch_size"] * config["over_sampling_factor"]) * float(config["n_samples_per_prompt"])
 
 
 def _batch_seconds(run: Path) -> float:

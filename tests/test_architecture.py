@@ -64,6 +64,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.serving": (6, 1),
     "rollouts.transcript": (6, 1),
     "rollouts.simulation": (6, 1),
+    "rollouts.observability": (6, 1),
     "rollouts.running": (6, 2),
     "rollouts.display": (6, 3),
     "rollouts.launching": (6, 4),

@@ -34,7 +34,7 @@ from rollouts.inference.transport import Lost, Transport, Unsent, shown
 from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
 from rollouts.inference.workers import Worker, Workers
 
-__all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
+__all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policies", "shared_policy"]
 
 DESCRIBE_SECONDS = 30.0
 LOAD_SECONDS = 2.0
@@ -101,6 +101,8 @@ class SGLangPolicy:
             raise ConfigError("Endpoint.api_key: holds characters that cannot stand in a header")
         self.endpoint = endpoint
         self.totals = Totals()
+        self.on_completion: Callable[[Completion, str], None] | None = None
+        """Is told every completion, and the server that it came from."""
         self._backoff = backoff
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -119,6 +121,21 @@ class SGLangPolicy:
             f" from {done.requests} requests, {done.retries} retries, {done.aborts} aborts; tokens:"
             f" {done.prompt_tokens} prompt ({done.cached_tokens} cached), {done.sampled_tokens} sampled>"
         )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait for an answer now."""
+        return self._workers.in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place at their server."""
+        return sum(worker.gate.waiting for worker in self._workers.all)
+
+    @property
+    def moved(self) -> int:
+        """Sessions that left a server which had far more to do than another."""
+        return self._workers.moved
 
     async def __aenter__(self) -> SGLangPolicy:
         return self
@@ -295,6 +312,8 @@ class SGLangPolicy:
         self.totals.prompt_tokens += completion.prompt_tokens
         self.totals.cached_tokens += completion.cached_tokens
         self.totals.sampled_tokens += len(completion.tokens)
+        if self.on_completion is not None:
+            self.on_completion(completion, worker.name)
         return completion
 
     async def _pause(self, failures: int, worker: Worker) -> None:
@@ -339,6 +358,11 @@ def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPo
     if policy is None:
         policy = mine[key] = SGLangPolicy(endpoint, vocab_size=vocab_size)
     return policy
+
+
+def shared_policies() -> list[SGLangPolicy]:
+    """Those that were asked for in the running event loop."""
+    return list(_SHARED.get(asyncio.get_running_loop(), {}).values())
 
 
 _ANY_SAMPLING = SamplingParams()
