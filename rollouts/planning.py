@@ -158,7 +158,7 @@ def measured(runs: Sequence[Path]) -> Measured:
 
 def _most_in_flight(run: Path) -> float:
     config = read_info(run)["config"]
-    return math.ceil(config["batch_size"] * config["over_sampling_factor"]) * float(config["n_samples_per_prompt"])
+    return float(math.ceil(config["batch_size"] * config["over_sampling_factor"]) * config["n_samples_per_prompt"])
 
 
 def _batch_seconds(run: Path) -> float:
