@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,19 +24,23 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.checking import Subject, check
+from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.dtypes import Endpoint
 from rollouts.environment_check import Candidate, check_environment
 from rollouts.errors import ConfigError, ReplayDiverged, RolloutsError
 from rollouts.evaluating import Exam, compare_evaluations, evaluate
 from rollouts.inspection import play_one, show_run
 from rollouts.integrations.slime.debug_data import export_run
-from rollouts.launching import Aim, launch, resumed_aim, stored_recipe
-from rollouts.recipe import build, load_recipe
+from rollouts.launching import Aim, Spread, Telling, launch, resumed_aim, stored_recipe
+from rollouts.planning import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
+from rollouts.recipe import Recipe, build, load_recipe
 from rollouts.replaying import replay
 from rollouts.rescoring import rescore
 from rollouts.scaffolding import new_environment
 from rollouts.serving import READY
 from rollouts.serving_environments import environment_server
+from rollouts.simulation import Speed
+from rollouts.training.config import RolloutConfig
 from rollouts.training.exports import export_rows
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
@@ -87,7 +91,9 @@ def _run(args: argparse.Namespace) -> int:
     else:
         check_free(out, overwrite=args.overwrite)
     resume = args.resume is not None
-    options = {"resume": resume, "record": args.record}
+    spread = None if args.workers is None else _in_workers(args.workers)
+    telling = Telling(args.metrics_port, args.trace)
+    options: dict[str, Any] = {"resume": resume, "record": args.record, "spread": spread, "telling": telling}
     result = _loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), **options))
     if result is None:
         return INTERRUPTED
@@ -95,6 +101,16 @@ def _run(args: argparse.Namespace) -> int:
         _tell(result.error, debug=args.debug)
         return BROKEN
     return 0 if result.status == "finished" else INTERRUPTED
+
+
+def _in_workers(count: int) -> Spread:
+    @contextlib.asynccontextmanager
+    async def spread(aim: Aim, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+        assert aim.recipe is not None, "it was built from a file"
+        async with in_processes(RecipeConfig(aim.recipe.resolve(), recipe.endpoint, aim.options), count) as workers:
+            yield workers.config(recipe.config)
+
+    return spread
 
 
 def _play(args: argparse.Namespace) -> int:
@@ -173,6 +189,25 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     compare_evaluations(args.before, args.after, args.k, Console())
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if bool(args.runs) == (args.latency is not None):
+        raise ConfigError.of("RUN", list(map(str, args.runs)), "stored runs, or --latency instead")
+    told = measured(args.runs) if args.runs else None
+    batch_size, n = (32, 8) if told is None else (told.batch_size, told.n)
+    found = plan(
+        told or Given(shape(args.latency), args.pass_rate),
+        batch_size=args.batch_size or batch_size,
+        n=args.n or n,
+        speed=told.speed if told is not None and not args.speed else Speed(args.speed),
+        batches=args.batches,
+        factors=args.factors,
+        concurrencies=[None, *args.concurrency],
+        servers=args.servers,
+    )
+    show_plan(found, Console())
     return 0
 
 
@@ -315,6 +350,9 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="go on with the run in this folder; RECIPE and options as they were"
     )
     run.add_argument("--batches", type=_positive, metavar="N", help="how many; the recipe's number by default")
+    run.add_argument("--workers", type=_positive, metavar="N", help="play rollouts in N processes of this machine")
+    run.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus the run's numbers at this port")
+    run.add_argument("--trace", action="store_true", help="spans of OpenTelemetry for rollouts and completions")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
     run.add_argument(
         "--record", action="store_true", help="keep what rollouts are told, so that the run can be replayed"
@@ -390,6 +428,30 @@ def _parser() -> argparse.ArgumentParser:
     versus.add_argument("before", type=Path, metavar="BEFORE", help="the folder of an evaluation")
     versus.add_argument("after", type=Path, metavar="AFTER", help="another, of the same tasks")
     versus.add_argument("--k", type=_numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
+
+    planned = _verb(
+        verbs, "plan", _plan, "which over-sampling factor and concurrency fill a batch soonest", "plan runs/a"
+    )
+    planned.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="the run to plan for; more for other loads")
+    planned.add_argument(
+        "--latency", metavar="SHAPE", help="instead: constant:S, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE"
+    )
+    planned.add_argument("--pass-rate", type=_share, default=1.0, metavar="P", help="of the filter, with --latency (1)")
+    planned.add_argument("--batch-size", type=_positive, metavar="N", help="groups; the run's, or 32")
+    planned.add_argument("--n", type=_positive, metavar="N", help="rollouts in a group; the run's, or 8")
+    planned.add_argument("--batches", type=_positive, default=4, metavar="N", help="played for each option (4)")
+    planned.add_argument("--factors", type=_factors, default=FACTORS, metavar="F,F", help="to try (1,1.25,1.5,2,3)")
+    planned.add_argument(
+        "--concurrency", type=_numbers, default=(), metavar="N,N", help="limits of requests to try, beside none"
+    )
+    planned.add_argument(
+        "--speed",
+        type=_speed,
+        default=(),
+        metavar="K:S,K:S",
+        help="speed of each of K rollouts in a server, e.g. 1:1,64:0.8,256:0.3; that of the runs by default",
+    )
+    planned.add_argument("--servers", type=_numbers, default=SERVERS, metavar="N,N", help="to scale the best to")
 
     check = _verb(verbs, "check", _check, "is every token of this model's chat template exact?", "check --model DIR")
     check.add_argument("--model", metavar="NAME_OR_DIR", help="the tokenizer; by default what the endpoint names")
@@ -471,6 +533,25 @@ def _add_aim(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(_positive(part) for part in text.split(","))
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    factors = tuple(float(part) for part in text.split(","))
+    if min(factors) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected numbers >= 1")
+    return factors
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a number above 0, at most 1")
+    return share
+
+
+def _speed(text: str) -> tuple[tuple[float, float], ...]:
+    pairs = [part.partition(":") for part in text.split(",")]
+    return tuple((float(count), float(speed)) for count, _, speed in pairs)
 
 
 def _positive(text: str) -> int:

@@ -345,6 +345,10 @@ stripped, tools moved): ``append`` keeps the ids and goes on; ``fork`` opens a n
 ``error`` fails the rollout. With ``fork`` and ``error`` each step renders the whole conversation to find out."""
 
 
+Concurrency: TypeAlias = int | Literal["adaptive"] | None
+"""How many requests a server is sent at once: see :class:`Endpoint`."""
+
+
 @attrs.frozen
 class VersionSpan:
     """Policy version ``version`` sampled the tokens ``start`` to ``stop`` (half open)."""
@@ -432,6 +436,14 @@ class Endpoint:
     """Deadline of one completion, from sending it to its last byte."""
     max_retries: int = attrs.field(default=5, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
     """Further attempts after one that cannot have been generated twice (refused connection, 5xx, overload)."""
+    concurrency: Concurrency = attrs.field(
+        default=None,
+        validator=_check(
+            'an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or (_is_int(v) and v >= 1)
+        ),
+    )
+    """Requests that each server is sent at once; the others wait here. ``"adaptive"``: as many as it takes without
+    queueing or running out of KV cache, by its own word (``/v1/loads``). ``None``: all."""
 
     def __attrs_post_init__(self) -> None:
         if self.api_key and any(url != without_password(url) for url in self.base_url):

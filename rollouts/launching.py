@@ -11,8 +11,9 @@ import functools
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 import attrs
@@ -23,13 +24,18 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.sglang import shared_policies, shared_policy
+from rollouts.observability import LoopLag, numbers_of
+from rollouts.observability.prometheus import serving_metrics
+from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, RecipeFunction, build, load_recipe, preflight, read_options
 from rollouts.renderer import renderer_for
-from rollouts.running import RunResult, Stop, run
+from rollouts.running import RunResult, Stop, Watch, run
 from rollouts.serving import EngineProcess, engine_process
+from rollouts.training.config import RolloutConfig
 from rollouts.training.journal import Journal
 from rollouts.training.ledger import Ledger
+from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.recording import RECORDING, recorded
 from rollouts.training.resuming import begin, reopen
@@ -37,7 +43,7 @@ from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
 from rollouts.whereabouts import reporting_on_signal
 
-__all__ = ["Aim", "aimed", "launch", "resumed_aim", "stored_recipe"]
+__all__ = ["Aim", "Spread", "Telling", "aimed", "launch", "resumed_aim", "stored_recipe"]
 
 _INTERRUPTED = 130
 
@@ -54,6 +60,55 @@ class Aim:
     options: Mapping[str, str] = attrs.field(factory=dict)
     batches: int | None = None
     slots: int | None = None
+
+
+Spread: TypeAlias = Callable[[Aim, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
+"""Has the rollouts of a recipe played elsewhere; gives the config that does so."""
+
+
+@attrs.frozen
+class Telling:
+    """What a run tells to others while it runs: nothing by default."""
+
+    metrics_port: int | None = None
+    """Where Prometheus finds its numbers."""
+    trace: bool = False
+    """Spans of OpenTelemetry."""
+
+
+@contextlib.asynccontextmanager
+async def _told(telling: Telling, recipe: Recipe) -> AsyncIterator[tuple[RolloutConfig, Watch | None]]:
+    """The config to run, and an observer."""
+    if telling.trace:
+        recipe = attrs.evolve(recipe, config=traced(recipe.config, recipe.name))
+        for policy in shared_policies():  # preflight has asked for the one that the rollouts share
+            trace_completions(policy)
+    if telling.metrics_port is None:
+        yield recipe.config, None
+        return
+    renderer = await anyio.to_thread.run_sync(renderer_for, recipe.tokenizer)
+    with serving_metrics(telling.metrics_port) as metrics:
+
+        async def observe(manager: AsyncRolloutManager) -> None:
+            lag = LoopLag()
+
+            def read() -> dict[str, float]:
+                return numbers_of(manager, policies=shared_policies(), renderer=renderer, lag=lag)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lag.run)
+                tasks.start_soon(metrics.run, read)
+
+        yield recipe.config, observe
+
+
+def _both(one: Watch, other: Watch) -> Watch:
+    async def watch_both(manager: AsyncRolloutManager) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one, manager)
+            tasks.start_soon(other, manager)
+
+    return watch_both
 
 
 @contextlib.asynccontextmanager
@@ -146,15 +201,20 @@ async def launch(
     *,
     resume: bool = False,
     record: bool = False,
+    spread: Spread | None = None,
+    telling: Telling = Telling(),
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; ``None`` if it was stopped before it began.
 
     With ``resume``, go on with the run; with ``record``, keep what its rollouts are told, as a resumed run does that
-    was recorded before.
+    was recorded before; with ``spread``, play them where it says. ``telling`` is what is told to others meanwhile.
 
     Raises:
         RolloutsError: something was wrong before the work began.
     """
+    recording = record or (resume and (out / RECORDING).is_dir())
+    if recording and spread is not None:
+        raise ConfigError.of("--workers", "with --record", "one of them: what other processes are told is not recorded")
     stop = Stop()
     engine: EngineProcess | None = None
     result: RunResult | None = None
@@ -177,20 +237,29 @@ async def launch(
         tasks.start_soon(signals, starting)
         try:
             with starting:
-                async with aimed(aim, out / "engine.log") as (recipe, engine):
+                async with contextlib.AsyncExitStack() as stack:
+                    recipe, engine = await stack.enter_async_context(aimed(aim, out / "engine.log"))
                     server = await preflight(recipe)
+                    played = recipe
+                    if spread is not None:
+                        config = await stack.enter_async_context(spread(aim, recipe))
+                        played = attrs.evolve(recipe, config=config)
+                    config, observe = await stack.enter_async_context(_told(telling, played))
+                    played = attrs.evolve(played, config=config)
                     opening = functools.partial(_open, aim, recipe, server, out, format, overwrite, resume)
                     writer, ledger, state = await anyio.to_thread.run_sync(opening)
                     working = True
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
-                    show = functools.partial(watch, batches=recipe.batches, console=console)
+                    show: Watch = functools.partial(watch, batches=recipe.batches, console=console)
+                    if observe is not None:
+                        show = _both(show, observe)
                     with contextlib.ExitStack() as files:
                         files.enter_context(ledger.journal)
                         files.enter_context(reporting_on_signal())
-                        if record or (resume and (out / RECORDING).is_dir()):
-                            recipe = await _recorded(recipe, files.enter_context(Journal(out / RECORDING)))
-                        result = await run(recipe, writer, stop=stop, watch=show, ledger=ledger, state=state)
+                        if recording:
+                            played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
+                        result = await run(played, writer, stop=stop, watch=show, ledger=ledger, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
             failure = error

@@ -11,18 +11,12 @@ prompts are spent. Its wait for the abort is left out, in its favour.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import random
-import selectors
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
-import anyio
 import attrs
 
-from rollouts.dtypes import VersionSpan
-from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample, Status
+from rollouts.simulation import fill
 
 __all__ = ["Result", "World", "run_ours", "run_slime"]
 
@@ -45,7 +39,10 @@ class World:
     def seconds(self, group: int, member: int) -> float:
         return random.Random(f"{self.seed}/{group}/{member}").lognormvariate(2.302585, self.sigma)
 
-    def has_spread(self, group: int) -> bool:
+    def outside(self, group: int, member: int) -> float:
+        return 0.0
+
+    def passes(self, group: int) -> bool:
         tens = random.Random(f"{self.seed}/spread/{group // 10}").sample(range(10), self.zero_spread)
         return group % 10 not in tens
 
@@ -65,89 +62,17 @@ class Result:
         return self.started / self.kept
 
 
-class _VirtualSelector(selectors.DefaultSelector):
-    """Instead of waiting for a timer it moves the clock to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        if timeout is not None and timeout > 0:
-            self.now += timeout
-            timeout = 0
-        return super().select(timeout)
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._clock = _VirtualSelector()
-        super().__init__(self._clock)
-
-    def time(self) -> float:
-        return self._clock.now
-
-
-def _run(function: Callable[[], Awaitable[Result]]) -> Result:
-    return anyio.run(function, backend_options={"loop_factory": _VirtualLoop})
-
-
-class _Engine:
-    """Slots, first come first served."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._slots = None if world.slots is None else anyio.Semaphore(world.slots)
-
-    async def play(self, group: int, member: int) -> None:
-        if self._slots is None:
-            await anyio.sleep(self._world.seconds(group, member))
-            return
-        async with self._slots:
-            await anyio.sleep(self._world.seconds(group, member))
-
-
 def run_ours(world: World, over_sampling_factor: float) -> Result:
     """Consecutive batches from the real manager; what is in flight is carried from one to the next."""
-    return _run(lambda: _ours(world, over_sampling_factor))
-
-
-async def _ours(world: World, over_sampling_factor: float) -> Result:
-    engine = _Engine(world)
-    begun: set[int] = set()
-
-    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
-        (prompt,) = prompts
-        assert prompt.group_index is not None
-        assert prompt.index is not None
-        begun.add(prompt.group_index)
-        member = prompt.index % world.n
-        await engine.play(prompt.group_index, member)
-        spread = world.has_spread(prompt.group_index)
-        sample = Sample(
-            tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0.0, -1.0], versions=[VersionSpan("1", 1, 2)]
-        )
-        sample.status, sample.reward = Status.COMPLETED, float(spread and member % 2)
-        return [sample]
-
-    async def spread(samples: Sequence[Sample]) -> bool:  # async, so that no thread stands beside the virtual clock
-        return len({sample.reward for sample in samples}) > 1
-
-    config = RolloutConfig(
+    filled = fill(
+        world,
         batch_size=world.batch_size,
-        n_samples_per_prompt=world.n,
-        over_sampling_factor=over_sampling_factor,
-        generate_fn=generate,
-        filter_fn=spread,  # type: ignore[arg-type]  # an async filter is one too
-        rollout_seconds=1e9,
-        reward_seconds=1e9,
-        filter_seconds=1e9,
+        n=world.n,
+        factor=over_sampling_factor,
+        batches=world.batches,
+        concurrency=world.slots,
     )
-    kept = 0
-    async with AsyncRolloutManager(config, DataBuffer(["prompt"])) as manager:
-        for _ in range(world.batches):
-            kept += len({sample.group_index for sample in await manager.generate_batch()})
-        return Result(anyio.current_time(), manager.accounting.taken, kept)
+    return Result(sum(filled.seconds), filled.started, filled.kept)
 
 
 def run_slime(world: World, over_sampling_batch_size: int | None = None) -> Result:
@@ -179,7 +104,7 @@ def _slime_batch(world: World, refill: int, first: int) -> tuple[float, int]:
         missing[group] -= 1
         if missing[group]:
             continue
-        if not world.has_spread(group):
+        if not world.passes(group):
             remaining -= 1
             continue
         accepted += 1

@@ -10,6 +10,7 @@ This module knows tokens only: no message, no environment, no sample.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -21,20 +22,22 @@ from urllib.parse import quote
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, without_password
+from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, TokenColumn, without_password
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, boundary
 from rollouts.inference import wire
 from rollouts.inference.aborts import abort_generation
+from rollouts.inference.admission import Gate, Pace, read_load
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.sequences import EncodedIds, SequenceCache
-from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
+from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
 from rollouts.inference.workers import Worker, Workers
 from rollouts.transport import Lost, Transport, Unsent
 
-__all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
+__all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policies", "shared_policy"]
 
 DESCRIBE_SECONDS = 30.0
+LOAD_SECONDS = 2.0
 ABORTS_AT_ONCE = 64
 
 
@@ -99,12 +102,14 @@ class SGLangPolicy:
             raise ConfigError("Endpoint.api_key: holds characters that cannot stand in a header")
         self.endpoint = endpoint
         self.totals = Totals()
+        self.on_completion: Callable[[Completion, str], None] | None = None
+        """Is told every completion, and the server that it came from."""
         self._backoff = backoff
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._sequences = SequenceCache(vocab_size)
-        self._workers = Workers([Worker(url, without_password(url)) for url in endpoint.base_url])
+        self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
         self._running: dict[str, Worker] = {}
         """By rid, what was sent and is not answered yet."""
@@ -117,6 +122,21 @@ class SGLangPolicy:
             f" from {done.requests} requests, {done.retries} retries, {done.aborts} aborts; tokens:"
             f" {done.prompt_tokens} prompt ({done.cached_tokens} cached), {done.sampled_tokens} sampled>"
         )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait for an answer now."""
+        return self._workers.in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place at their server."""
+        return sum(worker.gate.waiting for worker in self._workers.all)
+
+    @property
+    def moved(self) -> int:
+        """Sessions that left a server which had far more to do than another."""
+        return self._workers.moved
 
     async def __aenter__(self) -> SGLangPolicy:
         return self
@@ -234,6 +254,29 @@ class SGLangPolicy:
                         call.last = error  # the server ends it by itself once it sees that we are gone
 
     async def _attempt(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
+        if worker.gate.limit == math.inf:
+            return await self._send(call, worker, fresh=fresh)
+        await self._look(worker)
+        async with worker.gate.place():
+            completion = await self._send(call, worker, fresh=fresh)
+        await self._look(worker)
+        return completion
+
+    async def _look(self, worker: Worker) -> None:
+        """Ask a server for its load, if it is time to: one request in a second does so for all."""
+        if worker.pace is None or not worker.pace.claim_look():
+            return
+        try:
+            with anyio.move_on_after(LOAD_SECONDS):
+                status, payload = await self._transport.get(f"{worker.url}/v1/loads?include=core", self._headers)
+                worker.pace.seen(read_load(loads(payload)) if status == 200 else None)
+                return
+        except EndpointUnavailable:
+            pass  # whoever sends a request there finds out
+        finally:
+            worker.pace.unseen()
+
+    async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = uuid.uuid4().hex  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
         call.running = (worker, rid)
         self.totals.requests += 1
@@ -272,6 +315,8 @@ class SGLangPolicy:
         self.totals.prompt_tokens += completion.prompt_tokens
         self.totals.cached_tokens += completion.cached_tokens
         self.totals.sampled_tokens += len(completion.tokens)
+        if self.on_completion is not None:
+            self.on_completion(completion, worker.name)
         return completion
 
     async def _pause(self, failures: int, worker: Worker) -> None:
@@ -318,7 +363,17 @@ def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPo
     return policy
 
 
+def shared_policies() -> list[SGLangPolicy]:
+    """Those that were asked for in the running event loop."""
+    return list(_SHARED.get(asyncio.get_running_loop(), {}).values())
+
+
 _ANY_SAMPLING = SamplingParams()
+
+
+def _worker(url: str, concurrency: Concurrency) -> Worker:
+    gate = Gate(concurrency if isinstance(concurrency, int) else math.inf)
+    return Worker(url, without_password(url), gate=gate, pace=Pace(gate) if concurrency == "adaptive" else None)
 
 
 def _header_safe(session: str) -> str:

@@ -1,7 +1,8 @@
 """Which worker serves which session.
 
-Invariant: a session stays with its worker, whose prefix cache holds its tokens, until that worker fails it. A new
-session goes to the worker with the least work in flight; one that just could not be reached is asked last.
+Invariant: a session stays with its worker, whose prefix cache holds its tokens, until that worker fails it or has far
+more to do than another. A new session goes to the worker with the least to do; one that just could not be reached is
+asked last.
 
 This module knows nothing of requests: it is told when one begins, ends, or finds nobody.
 """
@@ -14,10 +15,16 @@ from collections.abc import Sequence
 
 import attrs
 
+from rollouts.inference.admission import Gate, Pace
+
 __all__ = ["Worker", "Workers"]
 
 SUSPECT_SECONDS = 10.0
 MAX_SESSIONS = 1 << 16
+SKEW_FACTOR = 2.0
+SKEW_REQUESTS = 8
+"""A session moves where its worker has more to do than ``SKEW_FACTOR`` times what the least loaded has, and so many
+requests: computing its tokens again there is then cheaper than standing in line here."""
 
 
 @attrs.define(eq=False)
@@ -33,6 +40,15 @@ class Worker:
     suspect_until: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` until which others are preferred."""
 
+    gate: Gate = attrs.field(factory=Gate, repr=False)
+    pace: Pace | None = attrs.field(default=None, repr=False)
+    """Moves the gate's limit, where it adapts."""
+
+    @property
+    def load(self) -> int:
+        """Requests in flight, those that wait here for a place, and those of other clients where they are known."""
+        return self.in_flight + self.gate.waiting + (0 if self.pace is None else self.pace.others)
+
     def suspect(self) -> None:
         """Say that it could not be reached."""
         self.suspect_until = time.monotonic() + SUSPECT_SECONDS
@@ -44,6 +60,8 @@ class Workers:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.all = tuple(workers)
         self._sessions: OrderedDict[str, Worker] = OrderedDict()
+        self.moved = 0
+        """Sessions that left a worker that had far more to do than another."""
 
     def __repr__(self) -> str:
         return f"<Workers: {', '.join(f'{worker.name} {worker.in_flight} in flight' for worker in self.all)}>"
@@ -60,8 +78,18 @@ class Workers:
         worker = self._sessions.get(session)
         if worker is None:
             return self._assign(session, self.all)
+        if self._is_skewed(worker):
+            self.moved += 1
+            return self._assign(session, self.all)
         self._sessions.move_to_end(session)
         return worker
+
+    def _is_skewed(self, worker: Worker) -> bool:
+        if worker.load <= SKEW_REQUESTS:
+            return False
+        now = time.monotonic()
+        least = min((other.load for other in self.all if other.suspect_until <= now), default=worker.load)
+        return worker.load > SKEW_FACTOR * least + SKEW_REQUESTS
 
     def instead_of(self, worker: Worker, session: str) -> Worker:
         """Move a session away from a worker that failed it; there may be no other."""
@@ -70,7 +98,7 @@ class Workers:
 
     def _assign(self, session: str, among: Sequence[Worker]) -> Worker:
         now = time.monotonic()
-        worker = min(among, key=lambda one: (one.suspect_until > now, one.in_flight, one.assigned))
+        worker = min(among, key=lambda one: (one.suspect_until > now, one.load, one.assigned))
         worker.assigned += 1
         if session:
             self._sessions[session] = worker

@@ -34,6 +34,8 @@ class StubServer:
         max_context: what ``/v1/models`` says.
         old_routes: only ``/get_model_info`` and ``/get_server_info``, as before 0.5.9.
         workers: be a router for the control routes: ``/abort_request`` is not there, ``/workers`` lists these URLs.
+        loads: what ``/v1/loads`` says of the one rank, beside the number of live generations; ``None`` for a server
+            without that route.
         closes_idle: reset a connection that is used again, as a server does that had closed it while it was idle.
 
     Attributes:
@@ -56,6 +58,7 @@ class StubServer:
         max_context: int = 1_000_000,
         old_routes: bool = False,
         workers: Sequence[str] | None = None,
+        loads: Callable[[], Mapping[str, float]] | None = None,
         closes_idle: bool = False,
     ) -> None:
         self._reply: Script = reply or (lambda input_ids, params: [1, 2, 3])
@@ -68,6 +71,7 @@ class StubServer:
         self._max_context = max_context
         self._old_routes = old_routes
         self._workers = workers
+        self._loads = loads
         self._closes_idle = closes_idle
         self._generations: dict[str, anyio.CancelScope] = {}
         self._transports: set[Any] = set()  # held, so that none has the identity of one before it
@@ -101,6 +105,8 @@ class StubServer:
                 app.router.add_get(f"{prefix}model_info", self._info)
                 app.router.add_get(f"{prefix}server_info", self._info)
             app.router.add_get("/v1/models", self._models)
+        if self._loads is not None:
+            app.router.add_get("/v1/loads", self._tell_loads)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
@@ -128,6 +134,11 @@ class StubServer:
     async def _models(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         return _json({"data": [{"id": "stub", "max_model_len": self._max_context}]})
+
+    async def _tell_loads(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        load = {"dp_rank": 0, "num_running_reqs": len(self._generations), "num_waiting_reqs": 0, "token_usage": 0.0}
+        return _json({"version": "0.5.23", "loads": [{**load, **(self._loads() if self._loads else {})}]})
 
     async def _list_workers(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)

@@ -17,13 +17,12 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.dtypes import Prompt, StopReason
+from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
     Failure,
     FilterFailure,
     GenerateFailure,
-    RewardFailure,
     RolloutsError,
     TokenMismatchError,
     at,
@@ -33,12 +32,12 @@ from rollouts.errors import (
     function_name,
     shortened,
 )
+from rollouts.training.attempt import attempt, ends, is_lost, packed_by, placed, salvaged, share_rewards
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureBook, cause_of
 from rollouts.training.ledger import Ledger
-from rollouts.training.rewards.scoring import score, score_group
+from rollouts.training.rewards.scoring import score_group
 from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
-from rollouts.turns import keeping_turns
 
 __all__ = ["GroupPlayer"]
 
@@ -97,7 +96,7 @@ class GroupPlayer:
                 error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
                 error.what, error.late = "the group", True
                 request = self._request(prompt, number)
-                sample = _placed(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
+                sample = placed(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
                 sample.failure = Failure.of(error)
                 self.failures.add([sample], sound=False)
                 lost[number] = [sample]
@@ -143,18 +142,18 @@ class GroupPlayer:
         reason = ""
         try:
             if config.group_rm and config.reward_fn is not None:
-                await score_group(_ends(samples), config.reward_fn, seconds=config.reward_seconds)
-                _share_rewards(samples)
+                await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
+                share_rewards(samples)
             if config.filter_fn is not None:
                 kept, why = await self._ask_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
-            _pack(samples, GenerateFailure, "after reward and filter")
+            packed_by(samples, GenerateFailure, "after reward and filter")
         except (TokenMismatchError, ConfigError):
             raise
         except RolloutsError as error:
             failure = Failure.of(error)
-            for sample in _salvaged(samples):
+            for sample in salvaged(samples):
                 sample.failure = failure
             outcome, reason = "failed", f"{failure.kind}: {failure.message}"
         return Group(prompt, samples, outcome, reason)
@@ -192,108 +191,22 @@ class GroupPlayer:
         return samples, sound
 
     async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
-        for attempt in itertools.count(self._attempts.get(index, 0) + 1):
-            samples = await self._attempt(request)
-            sound = not _is_lost(samples)
+        for number in itertools.count(self._attempts.get(index, 0) + 1):
+            log = self._ledger.turn_log(index) if self._ledger is not None else None
+            samples = await attempt(self.config, request, log)
+            sound = not is_lost(samples)
             self.failures.add(samples, sound=sound)
             for sample in samples:
-                sample.metrics["attempts"] = attempt
+                sample.metrics["attempts"] = number
             if sound:
                 break
-            self._attempts[index] = attempt
+            self._attempts[index] = number
             if self._ledger is not None:
-                self._ledger.attempt_lost(index, attempt, samples)
+                self._ledger.attempt_lost(index, number, samples)
             handling = self.config.handling(cause_of(samples))
-            if attempt >= (handling.attempts or 1):
+            if number >= (handling.attempts or 1):
                 break
             if handling.backoff_seconds:
                 with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
-                    await anyio.sleep(handling.pause(attempt, self._rng))
+                    await anyio.sleep(handling.pause(number, self._rng))
         return samples, sound
-
-    async def _attempt(self, request: Prompt) -> list[Sample]:
-        """Generate and score once; a failure is a sample with status FAILED that says why."""
-        samples: list[Sample] = []
-        try:
-            samples = await self._generate(request)
-            if not self.config.group_rm and not _is_lost(samples):
-                for sample in _ends(samples):
-                    await score(sample, self.config.reward_fn, seconds=self.config.reward_seconds)
-                _share_rewards(samples)
-                _pack(samples, RewardFailure, f"after reward {function_name(self.config.reward_fn)}")
-        except (TokenMismatchError, ConfigError):
-            raise
-        except RolloutsError as error:
-            failure = Failure.of(error)
-            samples = _salvaged(samples) or [_placed(Sample(prompt=request.prompt, label=request.label), request)]
-            for sample in samples:
-                sample.status, sample.failure = Status.FAILED, failure
-        for sample in samples:
-            if sample.status in _LOST and not isinstance(sample.failure, Failure):
-                sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
-        return samples
-
-    async def _generate(self, request: Prompt) -> list[Sample]:
-        """Call the generate function for one rollout, and check what it gave."""
-        name = f"generate_fn {function_name(self.config.generate_fn)}"
-        assert request.index is not None
-        log = self._ledger.turn_log(request.index) if self._ledger is not None else None
-        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds), keeping_turns(log):
-            samples: Any = await self.config.generate_fn([request])
-        if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
-            raise GenerateFailure(
-                f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)"
-            )
-        if len({id(sample) for sample in samples}) < len(samples):
-            raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a new Sample for each branch")
-        for sample in samples:
-            if sample.index not in (None, request.index):
-                raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
-            _placed(sample, request)
-        _pack(samples, GenerateFailure, name)
-        return list(samples)
-
-
-_LOST = (Status.FAILED, Status.ABORTED)
-"""A rollout that ended so is tried again; for good, it costs its group."""
-
-
-def _is_lost(samples: Sequence[Sample]) -> bool:
-    return any(sample.status in _LOST for sample in samples)
-
-
-def _ends(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that a reward can see the end of: not the branches that were left where a history was rewritten."""
-    return [sample for sample in samples if sample.stop_reason is not StopReason.FORKED]
-
-
-def _share_rewards(samples: Sequence[Sample]) -> None:
-    """A branch that was left has the reward of the one that the rollout ended in."""
-    for left, following in reversed(list(itertools.pairwise(samples))):
-        if left.stop_reason is StopReason.FORKED:
-            left.reward = following.reward
-
-
-def _placed(sample: Sample, request: Prompt) -> Sample:
-    sample.group_index, sample.index, sample.rollout_id = request.group_index, request.index, request.index
-    return sample
-
-
-def _pack(samples: Sequence[Sample], failure: type[RolloutsError], source: str) -> None:
-    """Check samples that foreign code had in hand, and hold them packed; what does not pack is its failure."""
-    for sample in samples:
-        try:
-            sample.pack()
-        except ConfigError as error:
-            raise failure(f"{source}: {error}") from error
-
-
-def _salvaged(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of something that failed, for the record: columns that do not pack are emptied."""
-    for sample in samples:
-        try:
-            sample.pack()
-        except ConfigError:
-            sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
-            sample.versions, sample.calls, sample.metrics = [], [], {}
-    return list(samples)

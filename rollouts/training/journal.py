@@ -2,7 +2,7 @@
 
     journal/segment-000000.journal, segment-000001.journal, …     frames, one after another
     frame = magic 2s · kind u8 · version u8 · length u32 · sequence u64 · payload crc u32 · header crc u32 · payload
-    payload = length u32 · MessagePack fields · tokens int32[n] · mask uint8[n] · logprobs float32[n]   (little-endian)
+    payload: see records.py
 
 Invariant: what :meth:`Journal.commit` returned for is on disk and will be read again. A record that was being written
 when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one flipped bit
@@ -28,34 +28,19 @@ import anyio
 import anyio.to_thread
 import attrs
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.errors import ConfigError, JournalError
 from rollouts.training.plain import to_msgpack
+from rollouts.training.records import LENGTH, Columns, packed, unpacked
 
 __all__ = ["Columns", "Entry", "Journal", "Place", "read_entry", "read_journal"]
 
 _HEADER = struct.Struct("<2sBBIQII")
 _SIGNED = _HEADER.size - 4
 _MAGIC, _VERSION = b"rJ", 1
-_LENGTH = struct.Struct("<I")
 _SEGMENT_BYTES = 64 << 20
 _KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed", "event")
 """A kind is stored as its number here: add at the end only."""
-
-
-@attrs.frozen(eq=False)
-class Columns:
-    """The per-token columns of a record; all of one length."""
-
-    tokens: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.bool_]
-    logprobs: npt.NDArray[np.float32] | None
-
-    def to_bytes(self) -> bytes:
-        parts = [self.tokens.astype("<i4").tobytes(), self.mask.astype(np.uint8).tobytes()]
-        return b"".join(parts if self.logprobs is None else [*parts, self.logprobs.astype("<f4").tobytes()])
 
 
 @attrs.frozen(order=True)
@@ -134,11 +119,7 @@ class Journal:
         """
         if self._error is not None:
             raise self._error
-        buffers = b""
-        if columns is not None:
-            fields = {**fields, "columns": [len(columns.tokens), columns.logprobs is not None]}
-            buffers = columns.to_bytes()
-        record = (_KINDS.index(kind), to_msgpack(fields), buffers)
+        record = (_KINDS.index(kind), *packed(fields, columns))
         with self._appending:
             self._queue.append(record)
             self._appended += 1
@@ -228,11 +209,11 @@ class Journal:
 
 
 def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> bytes:
-    length = _LENGTH.size + len(fields) + len(buffers)
-    size = _LENGTH.pack(len(fields))
+    length = LENGTH.size + len(fields) + len(buffers)
+    size = LENGTH.pack(len(fields))
     crc = zlib.crc32(buffers, zlib.crc32(fields, zlib.crc32(size)))
     header = _HEADER.pack(_MAGIC, kind, _VERSION, length, sequence, crc, 0)[:_SIGNED]
-    return b"".join((header, _LENGTH.pack(zlib.crc32(header)), size, fields, buffers))
+    return b"".join((header, LENGTH.pack(zlib.crc32(header)), size, fields, buffers))
 
 
 def _locked(path: Path) -> int:
@@ -363,22 +344,10 @@ def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int
     if zlib.crc32(payload) != crc:
         raise JournalError(f"{name}, offset {offset}: damaged (the record's checksum does not fit)")
     try:
-        (size,) = _LENGTH.unpack_from(payload)
-        fields = msgspec.msgpack.decode(payload[_LENGTH.size : _LENGTH.size + size], type=dict[str, Any])
-        columns = _columns(fields.pop("columns", None), payload[_LENGTH.size + size :])
+        fields, columns = unpacked(payload)
     except (struct.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise JournalError(f"{name}, offset {offset}: the record is sound and makes no sense: {error}") from None
     return Entry(_KINDS[kind], sequence, fields, columns, Place(0, offset)), stop
-
-
-def _columns(shape: list[Any] | None, buffers: memoryview) -> Columns | None:
-    if shape is None:
-        return None
-    count, has_logprobs = shape
-    tokens = np.frombuffer(buffers, "<i4", count).astype(np.int32)
-    mask = np.frombuffer(buffers, np.uint8, count, 4 * count).astype(np.bool_)
-    logprobs = np.frombuffer(buffers, "<f4", count, 5 * count).astype(np.float32) if has_logprobs else None
-    return Columns(tokens, mask, logprobs)
 
 
 def _segment_path(path: Path, number: int) -> Path:

@@ -20,9 +20,10 @@ import numpy as np
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import JournalError
-from rollouts.training.journal import Columns, Entry, Journal, Place, read_entry, read_journal
+from rollouts.training.journal import Entry, Journal, Place, read_entry, read_journal
 from rollouts.training.metrics import RunMetrics
 from rollouts.training.plain import to_msgpack
+from rollouts.training.records import Columns, sample_of, turn_of
 from rollouts.training.types import Group, Outcome, Sample
 from rollouts.turns import Turn, TurnLog
 
@@ -159,21 +160,12 @@ class History:
         if len(columns.tokens) != entry.fields["length"]:
             where = f"segment {entry.place.segment}, offset {entry.place.offset}"
             raise JournalError(f"{self.path}, {where}: {len(columns.tokens)} tokens of {entry.fields['length']}")
-        return Sample.from_dict(
-            {
-                **entry.fields["sample"],
-                "tokens": columns.tokens,
-                "loss_mask": columns.mask,
-                "rollout_log_probs": columns.logprobs,
-            }
-        )
+        return sample_of(entry.fields["sample"], columns)
 
 
 def _turn(entry: Entry) -> Turn:
-    columns = entry.columns
-    assert columns is not None, "a turn has columns"
-    assert columns.logprobs is not None
-    return Turn(entry.fields["number"], columns.tokens, columns.mask, columns.logprobs, entry.fields["turn"])
+    assert entry.columns is not None, "a turn has columns"
+    return turn_of(entry.fields, entry.columns)
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
@@ -229,14 +221,14 @@ class Ledger:
         turns = self._earlier.pop(index, ())
         self._held[index] = held = _Held()
         for turn in turns:
-            held = self._held[index] = held.with_more(_columns(turn))
+            held = self._held[index] = held.with_more(Columns.of(turn))
 
         async def save(turn: Turn | None) -> None:
             if turn is None:
                 self._held[index] = _Held()
                 self.journal.append("turn", {"index": index, "first": True})
             else:
-                columns, first = _columns(turn), turn.number == 1
+                columns, first = Columns.of(turn), turn.number == 1
                 held = _Held() if first else self._held[index]
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)
@@ -284,7 +276,7 @@ class Ledger:
         assert index is not None, "the manager numbers its rollouts"
         held = self._held.get(index, _Held()) if len(samples) == 1 else _Held()
         for branch, sample in enumerate(samples):
-            columns = Columns(sample.token_column, sample.mask_column, sample.logprob_column)
+            columns = Columns.of(sample)
             start = held.length
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != held.digests):
                 start = 0
@@ -292,10 +284,6 @@ class Ledger:
             fields |= {"length": len(sample), "sample": sample.fields_to_dict()}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
         self._written[index] = [_digest(sample) for sample in samples]
-
-
-def _columns(turn: Turn) -> Columns:
-    return Columns(turn.tokens, turn.mask, turn.logprobs)
 
 
 def _cut(columns: Columns, start: int, stop: int) -> Columns:
@@ -311,5 +299,5 @@ def _digests(columns: Columns, start: tuple[int, int, int] = (0, 0, 0)) -> tuple
 
 
 def _digest(sample: Sample) -> int:
-    columns = Columns(sample.token_column, sample.mask_column, sample.logprob_column)
+    columns = Columns.of(sample)
     return zlib.crc32(to_msgpack([sample.fields_to_dict(), _digests(columns)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollouts.inference import workers as module
+from rollouts.inference.admission import Gate, Load, Pace
 from rollouts.inference.workers import Worker, Workers
 
 
@@ -14,18 +15,51 @@ def three() -> Workers:
 
 
 def test_a_new_session_goes_where_least_is_in_flight(three: Workers) -> None:
-    """And stays, however loaded that worker becomes."""
+    """And stays, though others have less to do then."""
     three.all[0].in_flight, three.all[2].in_flight = 2, 1
     worker = three.of("s")
     assert worker.name == "b"
-    worker.in_flight = 99
+    worker.in_flight = 9
     assert three.of("s") is worker
-    assert three.in_flight == 102
+    assert three.in_flight == 12
 
 
 def test_idle_workers_are_used_in_turn(three: Workers) -> None:
     """With nothing in flight, load is what was assigned before."""
     assert sorted(three.of(f"s{n}").name for n in range(6)) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_a_session_leaves_a_worker_that_has_far_more_to_do(three: Workers) -> None:
+    """Computing its tokens again elsewhere is cheaper than its place in that queue; and then it stays there."""
+    first = three.of("s")
+    first.in_flight = 40
+    for worker in three.all:
+        if worker is not first:
+            worker.in_flight = 16
+    assert three.of("s") is first, "more than twice as much, but not by enough"
+    first.in_flight = 41
+    second = three.of("s")
+    assert second is not first
+    assert (three.of("s"), three.moved) == (second, 1)
+
+
+def test_a_session_does_not_move_to_an_unreachable_worker(three: Workers) -> None:
+    """However little that has to do."""
+    first = three.of("s")
+    first.in_flight = 99
+    for worker in three.all:
+        if worker is not first:
+            worker.suspect()
+    assert three.of("s") is first
+
+
+def test_what_waits_for_a_place_counts_as_load() -> None:
+    """And so do requests of others, where the server tells of them."""
+    gate = Gate(1)
+    worker = Worker("http://a", "a", in_flight=1, gate=gate, pace=Pace(gate))
+    assert worker.pace is not None
+    worker.pace.seen(Load(running=5, waiting=0))
+    assert worker.load == 6
 
 
 def test_an_unreachable_worker_is_asked_last(three: Workers) -> None:

@@ -1,0 +1,100 @@
+"""The numbers of a run at this moment: accounting, tokens, caches, waits, seconds by stage, lag.
+
+Invariant: it only reads counters that are kept anyway; a run that nobody looks at pays nothing. This module knows no
+format in which they are told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import attrs
+
+from rollouts.errors import abandoned, waits
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.observability.lag import LoopLag
+from rollouts.renderer import Renderer
+from rollouts.training.manager import AsyncRolloutManager
+
+__all__ = ["numbers_of"]
+
+
+def numbers_of(
+    manager: AsyncRolloutManager,
+    *,
+    policies: Iterable[SGLangPolicy] = (),
+    renderer: Renderer | None = None,
+    lag: LoopLag | None = None,
+) -> dict[str, float]:
+    """Numbers by name.
+
+    Args:
+        manager: of the run.
+        policies: that ask its servers.
+        renderer: that it shares.
+        lag: of its loop.
+
+    Returns:
+        ``prompts/…`` (where every prompt is), ``batches``, ``sampled_tokens``, ``rollouts``, ``requests/…``,
+        ``tokens/…`` (prompt, cached, sampled, tokenised), ``prefix_cache_hit_rate``, ``waits/…`` (how many wait for
+        what, and since how long), ``batch/…`` (the last batch: seconds of generation and environment among them),
+        ``loop_lag/…`` in seconds, ``abandoned_threads``.
+    """
+    numbers: dict[str, float] = {f"prompts/{name}": count for name, count in attrs.asdict(manager.accounting).items()}
+    totals = manager.run_metrics
+    numbers |= {"batches": manager.batches, "sampled_tokens": totals.sampled_tokens, "rollouts": totals.rollouts}
+    numbers |= {f"batch/{name}": value for name, value in manager.metrics.items() if not name.startswith("prompts/")}
+    numbers |= _of_policies(list(policies)) | _of_waits()
+    numbers["abandoned_threads"] = len(abandoned())
+    if renderer is not None:
+        numbers["tokens/tokenised"] = renderer.encoded_tokens
+    if lag is not None:
+        numbers |= {"loop_lag/p50": lag.quantile(0.5), "loop_lag/p99": lag.quantile(0.99), "loop_lag/max": lag.longest}
+    return numbers
+
+
+def _of_policies(policies: list[SGLangPolicy]) -> dict[str, float]:
+    if not policies:
+        return {}
+    every = [policy.totals for policy in policies]
+    prompt, cached = sum(one.prompt_tokens for one in every), sum(one.cached_tokens for one in every)
+    return {
+        "requests/sent": sum(one.requests for one in every),
+        "requests/retried": sum(one.retries for one in every),
+        "requests/aborted": sum(one.aborts for one in every),
+        "requests/in_flight": sum(policy.in_flight for policy in policies),
+        "requests/waiting": sum(policy.waiting for policy in policies),
+        "sessions/moved": sum(policy.moved for policy in policies),
+        "tokens/prompt": prompt,
+        "tokens/cached": cached,
+        "tokens/sampled": sum(one.sampled_tokens for one in every),
+        "prefix_cache_hit_rate": cached / prompt if prompt else 0.0,
+    }
+
+
+_KINDS = (
+    ("POST ", "generation"),
+    ("reward ", "reward"),
+    ("group reward ", "reward"),
+    ("filter ", "filter"),
+    ("a free thread", "a_free_thread"),
+    ("pause after", "a_pause"),
+    ("the pause after", "a_pause"),
+    ("recording ", "recording"),
+)
+
+
+def _of_waits() -> dict[str, float]:
+    """How many wait, and how long the first of them has, by what they wait for."""
+    numbers: dict[str, float] = {}
+    now = time.monotonic()
+    for wait in waits():  # oldest first
+        kind = next((kind for start, kind in _KINDS if wait.what.startswith(start)), None)
+        if kind is None:
+            kind = "environment" if "." in wait.what else "other"
+        if wait.what.startswith("generate_fn "):
+            continue  # it lasts as long as its rollout; what that waits for is listed as well
+        numbers[f"waits/{kind}"] = numbers.get(f"waits/{kind}", 0) + 1
+        numbers.setdefault(f"waits/{kind}_seconds", now - wait.since)
+    return numbers

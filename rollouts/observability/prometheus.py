@@ -1,0 +1,78 @@
+"""A run's numbers for Prometheus, over HTTP (extra: ``prometheus``).
+
+Invariant: a scrape reads what the run's loop wrote down last, at most a second ago, in another thread: it cannot stall
+the loop, nor see half a change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+
+from rollouts.errors import ConfigError
+
+__all__ = ["MetricsServer", "serving_metrics"]
+
+REFRESH_SECONDS = 1.0
+_COUNTERS = ("requests/sent", "requests/retried", "requests/aborted", "sessions/moved", "tokens/", "rollouts")
+"""What only grows; everything else is a gauge."""
+_GAUGES = ("tokens/mean",)
+
+
+class MetricsServer:
+    """Answers scrapes while :func:`serving_metrics` lasts."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._latest: Mapping[str, float] = {}
+
+    async def run(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Write the numbers down every second until cancelled."""
+        while True:
+            self._latest = dict(read())
+            await anyio.sleep(REFRESH_SECONDS)
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client calls at a scrape."""
+        core = importlib.import_module("prometheus_client.core")
+        for name, value in self._latest.items():
+            told = "rollouts_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            counts = name.startswith(_COUNTERS) and name not in _GAUGES
+            family = core.CounterMetricFamily if counts else core.GaugeMetricFamily
+            yield family(told, f"{name} of the run", value=value)
+
+
+@contextmanager
+def serving_metrics(port: int, host: str = "127.0.0.1") -> Iterator[MetricsServer]:
+    """Serve ``/metrics`` in a thread while the context lasts.
+
+    Args:
+        port: 0 takes a free one; see :attr:`MetricsServer.port`.
+        host: the address to listen on.
+
+    Raises:
+        ConfigError: prometheus-client is not installed, or the port is taken.
+    """
+    try:
+        client = importlib.import_module("prometheus_client")
+    except ImportError as error:
+        raise ConfigError("prometheus-client is not installed: pip install 'rollouts[prometheus]'") from error
+    registry = client.CollectorRegistry()
+    metrics = MetricsServer(port)
+    registry.register(metrics)
+    try:
+        server, thread = client.start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError.of("--metrics-port", port, f"a port that is free ({error})") from error
+    metrics.port = server.server_port
+    try:
+        yield metrics
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

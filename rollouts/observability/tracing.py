@@ -1,0 +1,89 @@
+"""Spans of OpenTelemetry for rollouts and completions, named as its conventions for GenAI do (extra: ``otel``).
+
+Invariant: one span a rollout and one a completion that was answered, its child; nothing is done by token, and no text
+of a prompt or a reply is in them. Where the spans go is set up by whoever runs us: this module uses the API only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from rollouts.dtypes import Completion, Prompt
+from rollouts.errors import ConfigError
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.training.config import RolloutConfig
+from rollouts.training.types import GenerateFn, Sample
+
+__all__ = ["trace_completions", "traced"]
+
+
+def _trace() -> Any:
+    try:
+        return importlib.import_module("opentelemetry.trace")
+    except ImportError as error:
+        raise ConfigError("opentelemetry-api is not installed: pip install 'rollouts[otel]'") from error
+
+
+def traced(config: RolloutConfig, name: str = "rollout") -> RolloutConfig:
+    """The same config, each of whose rollouts is a span ``invoke_agent NAME``.
+
+    Raises:
+        ConfigError: opentelemetry-api is not installed.
+    """
+    tracer = _trace().get_tracer("rollouts")
+    return attrs.evolve(config, generate_fn=functools.partial(_generate_traced, tracer, name, config.generate_fn))
+
+
+async def _generate_traced(
+    tracer: Any, name: str, generate_fn: GenerateFn, prompts: Sequence[Prompt]
+) -> Sequence[Sample]:
+    first = prompts[0] if prompts else None
+    known = {"rollouts.group_index": first and first.group_index, "rollouts.index": first and first.index}
+    told = {key: value for key, value in known.items() if value is not None}
+    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name, **told}
+    with tracer.start_as_current_span(f"invoke_agent {name}", attributes=attributes) as span:
+        samples = await generate_fn(prompts)
+        for sample in samples:
+            if isinstance(sample, Sample) and sample.failure is not None:
+                span.set_attribute("error.type", sample.failure.kind)
+                span.set_status(_trace().StatusCode.ERROR, sample.failure.message)
+        return samples
+
+
+def trace_completions(policy: SGLangPolicy) -> None:
+    """Let each completion of a policy be a span ``text_completion MODEL``, the child of what asked for it.
+
+    Raises:
+        ConfigError: opentelemetry-api is not installed.
+    """
+    trace = _trace()
+    tracer = trace.get_tracer("rollouts")
+    model = policy.endpoint.model
+
+    def tell(completion: Completion, server: str) -> None:
+        now = time.time_ns()
+        span = tracer.start_span(
+            f"text_completion {model}",
+            kind=trace.SpanKind.CLIENT,
+            start_time=now - int(completion.seconds * 1e9),
+            attributes={
+                "gen_ai.operation.name": "text_completion",
+                "gen_ai.provider.name": "sglang",
+                "gen_ai.request.model": model,
+                "gen_ai.response.id": completion.request_id,
+                "gen_ai.response.finish_reasons": [completion.finish_reason],
+                "gen_ai.usage.input_tokens": completion.prompt_tokens,
+                "gen_ai.usage.output_tokens": len(completion.tokens),
+                "gen_ai.usage.cache_read.input_tokens": completion.cached_tokens,
+                "server.address": server,
+            },
+        )
+        span.end(end_time=now)
+
+    policy.on_completion = tell

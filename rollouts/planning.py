@@ -1,0 +1,291 @@
+"""Which over-sampling factor and concurrency fill a batch soonest: ``rollouts plan``.
+
+Invariant: nothing is assumed of a run that was not measured in it: its groups are drawn again whole, with the seconds
+that each of their rollouts was in the engine and in its environment, and with what the filter said of them. What was
+not measured (other loads of the engine than the run's) is taken from further runs, or given; else see
+:class:`~rollouts.simulation.Speed`.
+
+This module starts no rollout; :mod:`rollouts.simulation` plays them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import attrs
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from rollouts.errors import ConfigError
+from rollouts.simulation import Filled, Speed, fill
+from rollouts.training.run_folder import read_info, read_rows
+
+__all__ = ["Given", "Measured", "Option", "Plan", "measured", "plan", "shape", "show_plan"]
+
+FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
+SERVERS = (1, 2, 4, 16, 64, 256, 1024, 4096)
+
+
+@attrs.frozen
+class Given:
+    """A workload by its parameters (protocol :class:`~rollouts.simulation.Workload`)."""
+
+    draw: Callable[[random.Random], float]
+    """Seconds of one rollout; see :func:`shape`."""
+    pass_rate: float = 1.0
+    seed: int = 0
+
+    def seconds(self, group: int, member: int) -> float:
+        return self.draw(random.Random(f"{self.seed}/{group}/{member}"))
+
+    def outside(self, group: int, member: int) -> float:
+        return 0.0
+
+    def passes(self, group: int) -> bool:
+        return random.Random(f"{self.seed}/{group}/passes").random() < self.pass_rate
+
+
+def shape(text: str) -> Callable[[random.Random], float]:
+    """Read a distribution of seconds: ``constant:S``, ``lognormal:MEDIAN,SIGMA`` or ``bimodal:SHORT,LONG,SHARE``.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    name, _, rest = text.partition(":")
+    try:
+        numbers = [float(number) for number in rest.split(",")]
+        match name, numbers:
+            case "constant", [seconds] if seconds > 0:
+                return functools.partial(_constant, seconds)
+            case "lognormal", [median, sigma] if median > 0 and sigma >= 0:
+                return functools.partial(_lognormal, median, sigma)
+            case "bimodal", [short, long, share] if short > 0 and long > 0 and 0 <= share <= 1:
+                return functools.partial(_bimodal, short, long, share)
+    except ValueError:
+        pass
+    raise ConfigError.of("latency", text, "constant:S, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE_OF_LONG")
+
+
+def _constant(seconds: float, rng: random.Random) -> float:
+    return seconds
+
+
+def _lognormal(median: float, sigma: float, rng: random.Random) -> float:
+    return median * rng.lognormvariate(0.0, sigma)
+
+
+def _bimodal(short: float, long: float, share: float, rng: random.Random) -> float:
+    return long if rng.random() < share else short
+
+
+@attrs.frozen
+class _Played:
+    """One group of a run."""
+
+    seconds: tuple[float, ...]
+    outside: tuple[float, ...]
+    kept: bool
+
+
+@attrs.frozen
+class Measured:
+    """The workload of one or several runs (protocol :class:`~rollouts.simulation.Workload`)."""
+
+    groups: tuple[_Played, ...]
+    speed: Speed
+    """By how many rollouts were in the engine, relative to the first run; the points are the runs."""
+    batch_size: int
+    n: int
+    seed: int = 0
+
+    def seconds(self, group: int, member: int) -> float:
+        return self._drawn(group).seconds[member % len(self._drawn(group).seconds)]
+
+    def outside(self, group: int, member: int) -> float:
+        return self._drawn(group).outside[member % len(self._drawn(group).outside)]
+
+    def passes(self, group: int) -> bool:
+        return self._drawn(group).kept
+
+    @property
+    def pass_rate(self) -> float:
+        """The share of the groups that was kept."""
+        return statistics.fmean(group.kept for group in self.groups)
+
+    def _drawn(self, group: int) -> _Played:
+        """Every group once before any is drawn again, in another order each time."""
+        turn, at = divmod(group, len(self.groups))
+        return self.groups[_order(self.seed, turn, len(self.groups))[at]]
+
+
+@functools.lru_cache(maxsize=64)
+def _order(seed: int, turn: int, count: int) -> list[int]:
+    return random.Random(f"{seed}/{turn}").sample(range(count), count)
+
+
+def measured(runs: Sequence[Path]) -> Measured:
+    """Read the workload of stored runs of one recipe, the first of which is planned for.
+
+    Runs with other numbers of rollouts in flight say how fast the engine is then. They are to be measured without a
+    limit of requests at the endpoint: seconds in line for it would count as the engine's.
+
+    Raises:
+        ConfigError: no run, or one without a batch or without times.
+    """
+    points: list[tuple[float, float]] = []
+    groups: list[_Played] = []
+    for run in runs:
+        played, tokens, seconds = _read(run)
+        wall = _batch_seconds(run)
+        if not seconds or not wall:
+            raise ConfigError.of("run", str(run), "a run with a batch, whose rollouts took time")
+        points.append((seconds / wall, tokens / seconds))
+        scale = points[-1][1] / points[0][1]  # seconds there, as they would have been in the first run
+        groups += [attrs.evolve(group, seconds=tuple(one * scale for one in group.seconds)) for group in played]
+    config = read_info(runs[0])["config"]
+    relative = [(count, rate / points[0][1]) for count, rate in points]
+    (count, rate), most = max(zip(relative, map(_most_in_flight, runs), strict=True))
+    if most > count:
+        relative.append((most, rate))  # the mean of that run was reached with so many at times: it was not full then
+    return Measured(tuple(groups), Speed(relative), config["batch_size"], config["n_samples_per_prompt"])
+
+
+def _most_in_flight(run: Path) -> float:
+    config = read_info(run)["config"]
+    return float(math.ceil(config["batch_size"] * config["over_sampling_factor"]) * config["n_samples_per_prompt"])
+
+
+def _batch_seconds(run: Path) -> float:
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return sum(float(msgspec.json.decode(line)["seconds"]) for line in lines)
+
+
+def _read(run: Path) -> tuple[list[_Played], int, float]:
+    """The groups of a run, their sampled tokens, and the seconds that they were generated in."""
+    rollouts: dict[int, dict[int, tuple[float, float]]] = {}
+    kept: set[int] = set()
+    tokens, total = 0, 0.0
+    for row in read_rows(run, "all"):
+        numbers = row.data["metrics"]
+        seconds = float(numbers.get("generation_seconds", 0.0))
+        outside = float(numbers.get("environment_seconds", 0.0))
+        tokens += sum(call["stop"] - call["start"] for call in row.data["calls"])
+        total += seconds
+        if row.place == "failed":
+            continue
+        rollouts.setdefault(row.data["group_index"], {})[row.data["index"]] = (seconds, outside)
+        if row.place in ("kept", "unbatched"):
+            kept.add(row.data["group_index"])
+    return (
+        [
+            _Played(
+                tuple(seconds for seconds, _ in members.values()),
+                tuple(outside for _, outside in members.values()),
+                number in kept,
+            )
+            for number, members in sorted(rollouts.items())
+        ],
+        tokens,
+        total,
+    )
+
+
+@attrs.frozen
+class Option:
+    """One way to run, and what it would cost."""
+
+    factor: float
+    concurrency: int | None
+    servers: int
+    filled: Filled
+    batch_size: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch, in the mean; without the first, which begins with nothing in flight, where there are more."""
+        return statistics.fmean(self.filled.seconds[1:] or self.filled.seconds)
+
+    @property
+    def started_per_kept(self) -> float:
+        return self.filled.started / self.filled.kept
+
+
+@attrs.frozen
+class Plan:
+    """What was tried."""
+
+    options: tuple[Option, ...]
+    """By factor and concurrency, at one server."""
+    scaled: tuple[Option, ...]
+    """The best of them on more servers, for the same batch."""
+
+    @property
+    def best(self) -> Option:
+        """The soonest; of those within 2 % of it, the one that starts the fewest prompts."""
+        soonest = min(option.seconds for option in self.options)
+        near = [option for option in self.options if option.seconds <= 1.02 * soonest]
+        return min(near, key=lambda option: (option.started_per_kept, option.factor))
+
+
+def plan(
+    workload: Measured | Given,
+    *,
+    batch_size: int,
+    n: int,
+    speed: Speed,
+    batches: int = 4,
+    factors: Iterable[float] = FACTORS,
+    concurrencies: Iterable[int | None] = (None,),
+    servers: Iterable[int] = SERVERS,
+) -> Plan:
+    """Try every factor at every concurrency, and the best of them on more servers."""
+
+    def tried(factor: float, concurrency: int | None, count: int) -> Option:
+        filled = fill(
+            workload,
+            batch_size=batch_size,
+            n=n,
+            factor=factor,
+            batches=batches,
+            concurrency=None if concurrency is None else concurrency * count,
+            speed=speed,
+            servers=count,
+        )
+        return Option(factor, concurrency, count, filled, batch_size)
+
+    options = tuple(tried(factor, concurrency, 1) for factor in factors for concurrency in concurrencies)
+    best = Plan(options, ()).best
+    return Plan(options, tuple(tried(best.factor, best.concurrency, count) for count in servers))
+
+
+def show_plan(found: Plan, console: Console) -> None:
+    """Print a plan."""
+    table = Table(title="seconds to fill a batch, on one server", box=None, header_style="bold", pad_edge=False)
+    for name in ("over_sampling_factor", "concurrency", "seconds", "prompts started per kept", "in the engine"):
+        table.add_column(name, justify="right")
+    for option in found.options:
+        style = "bold green" if option is found.best else ""
+        table.add_row(f"{option.factor:g}", *_told(option), style=style)
+    console.print(table)
+    best = found.best
+    limit = "no limit" if best.concurrency is None else f"Endpoint(concurrency={best.concurrency})"
+    console.print(f"soonest: over_sampling_factor={best.factor:g}, {limit}: {best.seconds:.3g} s a batch")
+    if found.scaled:
+        table = Table(title="the same batch on more servers", box=None, header_style="bold", pad_edge=False)
+        for name in ("servers", "concurrency of each", "seconds", "prompts started per kept", "in the engines"):
+            table.add_column(name, justify="right")
+        for option in found.scaled:
+            table.add_row(str(option.servers), *_told(option))
+        console.print(table)
+
+
+def _told(option: Option) -> tuple[str, ...]:
+    limit = "no limit" if option.concurrency is None else str(option.concurrency)
+    return limit, f"{option.seconds:.3g}", f"{option.started_per_kept:.2f}", f"{option.filled.busy:.0f}"

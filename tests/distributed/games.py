@@ -1,0 +1,125 @@
+"""Configs that tests play in workers: made by functions of a module, so that they can be pickled."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import attrs
+
+from rollouts.dtypes import Prompt
+from rollouts.errors import TokenMismatchError
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
+from tests.stored_runs import some_sample, spread
+
+PROMPTS = [{"prompt": f"question {number}", "label": (number, None), "metadata": {"n": number}} for number in range(20)]
+
+
+async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+    await anyio.lowlevel.checkpoint()
+    return [some_sample(prompt, 7) for prompt in prompts]
+
+
+def reward(sample: Sample) -> float:
+    """Knows the label as it was given: a tuple, which MessagePack has not."""
+    assert isinstance(sample.label, tuple)
+    return float(sample.tokens[-1] % 2)
+
+
+def config(*, attempts: int = 2) -> RolloutConfig:
+    """Small groups whose samples depend on their index only."""
+    return RolloutConfig(
+        batch_size=3,
+        n_samples_per_prompt=4,
+        over_sampling_factor=1.0,
+        generate_fn=generate,
+        reward_fn=reward,
+        max_attempts=attempts,
+    )
+
+
+def broken() -> RolloutConfig:
+    raise ValueError("no data")
+
+
+def lawless() -> RolloutConfig:
+    """A law breaks in the first rollout."""
+
+    async def generate_and_break(prompts: Sequence[Prompt]) -> list[Sample]:
+        raise TokenMismatchError("the ids are not those that were sent")
+
+    return RolloutConfig(batch_size=3, n_samples_per_prompt=4, generate_fn=generate_and_break)
+
+
+def failing() -> RolloutConfig:
+    """The reward of every third rollout raises."""
+
+    def picky(sample: Sample) -> float:
+        if sample.index is not None and sample.index % 3 == 0:
+            raise ValueError("not this one")
+        return 1.0
+
+    return RolloutConfig(batch_size=3, n_samples_per_prompt=1, generate_fn=generate, reward_fn=picky, max_attempts=1)
+
+
+def deadly(tombs: Path) -> RolloutConfig:
+    """Whoever first plays rollout 5 or 18 kills its process, after the rest of its group is finished."""
+
+    async def generate_or_die(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        tomb = tombs / str(prompt.index)
+        if prompt.index in (5, 18) and not tomb.exists():
+            tomb.touch()
+            await anyio.sleep(0.2)  # so that what is finished has been sent
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await generate(prompts)
+
+    return RolloutConfig(
+        batch_size=6,
+        n_samples_per_prompt=4,
+        over_sampling_factor=1.0,
+        generate_fn=generate_or_die,
+        reward_fn=reward,
+        max_attempts=4,
+    )
+
+
+def located(folder: Path) -> RolloutConfig:
+    """Leaves a file named after each node of a Ray cluster that plays."""
+
+    async def generate_somewhere(prompts: Sequence[Prompt]) -> list[Sample]:
+        import ray
+
+        (folder / ray.get_runtime_context().get_node_id()).touch()
+        return await generate(prompts)
+
+    return attrs.evolve(config(), generate_fn=generate_somewhere)
+
+
+def slow() -> RolloutConfig:
+    """Groups of four whose last rollout takes four seconds; tried as often as need be."""
+
+    async def generate_slowly(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.sleep(4.0 if (prompts[0].index or 0) % 4 == 3 else 0.05)
+        return await generate(prompts)
+
+    return RolloutConfig(
+        batch_size=3, n_samples_per_prompt=4, over_sampling_factor=1.0, generate_fn=generate_slowly, max_attempts=5
+    )
+
+
+async def batches(config: RolloutConfig, count: int = 2) -> tuple[list[Sample], AsyncRolloutManager]:
+    """Samples of so many batches."""
+    samples: list[Sample] = []
+    async with AsyncRolloutManager(config, DataBuffer(PROMPTS)) as manager:
+        for _ in range(count):
+            samples += await manager.generate_batch()
+    manager.accounting.check()
+    return samples, manager
+
+
+__all__ = ["batches", "broken", "config", "deadly", "failing", "generate", "lawless", "reward", "spread"]

@@ -1,0 +1,87 @@
+"""Workers in the process of the test: real players behind links that a test can cut."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import anyio
+import attrs
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rollouts.distributed.dispatch import Dispatcher, LinkLost
+from rollouts.distributed.player import Player
+from rollouts.errors import ConfigError
+from rollouts.training import RolloutConfig
+
+
+@attrs.define(eq=False)
+class LocalLink:
+    """A link to a player on this loop."""
+
+    player: Player
+    scope: anyio.CancelScope
+    back: MemoryObjectReceiveStream[bytes]
+    orders: int = 0
+
+    async def send(self, message: bytes) -> None:
+        if self.scope.cancel_called:
+            raise LinkLost("cut")
+        self.orders += 1
+        self.player.submit(message)
+
+    async def receive(self) -> bytes:
+        try:
+            return await self.back.receive()
+        except anyio.EndOfStream:
+            raise LinkLost("the worker was cut off") from None
+
+    async def aclose(self) -> None:
+        self.cut()
+        self.back.close()
+
+    def cut(self) -> None:
+        """Let the worker die."""
+        self.scope.cancel()
+
+
+@attrs.define(eq=False)
+class Local:
+    """Starts players, and keeps all that it ever started."""
+
+    tasks: TaskGroup
+    config: RolloutConfig
+    options: Mapping[str, Any]
+    links: list[LocalLink] = attrs.field(factory=list)
+    refuses: bool = False
+
+    async def connect(self, number: int) -> LocalLink:
+        if self.refuses:
+            raise ConfigError("there is no room")
+        there, back = anyio.create_memory_object_stream[bytes](100)
+        link = LocalLink(Player(self.config, **self.options), anyio.CancelScope(), back)
+        await self.tasks.start(_work, link, there)
+        self.links.append(link)
+        return link
+
+
+@contextlib.asynccontextmanager
+async def local_workers(config: RolloutConfig, count: int, **options: Any) -> AsyncIterator[tuple[Local, Dispatcher]]:
+    """Players of a config, and their dispatcher."""
+    async with anyio.create_task_group() as tasks:
+        local = Local(tasks, config, options)
+        async with Dispatcher(local.connect, count) as workers:
+            yield local, workers
+        tasks.cancel_scope.cancel()
+
+
+async def _work(link: LocalLink, there: MemoryObjectSendStream[bytes], *, task_status: Any) -> None:
+    with there, link.scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.player.run)
+            await link.player.at_work.wait()
+            task_status.started()
+            while True:
+                await there.send(await link.player.collect())

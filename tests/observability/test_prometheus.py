@@ -1,0 +1,49 @@
+"""A run's numbers, scraped by the real library's format."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.to_thread
+import pytest
+from aiohttp import ClientSession
+
+from rollouts.errors import ConfigError
+from rollouts.observability.prometheus import serving_metrics
+
+client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: prometheus)")
+
+
+async def test_a_scrape_reads_the_numbers() -> None:
+    """Names as Prometheus has them; what only grows is a counter."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    numbers = {"prompts/in_flight": 3.0, "tokens/cached": 70.0, "loop_lag/p99": 0.25, "batch/tokens/mean": 9.5}
+    read = anyio.Event()
+
+    def told() -> dict[str, float]:
+        read.set()
+        return numbers
+
+    with serving_metrics(0) as metrics:
+        async with anyio.create_task_group() as tasks, ClientSession() as session:
+            tasks.start_soon(metrics.run, told)
+            await read.wait()
+            async with session.get(f"http://127.0.0.1:{metrics.port}/metrics") as answer:
+                text = await answer.text()
+            tasks.cancel_scope.cancel()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["rollouts_prompts_in_flight"].samples[0].value == 3
+    assert families["rollouts_batch_tokens_mean"].type == "gauge"
+    assert (families["rollouts_tokens_cached"].type, families["rollouts_tokens_cached"].samples[0].value) == (
+        "counter",
+        70,
+    )
+    assert families["rollouts_loop_lag_p99"].samples[0].value == 0.25
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    """By name, before the run."""
+    with serving_metrics(0) as metrics:
+        with pytest.raises(ConfigError, match="--metrics-port"):
+            with serving_metrics(metrics.port):
+                pass
