@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -36,6 +37,7 @@ __all__ = [
     "as_messages",
     "packed_logprobs",
     "packed_tokens",
+    "without_password",
 ]
 
 ChatDict: TypeAlias = dict[str, Any]
@@ -164,6 +166,9 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
     return tuple(calls)
 
 
+_text_or_none = _check("a string", lambda v: isinstance(v, str), optional=True)
+
+
 @attrs.frozen
 class Message:
     """One turn of a conversation, as text. Tokens are kept elsewhere: a message is a view, never the record."""
@@ -171,11 +176,11 @@ class Message:
     role: Role = attrs.field(validator=_check(f"one of {get_args(Role)}", lambda v: v in get_args(Role)))
     content: str = attrs.field(default="", validator=_check("a string", lambda v: isinstance(v, str)))
     tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=_calls)
-    tool_call_id: str | None = None
+    tool_call_id: str | None = attrs.field(default=None, validator=_text_or_none)
     """On a tool message: the id of the call that it answers."""
-    name: str | None = None
+    name: str | None = attrs.field(default=None, validator=_text_or_none)
     """On a tool message: the name of the tool that answered."""
-    reasoning: str | None = None
+    reasoning: str | None = attrs.field(default=None, validator=_text_or_none)
     """On an assistant message: what stood in its thinking block, when there was one."""
 
     def to_chat(self) -> ChatDict:
@@ -204,7 +209,10 @@ class Message:
             if not all(isinstance(text, str) for text in texts):
                 raise ConfigError.of("message.content", content, "a string or a list of text parts")
             content = "".join(text for text in texts if text is not None)
-        calls = [_call_from_chat(call) for call in chat.get("tool_calls") or ()]
+        asked = chat.get("tool_calls") or ()
+        if not isinstance(asked, Sequence) or isinstance(asked, str):
+            raise ConfigError.of("message.tool_calls", asked, "a list of calls")
+        calls = [_call_from_chat(call) for call in asked]
         return cls(
             role=chat.get("role"),  # type: ignore[arg-type]  # the validator answers a wrong one
             content="" if content is None else content,
@@ -215,12 +223,18 @@ class Message:
         )
 
 
-def _call_from_chat(call: Mapping[str, Any]) -> ToolCall:
-    function = call.get("function", call)
+def _call_from_chat(call: Any) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ConfigError.of("message.tool_calls", call, "an object with a function that has name and arguments")
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, Mapping):
         raise ConfigError.of("message.tool_calls.arguments", arguments, "a mapping")
-    return ToolCall(name=function.get("name", ""), arguments=arguments, id=call.get("id") or "")
+    name, number = function.get("name", ""), call.get("id") or ""
+    for field, value in (("name", name), ("id", number)):
+        if not isinstance(value, str):
+            raise ConfigError.of(f"message.tool_calls.{field}", value, "a string")
+    return ToolCall(name=name, arguments=arguments, id=number)
 
 
 def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -344,6 +358,21 @@ class SamplingParams:
     seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
 
 
+def without_password(text: str) -> str:
+    """A URL, or a text with URLs in it, as it may be printed: without user names and passwords."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
+def _printed_urls(urls: Any) -> str:
+    return without_password(repr(urls))
+
+
+def _check_urls(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not (_are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
+        told = tuple(map(without_password, value)) if _are_texts(value) else value
+        raise ConfigError.of("Endpoint.base_url", told, "one or more URLs that start with http:// or https://")
+
+
 def _urls(value: Any) -> Any:
     urls = _texts(value)
     return tuple(url.rstrip("/") for url in urls) if _are_texts(urls) else urls
@@ -367,10 +396,8 @@ class Endpoint:
     base_url: tuple[str, ...] = attrs.field(
         default="http://127.0.0.1:30000",
         converter=_urls,
-        validator=_check(
-            "one or more URLs that start with http:// or https://",
-            lambda v: _are_texts(v) and bool(v) and all(url.startswith(("http://", "https://")) for url in v),
-        ),
+        validator=_check_urls,
+        repr=_printed_urls,
     )
     api_key: str | None = attrs.field(default=None, repr=False)
     sampling: SamplingParams = attrs.field(
@@ -381,6 +408,11 @@ class Endpoint:
     """Deadline of one completion, from sending it to its last byte."""
     max_retries: int = attrs.field(default=5, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
     """Further attempts after one that cannot have been generated twice (refused connection, 5xx, overload)."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.api_key and any(url != without_password(url) for url in self.base_url):
+            expected = "none where a URL has a user name or a password: a request carries one of them"
+            raise ConfigError.of("Endpoint.api_key", "(not shown)", expected)
 
 
 @attrs.frozen

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_type_hints
-from urllib.parse import urlsplit
 
 import anyio.to_thread
 import attrs
 import msgspec
 
-from rollouts.dtypes import Endpoint, History, SamplingParams
+from rollouts.dtypes import Endpoint, History, SamplingParams, without_password
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure, RolloutsError, boundary, function_name
 from rollouts.inference.base import ServerInfo
@@ -79,7 +78,7 @@ class Recipe:
     endpoint: Endpoint = attrs.field(validator=_is_a(Endpoint, "an Endpoint"))
     tokenizer: Any
     """A transformers tokenizer, or the name or folder to load one from."""
-    environment_cls: EnvironmentFactory = attrs.field(validator=_factory)
+    environment_cls: EnvironmentFactory = attrs.field(validator=_factory, repr=function_name)
     batches: int = attrs.field(default=1, validator=_at_least_one)
     seed: int = attrs.field(default=0, validator=_is_a(int, "an integer"))
 
@@ -87,7 +86,7 @@ class Recipe:
         """The recipe as plain values for ``run.json``; no key and no password is among them."""
         endpoint = attrs.asdict(self.endpoint)
         del endpoint["api_key"]
-        endpoint["base_url"] = [_without_password(url) for url in self.endpoint.base_url]
+        endpoint["base_url"] = [without_password(url) for url in self.endpoint.base_url]
         generate_fn = self.config.generate_fn
         bound = generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
         return {
@@ -163,11 +162,6 @@ def agent_recipe(
         batches=batches,
         seed=seed,
     )
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _told(value: Any) -> Any:
@@ -282,7 +276,7 @@ def _converted(name: str, text: str, kind: Any) -> Any:
         first = error
     try:  # lists, objects and the like are given as JSON
         return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
-    except (msgspec.DecodeError, TypeError, ValueError):
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         raise ConfigError.of(f"option {name}", text, f"{_type_name(kind)} ({first})") from None
 
 

@@ -19,7 +19,9 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="play 10,000 conversations of each family, for hours")
+    parser.addoption(
+        "--long", action="store_true", help="play 10,000 conversations of each family, 100,000 fuzzed inputs; for hours"
+    )
 
 
 @pytest.fixture(scope="session")

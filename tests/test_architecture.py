@@ -107,6 +107,7 @@ LAW_BOOKS = {
     "integrations/slime/test_with_slime.py",
     "test_founding_bugs.py",
     "test_families.py",
+    "test_fuzz.py",
     "test_manager_semantics.py",
     "test_token_exactness.py",
     "tool_calls/test_dialects.py",

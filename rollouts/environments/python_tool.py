@@ -84,14 +84,25 @@ class Execution:
     """Wall time from the interpreter's start."""
 
 
+def containment(namespaces: bool = True) -> Containment:
+    """What is enforced on this machine, found out with a first run; said in the log if anything is not.
+
+    Args:
+        namespaces: use them if there are any; otherwise see what is enforced where they are forbidden.
+
+    Raises:
+        SandboxError: there is no way to run anything.
+    """
+    return _found_out(namespaces)
+
+
 @functools.cache
-def containment() -> Containment:
-    """What is enforced on this machine, found out with a first run; said in the log if anything is not."""
-    reasons = []
-    for namespaces in (True, False):
+def _found_out(namespaces: bool) -> Containment:
+    reasons = [] if namespaces else ["they are not wanted"]
+    for attempt in (True, False)[not namespaces :]:
         lifeline, end = os.pipe()
         try:
-            answer, _, errors = run_program(b"", b"", (), _settings(PythonLimits(), namespaces), lifeline)
+            answer, _, errors = run_program(b"", b"", (), _settings(PythonLimits(), attempt), lifeline)
             if answer.exit_code != 0:
                 raise SandboxError(f"an empty program failed: {errors.decode(errors='replace').strip()}")
         except SandboxError as error:
@@ -123,7 +134,12 @@ def _slots() -> anyio.CapacityLimiter:
 
 
 async def run_python(
-    code: str, *, stdin: str = "", limits: PythonLimits | None = None, paths: Sequence[str] = ()
+    code: str,
+    *,
+    stdin: str = "",
+    limits: PythonLimits | None = None,
+    paths: Sequence[str] = (),
+    namespaces: bool = True,
 ) -> Execution:
     """Run a Python program that nobody trusts, and wait for its end.
 
@@ -133,12 +149,13 @@ async def run_python(
         stdin: what it reads.
         limits: what it may use.
         paths: folders with further packages, which it may read and import.
+        namespaces: use them if there are any.
 
     Raises:
         SandboxError: the sandbox could not be set up as :func:`containment` says. The program's own failures are in
             the result.
     """
-    known = await anyio.to_thread.run_sync(containment)
+    known = await anyio.to_thread.run_sync(containment, namespaces)
     settings = _settings(limits or PythonLimits(), known.namespaces)
     source, given = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rollouts.dtypes import without_password
 from rollouts.errors import EndpointUnavailable, boundary
-from rollouts.inference.transport import Transport, Unsent, shown
+from rollouts.inference.transport import Transport, Unsent
 from rollouts.inference.wire_errors import loads, message_of
 
 __all__ = ["abort_generation"]
@@ -30,7 +31,7 @@ async def abort_generation(transport: Transport, url: str, rid: str, headers: Ma
     Raises:
         EndpointUnavailable: not acknowledged within :data:`ABORT_SECONDS`.
     """
-    with boundary(EndpointUnavailable, f"POST {shown(url)}/abort_request", seconds=ABORT_SECONDS):
+    with boundary(EndpointUnavailable, f"POST {without_password(url)}/abort_request", seconds=ABORT_SECONDS):
         status, payload = await _abort(transport, url, rid, headers)
         if status in (404, 405):
             for worker in await _workers_behind(transport, url, headers):
@@ -39,7 +40,7 @@ async def abort_generation(transport: Transport, url: str, rid: str, headers: Ma
                     break
         if status != 200:
             raise EndpointUnavailable(
-                f"a generation may still be running: POST {shown(url)}/abort_request gave status {status}:"
+                f"a generation may still be running: POST {without_password(url)}/abort_request gave status {status}:"
                 f" {message_of(payload)}"
             )
 

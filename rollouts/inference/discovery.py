@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.transport import Garbled, Transport, Unsent, shown
+from rollouts.inference.transport import Garbled, Transport, Unsent
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
 
 __all__ = ["describe_server", "merged"]
@@ -33,7 +34,7 @@ async def describe_server(transport: Transport, url: str, headers: Mapping[str, 
     server = await asked.first("/server_info", "/get_server_info")
     if not any(mark in answer for answer in (model, server) for mark in _MARKS):
         raise EndpointRefused(
-            f"{shown(url)} is not an SGLang server: {'; '.join(asked.log)}."
+            f"{without_password(url)} is not an SGLang server: {'; '.join(asked.log)}."
             " Expected /model_info or /server_info to answer with a model_path"
         )
     models = await asked.first("/v1/models")
@@ -80,15 +81,16 @@ class _Asked:
     async def first(self, *routes: str) -> dict[str, Any]:
         """The JSON object that the first of these routes gives; an empty one if none does."""
         for route in routes:
-            where = shown(self._url) + route
+            where = without_password(self._url) + route
             try:
                 status, payload = await self._transport.get(self._url + route, self._headers)
             except Unsent as error:
+                where = without_password(self._url)
                 raise EndpointUnavailable(
-                    f"nobody answers at {shown(self._url)}: {error}. Start the server, or correct Endpoint.base_url"
+                    f"nobody answers at {where}: {error}. Start the server, or correct Endpoint.base_url"
                 ) from error
             except Garbled as error:
-                raise EndpointRefused(f"{shown(self._url)} is not an SGLang server: {error}") from error
+                raise EndpointRefused(f"{without_password(self._url)} is not an SGLang server: {error}") from error
             if status in (401, 403):
                 raise EndpointRefused(f"{where}: status {status}: {message_of(payload)}. Check Endpoint.api_key")
             if status >= 500 or status in RETRIED_STATUSES:

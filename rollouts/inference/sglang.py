@@ -21,14 +21,14 @@ from urllib.parse import quote
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, without_password
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, boundary
 from rollouts.inference import wire
 from rollouts.inference.aborts import abort_generation
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.sequences import EncodedIds, SequenceCache
-from rollouts.inference.transport import Lost, Transport, Unsent, shown
+from rollouts.inference.transport import Lost, Transport, Unsent
 from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
 from rollouts.inference.workers import Worker, Workers
 
@@ -103,7 +103,7 @@ class SGLangPolicy:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._sequences = SequenceCache(vocab_size)
-        self._workers = Workers([Worker(url, shown(url)) for url in endpoint.base_url])
+        self._workers = Workers([Worker(url, without_password(url)) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
         self._running: dict[str, Worker] = {}
         """By rid, what was sent and is not answered yet."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import re
 from collections.abc import AsyncGenerator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,10 @@ import aiohttp
 import anyio
 import anyio.lowlevel
 
+from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
 
-__all__ = ["Garbled", "Lost", "Transport", "Unsent", "shown"]
+__all__ = ["Garbled", "Lost", "Transport", "Unsent"]
 
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
@@ -107,7 +107,7 @@ class Transport:
         if self._loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
         seen = SimpleNamespace(reused=False, answered=False)
-        what = f"{method} {shown(url)}"
+        what = f"{method} {without_password(url)}"
         try:
             async with (single if fresh else kept).request(
                 method, url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=seen
@@ -118,7 +118,7 @@ class Transport:
             refused = getattr(error, "errno", None) == errno.ECONNREFUSED
             raise Unsent(f"{what}: cannot connect: {_said(error)}", refused=refused) from error
         except aiohttp.InvalidURL as error:
-            raise ConfigError.of("Endpoint.base_url", shown(url), "a URL with a host") from error
+            raise ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host") from error
         except aiohttp.ClientResponseError as error:
             # Not chained: this error carries the request's headers, and with them the key.
             raise Garbled(f"{what}: not an HTTP answer: {error.message}", stale=False) from None
@@ -165,10 +165,5 @@ async def _mark_reused(_session: aiohttp.ClientSession, context: Any, _params: A
     context.trace_request_ctx.reused = True
 
 
-def shown(url: str) -> str:
-    """The URL without a user name and password."""
-    return re.sub(r"//[^/@]*@", "//", url)
-
-
 def _said(error: BaseException) -> str:
-    return shown(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return without_password(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

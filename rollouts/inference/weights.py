@@ -14,9 +14,9 @@ import anyio
 import attrs
 import msgspec
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
-from rollouts.inference.transport import Transport, shown
+from rollouts.inference.transport import Transport
 
 __all__ = ["WhileRunning", "update_weights"]
 
@@ -99,4 +99,4 @@ class _Server:
         refused = isinstance(content, dict) and content.get("success") is False
         if status != 200 or refused:
             text = content.get("message", content) if isinstance(content, dict) else repr(answer[:200])
-            raise EndpointRefused(f"{shown(url)}{path}: {status}: {text}")
+            raise EndpointRefused(f"{without_password(url)}{path}: {status}: {text}")

@@ -51,23 +51,28 @@ def _function(*, optional: bool = False) -> Any:
     return validate
 
 
+def _named(function: Any) -> str:
+    """Without what is bound to it, which may be a secret."""
+    return "None" if function is None else function_name(function)
+
+
 @attrs.frozen(kw_only=True)
 class RolloutConfig:
     """How batches of groups are generated. Sizes count prompts (groups), as in slime."""
 
     batch_size: int = attrs.field(validator=_count(1))
     """Groups in a batch."""
-    generate_fn: GenerateFn = attrs.field(validator=_function())
+    generate_fn: GenerateFn = attrs.field(validator=_function(), repr=_named)
     """Makes rollouts; called with a list of one :class:`Prompt` for each rollout."""
     n_samples_per_prompt: int = attrs.field(default=8, validator=_count(1))
     """Rollouts of each prompt: the size of a group."""
     over_sampling_factor: float = attrs.field(default=1.5, validator=_number(1))
     """Groups in work (in flight or ready) while a batch fills, as a multiple of ``batch_size``."""
-    reward_fn: RewardFn | None = attrs.field(default=None, validator=_function(optional=True))
+    reward_fn: RewardFn | None = attrs.field(default=None, validator=_function(optional=True), repr=_named)
     """Scores each sample; without one the reward of the environment's steps is taken."""
     group_rm: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     """Call ``reward_fn`` once with the whole group instead of once for each sample."""
-    filter_fn: FilterFn | None = attrs.field(default=None, validator=_function(optional=True))
+    filter_fn: FilterFn | None = attrs.field(default=None, validator=_function(optional=True), repr=_named)
     """Which groups to keep; runs after the rewards are set."""
     max_attempts: int = attrs.field(default=2, validator=_count(1))
     """How often a rollout is tried, each time from the start with a fresh environment, before it counts as failed."""

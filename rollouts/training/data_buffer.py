@@ -296,7 +296,7 @@ def load_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
             place = f"{path}, line {number}"
             try:
                 row = msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{place}: not JSON ({error})") from None
             if not isinstance(row, Mapping):
                 raise ConfigError.of(place, row, 'an object with "prompt", and "label" and "metadata" where known')

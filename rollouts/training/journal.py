@@ -362,9 +362,12 @@ def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int
     payload = memoryview(data)[body:stop]
     if zlib.crc32(payload) != crc:
         raise JournalError(f"{name}, offset {offset}: damaged (the record's checksum does not fit)")
-    (size,) = _LENGTH.unpack_from(payload)
-    fields = msgspec.msgpack.decode(payload[_LENGTH.size : _LENGTH.size + size])
-    columns = _columns(fields.pop("columns", None), payload[_LENGTH.size + size :])
+    try:
+        (size,) = _LENGTH.unpack_from(payload)
+        fields = msgspec.msgpack.decode(payload[_LENGTH.size : _LENGTH.size + size], type=dict[str, Any])
+        columns = _columns(fields.pop("columns", None), payload[_LENGTH.size + size :])
+    except (struct.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise JournalError(f"{name}, offset {offset}: the record is sound and makes no sense: {error}") from None
     return Entry(_KINDS[kind], sequence, fields, columns, Place(0, offset)), stop
 
 

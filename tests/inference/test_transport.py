@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError
-from rollouts.inference.transport import Garbled, Lost, Transport, Unsent, shown
+from rollouts.inference.transport import Garbled, Lost, Transport, Unsent
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
 
@@ -190,4 +191,4 @@ async def test_a_pool_belongs_to_one_loop(transport: Transport) -> None:
 
 def test_a_password_in_a_url_is_not_shown() -> None:
     """Nor is its user."""
-    assert shown("https://me:secret@host:1/x") == "https://host:1/x"
+    assert without_password("https://me:secret@host:1/x") == "https://host:1/x"

@@ -1,6 +1,6 @@
 """What a sandbox enforces on this machine and what it does not, as one value: pure words over the warden's report.
 
-Invariant: every name of :data:`NAMES` is in exactly one of the two columns, and nothing is said to be that nobody enforces.
+Invariant: every name of :data:`NAMES` is in exactly one of the two columns.
 """
 
 from __future__ import annotations

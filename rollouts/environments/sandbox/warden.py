@@ -109,9 +109,8 @@ class _Watch:
         if self.timed_out and "begun" not in self.told:
             self.told["broken"] = f"it did not begin within {_SETUP_SECONDS:g} s"
         code = self.told.get("exit", -signal.SIGKILL)
-        out_of_cpu = (
-            code in (-signal.SIGXCPU, -signal.SIGKILL) and self.told.get("cpu", 0) >= self.request["cpu_seconds"]
-        )
+        used_up = self.told.get("cpu", 0.0) >= self.request["cpu_seconds"]
+        out_of_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_up)
         answer = {
             "broken": self.told.get("broken"),
             "mechanisms": self.told.get("begun", []),

@@ -17,7 +17,6 @@ import anyio
 import attrs
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
-from rollouts.inference.transport import shown
 from rollouts.training.rewards.posting import Poster
 from rollouts.training.types import Sample
 
@@ -75,7 +74,7 @@ class RemoteReward:
         self._open: _Batch | None = None
 
     def __repr__(self) -> str:
-        return f"<RemoteReward {shown(self._post.url)}: {self._post.requests} requests>"
+        return f"<RemoteReward {self._post.place}: {self._post.requests} requests>"
 
     async def __call__(self, sample: Sample) -> float:
         """The reward of one sample, asked for together with others.
@@ -127,7 +126,7 @@ class RemoteReward:
         rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
         if not isinstance(rewards, list) or len(rewards) != len(bodies) or not all(map(_is_finite, rewards)):
             expected = f'{{"rewards": [{len(bodies)} finite numbers]}}'
-            raise RewardFailure(f"remote reward at {self._post.url}: got {shortened(answer)}; expected {expected}")
+            raise RewardFailure(f"remote reward at {self._post.place}: got {shortened(answer)}; expected {expected}")
         return [float(reward) for reward in rewards]
 
 

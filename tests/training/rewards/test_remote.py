@@ -104,6 +104,18 @@ async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: An
         assert len(server.asked) == 1
 
 
+async def test_a_password_in_the_url_is_never_told() -> None:
+    """Neither in a message nor in a repr."""
+    reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1)
+    assert "secret" not in repr(reward)
+    with pytest.raises(RewardFailure) as caught:
+        await reward(some(1)[0])
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError) as refused:
+        RemoteReward("ftp://ada:secret@127.0.0.1/")
+    assert "secret" not in str(refused.value)
+
+
 async def test_a_refusal_is_not_repeated() -> None:
     """4xx: the request is wrong, and stays so."""
     async with JsonServer(lambda asked: (422, {"detail": "no field label"})) as server:

@@ -1,0 +1,33 @@
+"""What is said to be enforced: all of it is named, and nothing that the mechanisms do not give."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rollouts.environments.sandbox.containment import NAMES, containment_of
+
+MECHANISMS = ("namespaces", "landlock", "seccomp", "user")
+SUBSETS = [kept for size in range(5) for kept in itertools.combinations(MECHANISMS, size)]
+
+
+@pytest.mark.parametrize("mechanisms", SUBSETS, ids=lambda kept: "-".join(kept) or "nothing")
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_every_name_is_on_one_side(mechanisms: tuple[str, ...], platform: str) -> None:
+    """And the ``repr`` says each of them, with how or why not."""
+    held = containment_of(mechanisms, "not today", platform)
+    assert sorted([*held.enforced, *held.not_enforced]) == sorted(NAMES)
+    for name, text in {**held.enforced, **{k: f"NOT ENFORCED, {v}" for k, v in held.not_enforced.items()}}.items():
+        assert f"\n  {name}: {text}" in repr(held)
+
+
+def test_without_any_mechanism_only_limits_hold() -> None:
+    """Those that any POSIX system has, and what is not handed on."""
+    held = containment_of((), "not today", "darwin")
+    assert set(held.enforced) == {"seconds", "cpu_seconds", "file_size", "output", "environment", "descriptors"}
+
+
+def test_namespaces_and_no_root_hold_everything() -> None:
+    """That is what ``require="all"`` asks for."""
+    assert not containment_of(("namespaces", "user"), "", "linux").not_enforced

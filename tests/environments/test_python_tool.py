@@ -1,0 +1,639 @@
+"""Untrusted Python: what it can do, what it cannot, and that nothing of it is left.
+
+Each attempt to get out is made twice: as an ordinary process, where it succeeds (so the test would see it), and in the
+sandbox, where it must not; with namespaces, and without, as on a machine that forbids them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio
+import attrs
+import numpy as np
+import pytest
+
+from rollouts.dtypes import Message, Prompt, ToolCall
+from rollouts.environments import Environment, Resumable
+from rollouts.environments.python_tool import (
+    Execution,
+    PythonLimits,
+    PythonToolEnvironment,
+    containment,
+    run_python,
+)
+from rollouts.environments.sandbox.containment import containment_of
+from rollouts.errors import ConfigError
+
+MIB = 1 << 20
+SECRET = "canary-4b1d"
+QUICK = PythonLimits(seconds=20)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is tested on Linux")
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "without"])
+def namespaces(request: pytest.FixtureRequest) -> bool:
+    if request.param and not containment().namespaces:
+        pytest.skip(f"namespaces are forbidden here: {containment()!r}")
+    return bool(request.param)
+
+
+def openly(code: str, folder: Path, **how: object) -> subprocess.CompletedProcess[str]:
+    """Run a program as anybody would."""
+    line = [sys.executable, "-I", "-c", code]
+    return subprocess.run(line, cwd=folder, text=True, capture_output=True, timeout=60, check=False, **how)  # type: ignore[call-overload, no-any-return]
+
+
+def named(name: str) -> list[int]:
+    """Processes that gave themselves this name, in whatever namespace they are."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if path.read_text().strip() == name:
+                found.append(int(path.parent.name))
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+CALL_ME = "import ctypes; ctypes.CDLL(None).prctl(15, {name!r}.encode(), 0, 0, 0)\n"
+"""Give this process a name that :func:`named` finds."""
+
+
+# -- ways out ---------------------------------------------------------------------------------------------------------
+
+
+class Scene:
+    """What a program may attack, and whether it did."""
+
+    def __init__(self, folder: Path, own: Path) -> None:
+        self.folder, self.own = folder, own
+        folder.chmod(0o777)
+        self.secret = folder / "secret"
+        self.secret.write_text(SECRET)
+        self.victim = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"KEY": SECRET}, stderr=subprocess.DEVNULL
+        )
+        self.shm = Path(f"/dev/shm/rollouts-{os.getpid()}-{id(self)}")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.datagrams.bind(("127.0.0.1", 0))
+        self.datagrams.setblocking(False)
+        self.abstract = socket.socket(socket.AF_UNIX)
+        self.abstract.bind(f"\0rollouts-{os.getpid()}-{id(self)}")
+        self.abstract.listen()
+        self.abstract.setblocking(False)
+
+    def names(self) -> dict[str, object]:
+        return {
+            "folder": str(self.folder),
+            "secret": str(self.secret),
+            "victim": self.victim.pid,
+            "tester": os.getpid(),
+            "shm": str(self.shm),
+            "port": self.listener.getsockname()[1],
+            "datagrams": self.datagrams.getsockname()[1],
+            "abstract": self.abstract.getsockname().decode(),
+        }
+
+    def close(self) -> None:
+        for held in (self.listener, self.datagrams, self.abstract):
+            held.close()
+        self.shm.unlink(missing_ok=True)
+        self.victim.kill()
+        self.victim.communicate()
+
+
+def someone_called(held: Callable[[Scene], socket.socket]) -> Callable[[Scene, str], bool]:
+    def seen(scene: Scene, printed: str) -> bool:
+        try:
+            held(scene).accept()[0].close()
+        except BlockingIOError:
+            return False
+        return True
+
+    return seen
+
+
+def datagram_came(scene: Scene, printed: str) -> bool:
+    try:
+        return bool(scene.datagrams.recv(10))
+    except BlockingIOError:
+        return False
+
+
+def secret_printed(scene: Scene, printed: str) -> bool:
+    return SECRET in printed
+
+
+def out_printed(scene: Scene, printed: str) -> bool:
+    return "OUT" in printed
+
+
+def secret_changed(scene: Scene, printed: str) -> bool:
+    return not scene.secret.exists() or scene.secret.read_text() != SECRET
+
+
+def victim_died(scene: Scene, printed: str) -> bool:
+    try:
+        scene.victim.wait(0.3)
+    except subprocess.TimeoutExpired:
+        return "T" in Path(f"/proc/{scene.victim.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return True
+
+
+def file_made(scene: Scene, printed: str) -> bool:
+    return (scene.folder / "made").exists()
+
+
+@attrs.frozen
+class Escape:
+    """An attempt to get out."""
+
+    name: str
+    forbidden_by: str
+    """What of the containment must hold it."""
+    code: str
+    seen: Callable[[Scene, str], bool]
+
+
+TRY = "import os, sys, glob, signal, socket, ctypes, shutil, subprocess, threading\nprint('began', flush=True)\n"
+ESCAPES = [
+    Escape(
+        "a TCP connection",
+        "network",
+        "socket.create_connection(('127.0.0.1', N['port']), 2)",
+        someone_called(lambda scene: scene.listener),
+    ),
+    Escape(
+        "a UDP datagram",
+        "network",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', N['datagrams']))",
+        datagram_came,
+    ),
+    Escape(
+        "an abstract socket",
+        "network",
+        "socket.socket(socket.AF_UNIX).connect(N['abstract'])",
+        someone_called(lambda scene: scene.abstract),
+    ),
+    Escape("a virtual machine's socket", "network", "socket.socket(socket.AF_VSOCK); print('OUT')", out_printed),
+    Escape("a new file outside", "writing", "open(N['folder'] + '/made', 'w').write('x')", file_made),
+    Escape(
+        "a link out of the folder",
+        "writing",
+        "os.symlink(N['folder'], 'link'); open('link/made', 'w').write('x')",
+        file_made,
+    ),
+    Escape("a file changed", "writing", "open(N['secret'], 'w').write('x')", secret_changed),
+    Escape("a file cut", "writing", "os.truncate(N['secret'], 0)", secret_changed),
+    Escape("a file deleted", "writing", "os.unlink(N['secret'])", secret_changed),
+    Escape(
+        "a file moved in",
+        "writing",
+        "os.rename(N['secret'], N['folder'] + '/other')",
+        secret_changed,
+    ),
+    Escape(
+        "rights changed",
+        "writing",
+        "os.chmod(N['secret'], 0o600)",
+        lambda scene, printed: scene.secret.stat().st_mode & 0o777 == 0o600,
+    ),
+    Escape(
+        "a time changed",
+        "writing",
+        "os.utime(N['secret'], (1, 1))",
+        lambda scene, printed: scene.secret.stat().st_mtime == 1,
+    ),
+    Escape(
+        "shared memory",
+        "writing",
+        "open(N['shm'], 'w').write('x')",
+        lambda scene, printed: scene.shm.exists(),
+    ),
+    Escape("a secret file", "reading", "print(open(N['secret']).read())", secret_printed),
+    Escape(
+        "a secret through a link", "reading", "os.symlink(N['secret'], 'l'); print(open('l').read())", secret_printed
+    ),
+    Escape(
+        "another process's environment",
+        "reading",
+        "print(open(f\"/proc/{N['victim']}/environ\").read())",
+        secret_printed,
+    ),
+    Escape(
+        "every process's environment",
+        "reading",
+        """
+for path in glob.glob('/proc/*/environ'):
+    try: print(open(path).read())
+    except OSError: pass
+""",
+        secret_printed,
+    ),
+    Escape("the tester's memory", "reading", "open(f\"/proc/{N['tester']}/mem\", 'rb'); print('OUT')", out_printed),
+    Escape("a killed process", "signals", "os.kill(N['victim'], signal.SIGKILL)", victim_died),
+    Escape("a stopped process", "signals", "os.kill(N['victim'], signal.SIGSTOP)", victim_died),
+    Escape(
+        "a limit on a process",
+        "signals",
+        "import resource; resource.prlimit(N['victim'], resource.RLIMIT_NOFILE, (17, 17))",
+        lambda scene, printed: " 17 " in Path(f"/proc/{scene.victim.pid}/limits").read_text(),
+    ),
+    Escape(
+        "a process left behind",
+        "survivors",
+        """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        ctypes.CDLL(None).prctl(15, b'left-behind', 0, 0, 0)
+        for number in (0, 1, 2): os.close(number)
+        import time; time.sleep(60)
+    os._exit(0)
+os.wait()
+""",
+        lambda scene, printed: bool([os.kill(pid, signal.SIGKILL) for pid in named("left-behind")]),
+    ),
+    Escape(
+        "a daemon that holds the output",
+        "survivors",
+        """
+if os.fork() == 0:
+    os.setsid()
+    import time; time.sleep(0.4)
+    open(N['folder'] + '/made', 'w').write('x')
+    os._exit(0)
+""",
+        lambda scene, printed: bool(time.sleep(0.8)) or file_made(scene, printed),
+    ),
+    Escape(
+        "thirty processes",
+        "processes",
+        """
+made = 0
+for _ in range(30):
+    if os.fork() == 0: signal.pause()
+    made += 1
+    if made > 12: print('OUT', flush=True); os.killpg(0, signal.SIGKILL)
+""",
+        out_printed,
+    ),
+    Escape(
+        "much memory", "memory", "held = [bytearray(b'x' * (1 << 20)) for _ in range(600)]; print('OUT')", out_printed
+    ),
+    Escape("a large file", "file_size", "open('large', 'wb').write(bytes(20 << 20)); print('OUT')", out_printed),
+    Escape(
+        "a full disk",
+        "disk",
+        "for n in range(9): open(f'f{n}', 'wb').write(bytes(9 << 20))\nprint('OUT')",
+        out_printed,
+    ),
+    Escape(
+        "a namespace of its own",
+        "privileges",
+        "ctypes.CDLL(None).unshare(0x10000000) == 0 and print('OUT')",
+        out_printed,
+    ),
+    Escape(
+        "a secret in the environment",
+        "environment",
+        "print(os.environ.get('ROLLOUTS_TEST_KEY'))",
+        secret_printed,
+    ),
+    Escape(
+        "an open descriptor",
+        "descriptors",
+        """
+for number in range(3, 200):
+    try: print(os.pread(number, 99, 0))
+    except OSError: pass
+""",
+        secret_printed,
+    ),
+]
+
+
+@contextlib.contextmanager
+def inheritable(path: Path) -> Iterator[None]:
+    with open(path) as file:
+        os.set_inheritable(file.fileno(), True)
+        yield
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("ROLLOUTS_TEST_KEY", SECRET)
+    folder, own = tmp_path / "outside", tmp_path / "own"
+    folder.mkdir()
+    own.mkdir()
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(parent.stat().st_mode | 0o755 if os.access(parent, os.W_OK) else parent.stat().st_mode)
+    made = Scene(folder, own)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "-"))
+async def test_no_way_out(escape: Escape, namespaces: bool, scene: Scene) -> None:
+    """What the attempt would do is not done. (That it would be seen is the next test.)"""
+    held = containment(namespaces)
+    if escape.forbidden_by in held.not_enforced:
+        pytest.skip(f"{escape.forbidden_by} is not enforced: {held.not_enforced[escape.forbidden_by]}")
+    code = f"{TRY}N = {scene.names()!r}\n{escape.code}"
+    with inheritable(scene.secret):
+        done = await run_python(code, limits=QUICK, namespaces=namespaces)
+    assert "began" in done.stdout, done
+    assert not escape.seen(scene, done.stdout), done
+
+
+@pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "-"))
+def test_the_attempt_would_have_been_seen(escape: Escape, scene: Scene) -> None:
+    """The same program in an ordinary process does what it attempts."""
+    if escape.name == "a namespace of its own" and not containment().namespaces:
+        pytest.skip("nobody gets one here")
+    if escape.name == "a virtual machine's socket" and "OUT" not in openly(TRY + escape.code, scene.own).stdout:
+        pytest.skip("this kernel has none")
+    code = f"{TRY}N = {scene.names()!r}\n{escape.code}"
+    with inheritable(scene.secret):
+        done = openly(code, scene.own, close_fds=False, start_new_session=True)
+    assert escape.seen(scene, done.stdout), done
+
+
+# -- limits, and programs that do not want to end ---------------------------------------------------------------------
+
+
+async def ran(code: str, namespaces: bool, stdin: str = "", paths: tuple[str, ...] = (), **limits: float) -> Execution:
+    held = PythonLimits(**{"seconds": 20, **limits})  # type: ignore[arg-type]
+    return await run_python(code, stdin=stdin, limits=held, paths=paths, namespaces=namespaces)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+async def test_a_flood_is_cut_and_said(stream: str, namespaces: bool) -> None:
+    """The beginning is kept, the rest is read away, and the program gets to its end."""
+    code = f"import sys\nfor _ in range(3000): sys.{stream}.write('x' * 1000)\nexit(7)"
+    done = await ran(code, namespaces, output_bytes=1000)
+    assert getattr(done, stream) == "x" * 1000
+    assert (done.truncated, done.exit_code, done.timed_out) == (True, 7, False)
+    exact = await ran("print('x' * 999)", namespaces, output_bytes=1000)
+    assert (len(exact.stdout), exact.truncated) == (1000, False)
+
+
+STUBBORN = {
+    "signals ignored": """
+import signal, time
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(number, signal.SIG_IGN)
+while True: time.sleep(1)
+""",
+    "stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "a fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "an endless flood": "while True: print('x' * 10000)",
+    "reads nothing": "import time\ntime.sleep(100)",
+    "an exception swallowed": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+}
+
+
+@pytest.mark.parametrize("name", STUBBORN)
+async def test_the_deadline_ends_whatever_runs(name: str, namespaces: bool) -> None:
+    """It says so, it is not much later, and no process is left."""
+    mark = f"d{os.getpid()}-{'n' if namespaces else 'w'}-{list(STUBBORN).index(name)}"
+    code = CALL_ME.format(name=mark) + STUBBORN[name]
+    done = await ran(code, namespaces, stdin="x" * MIB, seconds=1.5, output_bytes=10)
+    assert done.timed_out, done
+    assert 1.5 <= done.seconds < 15
+    assert named(mark) == []
+
+
+async def test_processor_time_is_limited_apart_from_wall_time(namespaces: bool) -> None:
+    """A loop is ended by it, a wait is not."""
+    looped = await ran("while True: pass", namespaces, cpu_seconds=1)
+    assert (looped.timed_out, looped.exit_code) == (True, -signal.SIGXCPU)
+    waited = await ran("import time; time.sleep(1.3)", namespaces, cpu_seconds=1)
+    assert (waited.timed_out, waited.exit_code) == (False, 0)
+
+
+@pytest.mark.parametrize("target", ["os.getppid()", "1", "0", "os.getpid()"])
+async def test_signals_reach_the_program_alone(target: str, namespaces: bool) -> None:
+    """Whomever it kills, we get an answer, and we are still there."""
+    code = f"import os, signal\nprint(1, flush=True)\nfor n in (signal.SIGTERM, signal.SIGKILL): os.kill({target}, n)"
+    done = await ran(code, namespaces)
+    assert done.stdout == "1\n"
+    assert done.exit_code in (-signal.SIGTERM, -signal.SIGKILL, 1, 0), done
+
+
+async def test_everybody_in_a_process_namespace_is_oneself() -> None:
+    """``kill(-1)`` is the worst that a process can do to its user."""
+    if not containment().namespaces:
+        pytest.skip("too dangerous without namespaces")
+    done = await ran("import os, signal\nprint(1, flush=True)\nos.kill(-1, signal.SIGKILL)\nprint(2)", True)
+    assert "ProcessLookupError" in done.stderr
+
+
+async def test_recursion_without_end_is_the_programs_own_death(namespaces: bool) -> None:
+    """By a signal or a ``RecursionError``, never ours."""
+    deep = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return [f(y) for y in map(f, [x])]\nf(1)"
+    done = await ran(deep, namespaces, memory_bytes=128 * MIB)
+    assert done.exit_code != 0
+    assert (await ran("def f(): f()\nf()", namespaces)).stderr.endswith("maximum recursion depth exceeded\n")
+
+
+async def test_memory_that_is_not_there_is_a_memory_error(namespaces: bool) -> None:
+    """Which the program may catch."""
+    code = "try:\n    x = bytearray(200 << 20)\nexcept MemoryError:\n    print('no')"
+    assert (await ran(code, namespaces, memory_bytes=128 * MIB)).stdout == "no\n"
+
+
+async def test_no_folder_is_left(tmp_path: Path) -> None:
+    """However deep, unreadable or oddly named what is in it is; and a link's target stays."""
+    (tmp_path / "kept").write_text("x")
+    code = f"""
+import os, sys
+print(os.getcwd())
+os.symlink({str(tmp_path)!r}, "link")
+os.mkdir("closed", 0); os.mkdir("\\udcff\\n")
+for _ in range(1500):
+    os.mkdir("d", 0o700); os.chdir("d")
+os.mkdir("closed", 0); open("file", "w").close(); os.symlink({str(tmp_path)!r}, "link")
+"""
+    done = await ran(code, False)
+    assert done.exit_code == 0, done
+    assert not await anyio.Path(done.stdout.strip()).exists()
+    assert await anyio.Path(tmp_path / "kept").exists()
+
+
+async def test_a_cancelled_run_is_gone_when_the_cancellation_is(namespaces: bool) -> None:
+    """With the processes that it started."""
+    mark = f"c{os.getpid()}-{namespaces:d}"
+    code = CALL_ME.format(name=mark) + "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
+    code += "try: os.fork()\nexcept OSError: pass\ntime.sleep(100)"
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ran, code, namespaces)
+            await anyio.to_thread.run_sync(_until, lambda: bool(named(mark)))
+            tasks.cancel_scope.cancel()
+    assert named(mark) == []
+
+
+def test_a_run_dies_with_us(namespaces: bool) -> None:
+    """Also when we are killed."""
+    mark = f"k{os.getpid()}-{namespaces:d}"
+    program = CALL_ME.format(name=mark) + "import time; time.sleep(100)"
+    ours = "import anyio, functools\nfrom rollouts.environments.python_tool import *\n"
+    ours += f"anyio.run(functools.partial(run_python, {program!r}, limits=PythonLimits(seconds=99), "
+    ours += f"namespaces={namespaces}))"
+    process = subprocess.Popen([sys.executable, "-c", ours], cwd=Path(__file__).parents[2])
+    try:
+        _until(lambda: bool(named(mark)))
+    finally:
+        process.kill()
+        process.wait()
+    _until(lambda: not named(mark))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_where_namespaces_are_forbidden_it_says_so_and_goes_on(tmp_path: Path) -> None:
+    """A kernel that refuses them, for real: what then is not enforced is in the log at the start, with the reason."""
+    if not containment().namespaces:
+        pytest.skip("they are forbidden here anyway")
+    script = """
+import ctypes, os, anyio
+from pathlib import Path
+user, group = os.geteuid(), os.getegid()
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+Path("/proc/self/setgroups").write_text("deny")
+Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+from rollouts.environments.python_tool import PythonToolEnvironment, run_python
+PythonToolEnvironment(require=["seconds", "network"])
+print(anyio.run(run_python, "print(1 + 1)").stdout)
+PythonToolEnvironment(require="all")
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, text=True, capture_output=True, check=False)
+    assert done.stdout.strip() == "2", done
+    assert "disk: NOT ENFORCED, no namespaces here (the sandbox could not be set up: OSError: " in done.stderr
+    assert "unshare" in done.stderr
+    assert "ConfigError: require: got 'disk'; expected something that is enforced here: no namespaces" in done.stderr
+
+
+# -- what a program can do --------------------------------------------------------------------------------------------
+
+
+async def test_a_program_reads_prints_and_ends(namespaces: bool) -> None:
+    """With its input, its streams apart, its exit code, and files while it lasts."""
+    code = "import sys\nopen('f', 'w').write(input()[::-1])\nprint(open('f').read())\nsys.stderr.write('e')\nexit(3)"
+    done = await ran(code, namespaces, stdin="größer\n")
+    assert done == Execution("reßörg\n", "e", 3, False, False, done.seconds)
+    assert 0 < done.seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("1 / 0", 'Traceback (most recent call last):\n  File "main.py", line 1, in <module>\n    1 / 0'),
+        ("def f(:", '  File "main.py", line 1\n    def f(:'),
+        ("x = '\udcff'", "SyntaxError: (unicode error)"),
+        ("x = 1\0", "null byte"),
+        ("raise SystemExit('bye')", "bye\n"),
+    ],
+)
+async def test_its_errors_are_shown_as_python_shows_them(code: str, words: str) -> None:
+    """Without a frame of ours."""
+    done = await run_python(code)
+    assert words in done.stderr
+    assert "<string>" not in done.stderr
+    assert done.exit_code == 1
+
+
+async def test_bytes_that_are_no_text_are_replaced() -> None:
+    """A model's program may print anything."""
+    done = await run_python("import sys; sys.stdout.buffer.write(b'a\\xffb\\0')")
+    assert done.stdout == "a\ufffdb\0"
+
+
+async def test_packages_are_there_where_they_are_given(namespaces: bool) -> None:
+    """Read-only; without them there is the standard library alone."""
+    packages = str(Path(np.__file__).parents[1])
+    code = "import numpy; print(int(numpy.arange(5).sum())); open(numpy.__file__, 'a')"
+    given = await ran(code, namespaces, paths=(packages,), memory_bytes=2048 * MIB)
+    assert given.stdout == "10\n", given
+    assert given.stderr.strip().startswith("Traceback")
+    assert "ModuleNotFoundError" in (await ran(code, namespaces)).stderr
+
+
+async def test_many_run_at_once(namespaces: bool) -> None:
+    """Each has its own folder and its own answer; standing in line is nobody's time."""
+    answers: dict[int, str] = {}
+
+    async def one(number: int) -> None:
+        code = f"open('f', 'x').write('{number}'); print(open('f').read())"
+        answers[number] = (await ran(code, namespaces)).stdout
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(12):
+            tasks.start_soon(one, number)
+    assert answers == {number: f"{number}\n" for number in range(12)}
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "10", True, None])
+def test_limits_are_numbers_above_zero(value: object) -> None:
+    """Bytes and counts are whole."""
+    with pytest.raises(ConfigError, match=r"PythonLimits\.seconds: got .*; expected a number > 0"):
+        PythonLimits(seconds=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"PythonLimits\.processes: got 1\.5; expected an integer > 0"):
+        PythonLimits(processes=1.5)  # type: ignore[arg-type]
+
+
+# -- the environment --------------------------------------------------------------------------------------------------
+
+
+async def answered(environment: PythonToolEnvironment, code: str) -> str:
+    reply = Message("assistant", "", tool_calls=(ToolCall("python", {"code": code}, id="1"),))
+    (message,) = (await environment.step(reply)).messages
+    return message.content
+
+
+async def test_an_episode_with_the_tool() -> None:
+    """What it prints comes back, with what the model must know beside; a reply without a call is the end."""
+    environment = PythonToolEnvironment(limits=PythonLimits(seconds=3, output_bytes=20))
+    assert isinstance(environment, Environment)
+    assert isinstance(environment, Resumable)
+    assert [entry.name for entry in environment.tools] == ["python"]
+    assert [message.role for message in await environment.start(Prompt("6 * 7?"))] == ["system", "user"]
+    assert await answered(environment, "print(6 * 7)") == "42"
+    assert await answered(environment, "x = 1") == "[no output]"
+    assert await answered(environment, "print(x)") == "Traceback (most rece\n[output cut after 20 bytes]\n[exit code 1]"
+    assert await answered(environment, "print(1, flush=True)\nwhile 1: pass") == "1\n[stopped: it ran longer than 3 s]"
+    await environment.restore(Prompt("6 * 7?"), await environment.snapshot())
+    assert (await environment.step(Message("assistant", "42"))).done
+
+
+def test_what_is_required_must_be_enforced() -> None:
+    """By name, before the first episode."""
+    held = containment_of(["seccomp", "user"], "not today", "linux")
+    assert held.check(["network", "seconds"]) is None
+    with pytest.raises(ConfigError, match=r"require: got 'reading'; expected .*: no namespaces here \(not today\)"):
+        held.check(["network", "reading"])
+    with pytest.raises(ConfigError, match=r"require: got 'disk'"):
+        held.check("all")
+    with pytest.raises(ConfigError, match=r"require: got 'netwrok'; expected \"all\" or some of seconds, "):
+        PythonToolEnvironment(require=["netwrok"])
