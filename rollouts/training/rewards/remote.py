@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import attrs
+import msgspec
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.posting import Poster
@@ -33,7 +34,7 @@ def sample_for_wire(sample: Sample) -> dict[str, Any]:
 class _Batch:
     """Samples that travel together."""
 
-    bodies: list[dict[str, Any]] = attrs.field(factory=list)
+    bodies: list[msgspec.Raw] = attrs.field(factory=list)
     full: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
     rewards: Sequence[float] | None = None
@@ -82,7 +83,7 @@ class RemoteReward:
         Raises:
             RewardFailure: no answer in time, or none that is one number for each sample.
         """
-        body = dict(self._encode(sample))
+        body = self._encoded(sample)
         while True:
             batch = self._open
             leads = batch is None
@@ -104,7 +105,14 @@ class RemoteReward:
 
     async def group(self, samples: Sequence[Sample]) -> list[float]:
         """The rewards of a whole group, in one request of its own."""
-        return list(await self._rewards([dict(self._encode(sample)) for sample in samples]))
+        return list(await self._rewards([self._encoded(sample) for sample in samples]))
+
+    def _encoded(self, sample: Sample) -> msgspec.Raw:
+        """Here, and not with its batch: what cannot be sent costs nobody else a reward."""
+        try:
+            return msgspec.Raw(msgspec.json.encode(dict(self._encode(sample))))
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise RewardFailure(f"remote reward at {self._post.place}: {sample!r} is no JSON: {error}") from error
 
     async def _send(self, batch: _Batch) -> None:
         try:
@@ -121,7 +129,7 @@ class RemoteReward:
                 self._open = None
             batch.ended.set()
 
-    async def _rewards(self, bodies: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    async def _rewards(self, bodies: Sequence[msgspec.Raw]) -> Sequence[float]:
         answer = await self._post({"samples": bodies}, "remote reward")
         rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
         if not isinstance(rewards, list) or len(rewards) != len(bodies) or not all(map(_is_finite, rewards)):

@@ -104,6 +104,16 @@ async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: An
         assert len(server.asked) == 1
 
 
+async def test_a_sample_that_cannot_be_sent_costs_nobody_else_a_reward() -> None:
+    """Metadata that are no JSON fail their own sample, before it joins a batch."""
+    samples = some(4)
+    samples[1].metadata["tensor"] = object()
+    async with JsonServer(lengths) as server:
+        found = await scored(RemoteReward(server.url, batch_size=4), samples)
+    assert [found[0], *found[2:]] == [0.0, 2.0, 3.0]
+    assert "is no JSON" in str(found[1])
+
+
 async def test_a_password_in_the_url_is_never_told() -> None:
     """Neither in a message nor in a repr."""
     reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1)
