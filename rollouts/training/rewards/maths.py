@@ -9,9 +9,12 @@ Needs the extra ``math``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
+import resource
+from collections.abc import Iterator
 from typing import Any
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
@@ -26,6 +29,8 @@ _SECONDS = 5
 """For each of reading and comparing; the worker's own alarm."""
 _MEMORY = 4 << 30
 """Bytes of address space of a worker that does mathematics: 9^9^9 does not take the machine down."""
+_UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
+"""What its reader raises on what is no mathematics."""
 _LONG = 2_000
 """Characters of an answer beyond which nothing is computed: it is wrong."""
 
@@ -57,39 +62,46 @@ def same_mathematics(wanted: str, said: str) -> bool:
     Raises:
         RewardFailure: ``wanted`` cannot be read, or it took too long.
     """
-    import resource
-
     library: Any = importlib.import_module("math_verify")
     too_late = importlib.import_module("math_verify.errors").TimeoutException
-
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if hard < 0 else min(_MEMORY, hard), hard))
 
     def read(text: str) -> list[Any]:
         marked = text if "\\boxed" in text else f"\\boxed{{{text.replace('~', ' ').strip().strip('$')}}}"
         # Without a fallback to text: what cannot be read as mathematics is told apart from what was.
         return library.parse(marked, parsing_timeout=_SECONDS, fallback_mode="no_fallback", raise_on_error=True)  # type: ignore[no-any-return]
 
-    def texts(text: str) -> str:
-        return "".join(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).replace("$", "").split())
-
-    if texts(wanted) == texts(said):
+    if _letters(wanted) == _letters(said):
         return True
     try:
-        gold = read(wanted)
-        if not gold:
-            raise RewardFailure(f"label: got {shortened(wanted)}; expected mathematics that math-verify can read")
-        try:
-            answer = read(said)
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            ArithmeticError,
-        ):  # its reader's complaints
-            return False
-        return bool(library.verify(gold, answer, timeout_seconds=_SECONDS, raise_on_error=True)) if answer else False
+        with _bounded_memory():
+            gold = read(wanted)
+            if not gold:
+                raise RewardFailure(f"label: got {shortened(wanted)}; expected mathematics that math-verify can read")
+            try:
+                answer = read(said)
+            except _UNREADABLE:
+                return False
+            if not answer:
+                return False
+            equal: bool = library.verify(gold, answer, timeout_seconds=_SECONDS, raise_on_error=True)
+            return equal
     except too_late:
         raise RewardFailure(f"{shortened(said)} against {shortened(wanted)}: not decided in {_SECONDS} s") from None
+
+
+def _letters(text: str) -> str:
+    return "".join(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).replace("$", "").split())
+
+
+@contextlib.contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """The worker does other things after us: the bound is ours alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    unbounded = resource.RLIM_INFINITY
+    resource.setrlimit(
+        resource.RLIMIT_AS, (min([_MEMORY, *(bound for bound in (soft, hard) if bound != unbounded)]), hard)
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -48,23 +48,25 @@ class Poster:
         at_once: int = 64,
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise ConfigError.of("url", url, "a URL that starts with http:// or https://")
+            raise ConfigError.of("url", without_password(str(url)), "a URL that starts with http:// or https://")
         for name, value, least in (("attempts", attempts, 1), ("at_once", at_once, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError.of(name, value, f"an integer >= {least}")
         if not seconds > 0 or not backoff_seconds >= 0:
             raise ConfigError.of("seconds, backoff_seconds", (seconds, backoff_seconds), "numbers > 0 and >= 0")
-        self.url = url
+        self.place = without_password(url)
+        """The URL as it may be printed."""
         self.requests = 0
         """How many were sent, further attempts included."""
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._url = url
         self._attempts, self._backoff, self._seconds = attempts, backoff_seconds, seconds
         self._gate = anyio.CapacityLimiter(at_once)
 
     def __repr__(self) -> str:
-        return f"<Poster {without_password(self.url)}: {self.requests} requests>"
+        return f"<Poster {self.place}: {self.requests} requests>"
 
     async def __call__(self, body: Mapping[str, Any], what: str) -> Any:
         """Post ``body``; gives the answer, decoded.
@@ -73,7 +75,7 @@ class Poster:
             RewardFailure: as the module says.
         """
         payload = msgspec.json.encode(body)
-        with boundary(RewardFailure, f"{what} at {without_password(self.url)}", seconds=self._seconds):
+        with boundary(RewardFailure, f"{what} at {self.place}", seconds=self._seconds):
             async with self._gate:
                 return await self._until_answered(payload, what)
 
@@ -87,15 +89,13 @@ class Poster:
             except EndpointUnavailable as error:
                 last = error
             except EndpointRefused as error:
-                raise RewardFailure(f"{what} at {without_password(self.url)}: {error}") from error
+                raise RewardFailure(f"{what} at {self.place}: {error}") from error
         times = f"{self._attempts} attempts" if self._attempts > 1 else "1 attempt"
-        raise RewardFailure(
-            f"{what} at {without_password(self.url)} gave no answer in {times}; the last: {last}"
-        ) from last
+        raise RewardFailure(f"{what} at {self.place} gave no answer in {times}; the last: {last}") from last
 
     async def _once(self, payload: bytes) -> Any:
         self.requests += 1
-        status, answer = await _transport().post(self.url, payload, self._headers)
+        status, answer = await _transport().post(self._url, payload, self._headers)
         if status >= 500 or status in RETRIED_STATUSES:
             raise EndpointUnavailable(f"status {status}: {message_of(answer)}")
         if status != 200:

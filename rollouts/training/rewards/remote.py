@@ -15,8 +15,8 @@ from typing import Any
 
 import anyio
 import attrs
+import msgspec
 
-from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.posting import Poster
 from rollouts.training.types import Sample
@@ -34,7 +34,7 @@ def sample_for_wire(sample: Sample) -> dict[str, Any]:
 class _Batch:
     """Samples that travel together."""
 
-    bodies: list[dict[str, Any]] = attrs.field(factory=list)
+    bodies: list[msgspec.Raw] = attrs.field(factory=list)
     full: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
     rewards: Sequence[float] | None = None
@@ -75,7 +75,7 @@ class RemoteReward:
         self._open: _Batch | None = None
 
     def __repr__(self) -> str:
-        return f"<RemoteReward {without_password(self._post.url)}: {self._post.requests} requests>"
+        return f"<RemoteReward {self._post.place}: {self._post.requests} requests>"
 
     async def __call__(self, sample: Sample) -> float:
         """The reward of one sample, asked for together with others.
@@ -83,7 +83,7 @@ class RemoteReward:
         Raises:
             RewardFailure: no answer in time, or none that is one number for each sample.
         """
-        body = dict(self._encode(sample))
+        body = self._encoded(sample)
         while True:
             batch = self._open
             leads = batch is None
@@ -105,7 +105,14 @@ class RemoteReward:
 
     async def group(self, samples: Sequence[Sample]) -> list[float]:
         """The rewards of a whole group, in one request of its own."""
-        return list(await self._rewards([dict(self._encode(sample)) for sample in samples]))
+        return list(await self._rewards([self._encoded(sample) for sample in samples]))
+
+    def _encoded(self, sample: Sample) -> msgspec.Raw:
+        """Here, and not with its batch: what cannot be sent costs nobody else a reward."""
+        try:
+            return msgspec.Raw(msgspec.json.encode(dict(self._encode(sample))))
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise RewardFailure(f"remote reward at {self._post.place}: {sample!r} is no JSON: {error}") from error
 
     async def _send(self, batch: _Batch) -> None:
         try:
@@ -122,12 +129,12 @@ class RemoteReward:
                 self._open = None
             batch.ended.set()
 
-    async def _rewards(self, bodies: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    async def _rewards(self, bodies: Sequence[msgspec.Raw]) -> Sequence[float]:
         answer = await self._post({"samples": bodies}, "remote reward")
         rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
         if not isinstance(rewards, list) or len(rewards) != len(bodies) or not all(map(_is_finite, rewards)):
             expected = f'{{"rewards": [{len(bodies)} finite numbers]}}'
-            raise RewardFailure(f"remote reward at {self._post.url}: got {shortened(answer)}; expected {expected}")
+            raise RewardFailure(f"remote reward at {self._post.place}: got {shortened(answer)}; expected {expected}")
         return [float(reward) for reward in rewards]
 
 

@@ -104,6 +104,28 @@ async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: An
         assert len(server.asked) == 1
 
 
+async def test_a_sample_that_cannot_be_sent_costs_nobody_else_a_reward() -> None:
+    """Metadata that are no JSON fail their own sample, before it joins a batch."""
+    samples = some(4)
+    samples[1].metadata["tensor"] = object()
+    async with JsonServer(lengths) as server:
+        found = await scored(RemoteReward(server.url, batch_size=4), samples)
+    assert [found[0], *found[2:]] == [0.0, 2.0, 3.0]
+    assert "is no JSON" in str(found[1])
+
+
+async def test_a_password_in_the_url_is_never_told() -> None:
+    """Neither in a message nor in a repr."""
+    reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1)
+    assert "secret" not in repr(reward)
+    with pytest.raises(RewardFailure) as caught:
+        await reward(some(1)[0])
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError) as refused:
+        RemoteReward("ftp://ada:secret@127.0.0.1/")
+    assert "secret" not in str(refused.value)
+
+
 async def test_a_refusal_is_not_repeated() -> None:
     """4xx: the request is wrong, and stays so."""
     async with JsonServer(lambda asked: (422, {"detail": "no field label"})) as server:
