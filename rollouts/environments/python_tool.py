@@ -9,11 +9,12 @@ The rooms behind it are in ``sandbox/``. This module knows no prompt and no rewa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Sequence
+from typing import IO, Any, Literal
 
 import anyio
 import anyio.lowlevel
@@ -100,16 +101,14 @@ def containment(namespaces: bool = True) -> Containment:
 def _found_out(namespaces: bool) -> Containment:
     reasons = [] if namespaces else ["they are not wanted"]
     for attempt in (True, False)[not namespaces :]:
-        lifeline, end = os.pipe()
         try:
-            answer, _, errors = run_program(b"", b"", (), _settings(PythonLimits(), attempt), lifeline)
+            with _lifeline() as (lifeline, _):
+                answer, _, errors = run_program(b"", b"", (), _settings(PythonLimits(), attempt), lifeline)
             if answer.exit_code != 0:
                 raise SandboxError(f"an empty program failed: {errors.decode(errors='replace').strip()}")
         except SandboxError as error:
             reasons.append(str(error))
             continue
-        finally:
-            os.close(end)
         found = containment_of(answer.mechanisms, "; ".join(reasons))
         if found.not_enforced:
             _LOG.warning("%r", found)
@@ -159,13 +158,13 @@ async def run_python(
     settings = _settings(limits or PythonLimits(), known.namespaces)
     source, given = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
-        lifeline, end = os.pipe()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_hold, end)
-            answer, out, errors = await anyio.to_thread.run_sync(
-                run_program, source, given, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
-            )
-            tasks.cancel_scope.cancel()
+        with _lifeline() as (lifeline, end):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_hold, end)
+                answer, out, errors = await anyio.to_thread.run_sync(
+                    run_program, source, given, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
+                )
+                tasks.cancel_scope.cancel()
     if set(answer.mechanisms) != set(known.mechanisms):
         raise SandboxError(f"it ran with {answer.mechanisms}; at the start that was {list(known.mechanisms)}")
     return Execution(
@@ -178,12 +177,18 @@ async def run_python(
     )
 
 
-async def _hold(end: int) -> None:
+@contextlib.contextmanager
+def _lifeline() -> Iterator[tuple[int, IO[bytes]]]:
+    """The end that a warden watches, and the one to close when all shall end."""
+    watched, held = os.pipe()
+    with os.fdopen(watched, "rb", 0) as lifeline, os.fdopen(held, "wb", 0) as end:
+        yield lifeline.fileno(), end
+
+
+async def _hold(end: IO[bytes]) -> None:
     """Keep a lifeline until we are cancelled: the warden then ends everything, and the thread that waits for it."""
-    try:
+    with end:
         await anyio.sleep_forever()
-    finally:
-        os.close(end)
 
 
 class PythonToolEnvironment(ToolEnvironment):

@@ -16,6 +16,7 @@ import os
 import resource
 import select
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from rollouts.environments.sandbox import kernel, syscalls
@@ -34,7 +35,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _BOOT = """
 import site, sys
 site.setquit()
-sys.path[:0] = {paths!r}
+sys.path = [{folder!r}, *sys.path, *{paths!r}]
 sys.argv = ["main.py"]
 sys.excepthook = lambda kind, error, trace, show=sys.__excepthook__: show(
     kind, error.with_traceback(trace and trace.tb_next), None
@@ -51,10 +52,18 @@ def outer_user() -> int:
 
 
 def enter(
-    request: dict[str, Any], folder: str, code: bytes, streams: tuple[int, int, int], status: int, go: int
+    request: dict[str, Any],
+    folder: str,
+    code: bytes,
+    streams: tuple[int, int, int],
+    status: int,
+    go: int,
+    not_ours: Sequence[int],
 ) -> None:
-    """Become the program. Never returns."""
+    """Become the program, without the descriptors that are the warden's. Never returns."""
     try:
+        for number in not_ours:
+            os.close(number)
         _enter(request, folder, code, streams, status, go)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the warden must hear of it
         _tell(status, broken=f"{type(error).__name__}: {error}")
@@ -198,7 +207,7 @@ def _become_program(
             mechanisms.append("seccomp")
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        boot = _BOOT.format(paths=[folder, *request["paths"]])
+        boot = _BOOT.format(folder=folder, paths=request["paths"])
         _tell(status, begun=mechanisms)
         os.set_inheritable(status, False)
         _close_all_but(status)

@@ -52,7 +52,7 @@ def run_program(
         stdin: what it reads.
         paths: folders that it may import from.
         settings: limits in the warden's words, and ``namespaces``.
-        lifeline: the reading end of a pipe; closed here.
+        lifeline: the reading end of a pipe.
 
     Returns:
         What became of it, its standard output and its standard error.
@@ -91,20 +91,16 @@ def run_program(
 
 
 def _converse(line: list[str], payload: bytes, lifeline: int, seconds: float) -> tuple[bytes, bytes, int]:
-    try:
-        warden = subprocess.Popen(
-            line,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[lifeline],
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
-    finally:
-        os.close(lifeline)
-    with warden:
+    with subprocess.Popen(
+        line,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[lifeline],
+        env={},
+        cwd="/",
+        start_new_session=True,
+    ) as warden:
         try:
             out, errors = warden.communicate(payload, timeout=seconds)
         except subprocess.TimeoutExpired:

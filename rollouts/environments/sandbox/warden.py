@@ -76,9 +76,8 @@ class _Watch:
         theirs = (to_program, self.streams[0][1], self.streams[1][1])
         self.gate = os.fork()
         if self.gate == 0:
-            for number in (self.stdin, self.go, self.status, lifeline, self.streams[0][0], self.streams[1][0]):
-                os.close(number)
-            cell.enter(request, folder, code, theirs, status, go)
+            ours = (self.stdin, self.go, self.status, lifeline, self.streams[0][0], self.streams[1][0])
+            cell.enter(request, folder, code, theirs, status, go, ours)
         for number in (*theirs, status, go):
             os.close(number)
 

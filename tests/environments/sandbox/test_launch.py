@@ -21,6 +21,7 @@ SETTINGS: dict[str, Any] = {**attrs.asdict(PythonLimits()), "namespaces": False}
 def lifeline() -> Iterator[int]:
     reading, writing = os.pipe()
     yield reading
+    os.close(reading)
     os.close(writing)
 
 
@@ -50,5 +51,6 @@ def test_a_lifeline_that_is_cut_ends_the_program() -> None:
     reading, writing = os.pipe()
     os.close(writing)
     answer, _, _ = run_program(b"import time; time.sleep(50)", b"", (), {**SETTINGS, "seconds": 50}, reading)
+    os.close(reading)
     assert answer.exit_code < 0
     assert answer.seconds < 40

@@ -1,0 +1,302 @@
+"""Bad inputs and faults, and what is said of each: the rows of docs/bad_inputs.md, each provoked by its test."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import numpy as np
+
+from rollouts.agent import run_agent
+from rollouts.cli import main
+from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, ToolCall
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment, StepResult
+from rollouts.environments.python_tool import PythonLimits
+from rollouts.environments.sandbox.containment import containment_of
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer import renderer_for
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.testing.replies import Answer, Fault
+from rollouts.testing.server import StubServer
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std
+from rollouts.training.data_buffer import load_prompts
+from rollouts.training.failures import Handling
+from rollouts.training.journal import Journal, read_journal
+from tests.stored_runs import some_sample
+
+__all__ = ["ROWS", "Row", "page", "said_of"]
+
+CALCULATOR = str(Path(__file__).parents[1] / "configs" / "calculator.py")
+
+
+@attrs.frozen
+class Row:
+    """One line of the table."""
+
+    chapter: str
+    what: str
+    message: str
+    """What is said, from its beginning; ``…`` stands for anything, and ``DIR`` for the folder."""
+    provoke: Callable[[Path], Any]
+    """Does it, in an empty folder; raises what is said, or returns it."""
+
+
+def said_of(row: Row, folder: Path) -> str:
+    """The message that a row's fault gives."""
+
+    async def awaited(found: Awaitable[Any]) -> Any:
+        return await found
+
+    try:
+        found = row.provoke(folder)
+        text = anyio.run(awaited, found) if isinstance(found, Awaitable) else found
+    except Exception as error:  # noqa: BLE001 - whatever it is, its words are compared
+        text = str(error)
+    return str(text).replace(str(folder), "DIR").replace(CALCULATOR, "calculator.py")
+
+
+# -- how to provoke them ----------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Callable[[Path], str]:
+    """A command line; DIR is the folder."""
+
+    def run(folder: Path) -> str:
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+            main([argument.replace("DIR", str(folder)) for argument in arguments])
+        return err.getvalue().removeprefix("rollouts: error: ").strip()
+
+    return run
+
+
+def data(text: str) -> Callable[[Path], Any]:
+    def run(folder: Path) -> Any:
+        (folder / "data.jsonl").write_text(text)
+        return load_prompts(folder / "data.jsonl")
+
+    return run
+
+
+def recipe_file(text: str) -> Callable[[Path], Any]:
+    def run(folder: Path) -> Any:
+        (folder / "mine.py").write_text(text)
+        return command("run", "DIR/mine.py", "--out", "DIR/run")(folder)
+
+    return run
+
+
+def configured(**fields: Any) -> Callable[[Path], Any]:
+    return lambda folder: RolloutConfig(**{"batch_size": 1, "generate_fn": generate, **fields})
+
+
+async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+    await anyio.lowlevel.checkpoint()
+    return [some_sample(prompt, 0) for prompt in prompts]
+
+
+def batch(**fields: Any) -> Callable[[Path], Any]:
+    """A batch with two rollouts for each prompt, whose first failure stops the run."""
+
+    async def run(folder: Path) -> Any:
+        fixed = {"batch_size": 1, "n_samples_per_prompt": 2, "max_attempts": 1, "on_failure": "stop"}
+        config = RolloutConfig(**{"generate_fn": generate, **fixed, **fields})
+        async with AsyncRolloutManager(config, DataBuffer(["question"])) as manager:
+            return await manager.generate_batch()
+
+    return run
+
+
+def world(start: Any = None, step: Any = None, seconds: float = 60.0) -> Callable[[Path], Any]:
+    """An episode in a calculator whose start or step is another."""
+
+    async def run(folder: Path) -> Any:
+        methods = {"start": start, "step": step}
+        kind = type("World", (CalculatorEnvironment,), {name: value for name, value in methods.items() if value})
+        renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
+        reply = renderer.encode("The answer is 3.<|im_end|>")
+        limits = Limits(step_seconds=seconds)
+        played = await run_agent(
+            Prompt("1 + 2?", index=0), kind, ScriptedPolicy([reply]), renderer, sampling=SamplingParams(), limits=limits
+        )
+        assert played.failure is not None
+        return played.failure.message
+
+    return run
+
+
+def called(name: str, **arguments: Any) -> Callable[[Path], Any]:
+    """What a model reads for its tool call."""
+
+    async def run(folder: Path) -> Any:
+        reply = Message("assistant", tool_calls=(ToolCall(name, arguments, id="1"),))
+        return (await CalculatorEnvironment().step(reply)).messages[0].content
+
+    return run
+
+
+def spoken(text: str) -> Callable[[Path], Any]:
+    """What a model reads after a reply."""
+
+    async def run(folder: Path) -> Any:
+        renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
+        policy = ScriptedPolicy([renderer.encode(said + "<|im_end|>") for said in (text, "Well.")])
+        played = await run_agent(
+            Prompt("1 + 2?", index=0), CalculatorEnvironment, policy, renderer, sampling=SamplingParams()
+        )
+        return next(message.content for message in played.messages if message.role == "tool")
+
+    return run
+
+
+def asked(fault: Fault | Answer, **options: Any) -> Callable[[Path], Any]:
+    """One completion of a server with a fault."""
+
+    async def run(folder: Path) -> Any:
+        async with StubServer(faults=[fault] * 3) as server:
+            endpoint = Endpoint(base_url=server.url, max_retries=0, **options)
+            policy = SGLangPolicy(endpoint, vocab_size=None, backoff=lambda failures: 0.0)
+            async with policy:
+                ids = np.arange(1, 6, dtype=np.int32)
+                return await policy.complete(ids, SamplingParams(max_new_tokens=16))
+
+    return run
+
+
+def damaged(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """A journal of two segments, changed, and read."""
+
+    def run(folder: Path) -> Any:
+        with Journal(folder / "journal", segment_bytes=100) as journal:
+            for number in range(3):
+                journal.append("turn", {"number": number, "text": "x" * 100})
+                journal.flush()
+        change(folder / "journal")
+        return len(list(read_journal(folder / "journal")))
+
+    return run
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "segment-000000.journal").read_bytes())
+    data[-3] ^= 4
+    (path / "segment-000000.journal").write_bytes(data)
+
+
+def twice(folder: Path) -> None:
+    with Journal(folder / "journal"):
+        Journal(folder / "journal")
+
+
+async def raises(*arguments: Any) -> Any:
+    raise ConnectionError("the world is down")
+
+
+async def hangs(*arguments: Any) -> Any:
+    await anyio.sleep_forever()
+
+
+async def nothing(*arguments: Any) -> StepResult:
+    return StepResult()
+
+
+def never(samples: Sequence[Sample]) -> Any:
+    return "yes"
+
+
+def broken(sample: Sample) -> float:
+    raise KeyError("label")
+
+
+def not_a_number(sample: Sample) -> float:
+    return float("nan")
+
+
+async def empty(prompts: Sequence[Prompt]) -> list[Sample]:
+    return []
+
+
+LINE, CONFIG, DATA = "The command line", "Recipes and configs", "Data"
+FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "Journals"
+RUN = ("run", CALCULATOR, "--out", "DIR/run")
+
+# A row of the table is a line here, too.
+# ruff: noqa: E501
+# fmt: off
+ROWS = [
+    Row(LINE, "no such recipe", "recipe: got '…none.py'; expected a Python file with a function recipe(endpoint, *, ...)", command("run", "none.py", "--out", "DIR/run")),
+    Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected one that the recipe has: batch_size (int), …", command(*RUN, "--set", "size=3")),
+    Row(LINE, "an option of another type", "option batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
+    Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
+    Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
+    Row(LINE, "a URL that is none", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
+    Row(LINE, "nobody at the URL", "nobody answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
+    Row(LINE, "no such run", "run: got 'DIR/none'; expected a folder that a run was written to: it holds run.json", command("show", "DIR/none")),
+    Row(CONFIG, "a recipe file that does not import", "DIR/mine.py, line 2: importing the recipe raised ZeroDivisionError: division by zero", recipe_file("x = 0\nx = 1 / x\n")),
+    Row(CONFIG, "a recipe file without a recipe", "DIR/mine.py: recipe: got None; expected a function recipe(endpoint, *, ...) that returns a Recipe", recipe_file("x = 0\n")),
+    Row(CONFIG, "a batch of nothing", "RolloutConfig.batch_size: got 0; expected an integer >= 1", configured(batch_size=0)),
+    Row(CONFIG, "over-sampling below one", "RolloutConfig.over_sampling_factor: got 0.5; expected a number >= 1", configured(over_sampling_factor=0.5)),
+    Row(CONFIG, "a filter for spread over one rollout", "RolloutConfig.n_samples_per_prompt: got 1; expected at least 2 with filter_fn=check_reward_nonzero_std", configured(n_samples_per_prompt=1, filter_fn=check_reward_nonzero_std)),
+    Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, reward, filter, generate, deadline", configured(failures={"oom": Handling()})),
+    Row(CONFIG, "a temperature below zero", "SamplingParams.temperature: got -1; expected a number >= 0", lambda folder: SamplingParams(temperature=-1)),
+    Row(CONFIG, "no turns", "Limits.max_turns: got 0; expected an integer >= 1", lambda folder: Limits(max_turns=0)),
+    Row(CONFIG, "a key beside a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
+    Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
+    Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'disk'; expected something that is enforced here: no namespaces here (unshare: …); each file is limited", lambda folder: containment_of(["landlock", "seccomp"], "unshare: Operation not permitted", "linux").check("all")),
+    Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a JSONL file that exists", lambda folder: load_prompts(folder / "none.jsonl")),
+    Row(DATA, "an empty file", "data: got 'DIR/data.jsonl'; expected at least one row", data("\n\n")),
+    Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),
+    Row(DATA, "JSON of another shape", "DIR/data.jsonl, line 1: got [1]; expected an object with \"prompt\"", data("[1]\n")),
+    Row(DATA, "a row without a prompt", "DIR/data.jsonl, line 1: row: got ['question']; expected the keys \"prompt\", and \"label\" and \"metadata\" where known", data('{"question": "a"}\n')),
+    Row(DATA, "a message of nobody", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
+    Row(DATA, "tool calls that are none", "DIR/data.jsonl, line 1: message.tool_calls: got 'x'; expected an object with a function that has name and arguments", data('{"prompt": [{"role": "assistant", "tool_calls": ["x"]}]}\n')),
+    Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 3000)),
+    Row(FOREIGN, "a world that does not start", "World.start raised ConnectionError: the world is down", world(start=raises)),
+    Row(FOREIGN, "a step that raises", "World.step raised ConnectionError: the world is down", world(step=raises)),
+    Row(FOREIGN, "a step that hangs", "World.step did not answer within 0.05 s", world(step=hangs, seconds=0.05)),
+    Row(FOREIGN, "a step that says nothing", "World.step: no messages and not done; expected one or the other", world(step=nothing)),
+    Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
+    Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),
+    Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
+    Row(FOREIGN, "a filter that does not say yes or no", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),
+    Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),
+    Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),
+    Row(SERVER, "a page of a proxy", "gave up after 1 attempts: status 200, but the body is not JSON: <html>", asked("not_json")),
+    Row(SERVER, "an overloaded server", "gave up after 1 attempts: status 503: The request queue is full. (POST http://…/generate)", asked("error_503")),
+    Row(SERVER, "more than the context holds", "status 400: The input (9 tokens) is longer than the model's context length (8 tokens). (POST http://…/generate)", asked("error_context")),
+    Row(SERVER, "ids that were not sent", "5 ids were sent; the server says that it was given 6", asked("wrong_count")),
+    Row(SERVER, "logprobs of other ids", "output_token_logprobs are not those of output_ids: first difference at 2", asked("wrong_ids")),
+    Row(SERVER, "a logprob that is not a number", "output_token_logprobs[0]: got nan; expected a finite number", asked("nan")),
+    Row(SERVER, "no logprobs", "3 sampled ids came without output_token_logprobs, which were asked for", asked("no_logprobs")),
+    Row(CALLS, "a call that is not JSON", "Error: The tool call could not be read: it is not valid JSON: …", spoken('<tool_call>\n{"name": "add", "arguments": {\n</tool_call>')),
+    Row(CALLS, "a tool that there is not", "Error: there is no tool 'fly'; the tools are: add, subtract, multiply, divide", spoken('<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>')),
+    Row(CALLS, "an argument of another type", "Error: Expected `float`, got `str` - at `$.b`", called("add", a=1, b="2")),
+    Row(CALLS, "an argument that is missing", "Error: Object missing required field `b`", called("add", a=1)),
+    Row(CALLS, "an argument that there is not", "Error: Object contains unknown field `c`", called("add", a=1, b=2, c=3)),
+    Row(DISK, "a bit that flipped", "DIR/journal/segment-000000.journal, offset …: damaged (the record's checksum does not fit)", damaged(flip)),
+    Row(DISK, "a segment that is gone", "DIR/journal/segment-000000.journal, offset 0: the segment is missing", damaged(lambda path: (path / "segment-000000.journal").unlink())),
+    Row(DISK, "another process that writes", "journal: got 'DIR/journal'; expected one that no other process is writing to", twice),
+]
+# fmt: on
+
+_HEAD = """# Bad inputs and faults
+
+Written by `scripts/bad_inputs`; do not edit. Each row is provoked by a test that compares what is said; `…` stands for
+what differs, `DIR` for a folder. What a run does about a fault is on the page about [failures](failures.md).
+"""
+
+
+def page() -> str:
+    """The page with the table."""
+    lines = [_HEAD]
+    for chapter in dict.fromkeys(row.chapter for row in ROWS):
+        lines += [f"## {chapter}\n", "| what is wrong | what is said |", "|---|---|"]
+        lines += [f"| {row.what} | `{row.message}` |" for row in ROWS if row.chapter == chapter]
+        lines.append("")
+    return "\n".join(lines)
