@@ -453,7 +453,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     planned.add_argument("--servers", type=_numbers, default=SERVERS, metavar="N,N", help="to scale the best to")
 
-    check = _verb(verbs, "check", _check, "is every token of this model's chat template exact?", "check --model DIR")
+    check = _verb(
+        verbs, "check", _check, "say whether every token of this model's chat template is exact", "check --model DIR"
+    )
     check.add_argument("--model", metavar="NAME_OR_DIR", help="the tokenizer; by default what the endpoint names")
     check.add_argument("--template", type=Path, metavar="FILE", help="this chat template instead of the model's own")
     check.add_argument("--endpoint", metavar="URL", help="send ids to this server, and compare what it says it got")

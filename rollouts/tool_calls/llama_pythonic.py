@@ -36,9 +36,7 @@ class LlamaPythonic(BlockDialect):
     """
 
     name = "llama_pythonic"
-    block = re.compile(
-        r"(?:<\|python_start\|>|<\|tool_call_start\|>)(?P<marked>)|\A\s*(?=\[\s*[A-Za-z_][\w.-]*\s*\()", re.DOTALL
-    )
+    block = re.compile(r"<\|python_start\|>|<\|tool_call_start\|>|\A\s*(?=\[\s*[A-Za-z_][\w.-]*\s*\()")
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         return self.take(block, tools)[0]

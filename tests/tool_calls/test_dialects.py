@@ -1,8 +1,11 @@
 """Every dialect: the same calls written its way, and what is done with broken ones."""
 
+import ast
 import time
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from rollouts.dtypes import Message, ToolCall
 from rollouts.renderer import Renderer
@@ -134,6 +137,22 @@ def test_an_answer_in_json_is_no_llama_call() -> None:
     """Only an object that begins with a name is one."""
     reply = get_dialect("llama_json").parse('{"answer": 5}')
     assert (reply.content, reply.tool_calls) == ('{"answer": 5}', ())
+
+
+LITERALS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@hypothesis.given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LITERALS, max_size=4))
+def test_literals_are_read_as_python_reads_them(arguments: dict[str, object]) -> None:
+    """Whatever Python writes of plain values; the judge is its own ``ast.literal_eval``."""
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]")
+    judged = {name: ast.literal_eval(repr(value)) for name, value in arguments.items()}
+    assert brief(reply.tool_calls) == [("f", judged, None), ("g", {}, None)]
 
 
 def test_harmony_channels() -> None:
