@@ -102,11 +102,16 @@ async def _told(telling: Telling, recipe: Recipe) -> AsyncIterator[tuple[Rollout
         yield recipe.config, observe
 
 
+async def _while_it_can(watch: Watch, manager: AsyncRolloutManager) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal ends one observer, not the other
+        await watch(manager)
+
+
 def _both(one: Watch, other: Watch) -> Watch:
     async def watch_both(manager: AsyncRolloutManager) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(one, manager)
-            tasks.start_soon(other, manager)
+            for single in (one, other):
+                tasks.start_soon(_while_it_can, single, manager)
 
     return watch_both
 

@@ -28,7 +28,7 @@ from rollouts.training.sinks import RunWriter
 
 __all__ = ["SHAPES", "TOLERANCE", "bench_plan", "plan_options"]
 
-SHAPES = ("constant:0.6", "lognormal:0.4,0.8", "bimodal:0.3,2.0,0.2")
+SHAPES = ("constant:1.5", "lognormal:1,0.8", "bimodal:0.8,4,0.2")
 TOLERANCE = 0.2
 _PASSES = 7
 """Prompts of every ten that the filter keeps."""

@@ -59,7 +59,6 @@ class Link(Protocol):
 Connect: TypeAlias = Callable[[int], Awaitable[Link]]
 """Starts the worker of a number; raises ConfigError if it cannot start."""
 
-
 Record: TypeAlias = tuple[dict[str, Any], Columns | None]
 
 
@@ -147,7 +146,7 @@ class Dispatcher:
     Attributes:
         rollouts: that came back.
         messages: that they came in.
-        deaths: of workers, each of which was replaced.
+        deaths: of workers.
 
     Raises:
         ConfigError: on entering, if a worker cannot start.
@@ -309,6 +308,7 @@ class Dispatcher:
                 while True:
                     self._read(worker, await link.receive())
             except LinkLost as error:
+                worker.alive = False  # no new group comes here from now on
                 lost.append(error)
                 tasks.cancel_scope.cancel()
 

@@ -67,7 +67,7 @@ def serving_metrics(port: int, host: str = "127.0.0.1") -> Iterator[MetricsServe
     registry.register(metrics)
     try:
         server, thread = client.start_http_server(port, host, registry)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError.of("--metrics-port", port, f"a port that is free ({error})") from error
     metrics.port = server.server_port
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
-import anyio.to_thread
 import pytest
 from aiohttp import ClientSession
 
+from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.observability.prometheus import serving_metrics
+from rollouts.training.verify import verify_run
 
 client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: prometheus)")
 
@@ -47,3 +50,12 @@ def test_a_port_that_is_taken_is_refused() -> None:
         with pytest.raises(ConfigError, match="--metrics-port"):
             with serving_metrics(metrics.port):
                 pass
+
+
+def test_a_run_can_be_told_of(tmp_path: Path, engine_url: str) -> None:
+    """The command serves numbers and makes spans while it runs, and runs as it does without."""
+    line = ["run", str(Path(__file__).parents[2] / "configs" / "calculator.py"), "--endpoint", engine_url]
+    sizes = ["--set", "batch_size=2", "--set", "n_samples_per_prompt=4"]
+    assert main([*line, *sizes, "--out", str(tmp_path / "run"), "--metrics-port", "0", "--trace"]) == 0
+    assert verify_run(tmp_path / "run").violations == []
+    assert main([*line, *sizes, "--out", str(tmp_path / "other"), "--metrics-port", "99999999"]) == 2
