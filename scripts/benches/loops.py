@@ -216,7 +216,7 @@ def ours(
                 async with AsyncRolloutManager(config, DataBuffer(play.prompts), ledger=Ledger(held)) as manager:
                     while len(samples) < workload.samples:
                         samples += await manager.generate_batch()
-                        await held.commit()
+                        await held.sync()
             if policy.totals.retries:
                 raise RolloutsError("the server failed a request: this measures something else")
             return samples
