@@ -3,8 +3,9 @@
 Invariant: whatever happens, the environment is closed and sealed trajectories come back, with what there is and why it
 ended. The policy is only ever sent a trajectory's own tokens (law 1), and every wait has a deadline (law 7).
 
-Where a log of turns is handed down, each finished turn is kept in it before the next begins, and an episode that has
-turns there goes on from the last of them. One that may fork, or that goes on from a past, keeps none, and starts anew.
+Where a log of turns is handed down and the environment can be resumed, each finished turn is kept in it before the next
+begins, and an episode that has turns there goes on from the last of them. One that may fork, or that goes on from a
+past, keeps none, and starts anew.
 
 This module knows no sample, no reward and no group.
 """

@@ -66,6 +66,8 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
+    if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
+        return values if values.flags.owndata and not values.flags.writeable else _frozen(values.copy())
     given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if given.size and given.dtype.kind not in kinds:
@@ -75,6 +77,10 @@ def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
         raise ValueError(f"a column has one dimension, got shape {column.shape}")
     if kinds == "iu" and given.size and given.dtype != dtype and not np.array_equal(column, given):
         raise ValueError(f"a token id fits {np.dtype(dtype)}, got {given.min()} to {given.max()}")
+    return _frozen(column)
+
+
+def _frozen(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
     column.flags.writeable = False
     return column
 
@@ -177,13 +183,14 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
 
 
 _text_or_none = _check("a string", lambda v: isinstance(v, str), optional=True)
+_ROLES = get_args(Role)
 
 
 @attrs.frozen
 class Message:
     """One turn of a conversation, as text. Tokens are kept elsewhere: a message is a view, never the record."""
 
-    role: Role = attrs.field(validator=_check(f"one of {get_args(Role)}", lambda v: v in get_args(Role)))
+    role: Role = attrs.field(validator=_check(f"one of {_ROLES}", lambda v: v in _ROLES))
     content: str = attrs.field(default="", validator=_check("a string", lambda v: isinstance(v, str)))
     tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=_calls)
     tool_call_id: str | None = attrs.field(default=None, validator=_text_or_none)
@@ -339,6 +346,8 @@ class StopReason(enum.StrEnum):
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why one completion ended: the model stopped, its budget ran out, or the server was told to stop."""
 
+_FINISH_REASONS = get_args(FinishReason)
+
 History: TypeAlias = Literal["append", "fork", "error"]
 """What to do where a chat template writes the conversation so far otherwise than the model has seen it (thoughts
 stripped, tools moved): ``append`` keeps the ids and goes on; ``fork`` opens a new branch with the rewritten history;
@@ -464,7 +473,7 @@ class Completion:
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
     finish_reason: FinishReason = attrs.field(
-        validator=_check(f"one of {get_args(FinishReason)}", lambda v: v in get_args(FinishReason))
+        validator=_check(f"one of {_FINISH_REASONS}", lambda v: v in _FINISH_REASONS)
     )
     versions: Sequence[VersionSpan]
     """Which weights sampled which tokens; covers ``0..n`` without gap or overlap."""

@@ -110,10 +110,11 @@ class Episode:
         reply = None
         turn = 0
         turns = self._turns_before()
+        resumable = environment if isinstance(environment, Resumable) else None
         if past is not None:
             tools, reply = await self._resume(environment, name, past)
-        elif turns and isinstance(environment, Resumable):
-            await self._foreign(f"{name}.restore", environment.restore, self.prompt, turns[-1].fields["snapshot"])
+        elif turns and resumable is not None:
+            await self._foreign(f"{name}.restore", resumable.restore, self.prompt, turns[-1].fields["snapshot"])
             tools = self._tools(environment)
             self._go_on_from(turns)
             turn = self.replies
@@ -127,7 +128,8 @@ class Episode:
                 if turn >= self.limits.max_turns:
                     return StopReason.MAX_TURNS
                 await self.show(new, tools)
-                await self._keep_turn(environment, name)
+                if resumable is not None:
+                    await self._keep_turn(resumable, name)
             turn += 1
             reply, reason = await self.speak(turn, tools)
             if reason is not None:
@@ -265,16 +267,15 @@ class Episode:
         self.trajectory.count("turns_before_resume", self.replies)
         self._all_is_kept()
 
-    async def _keep_turn(self, environment: Environment, name: str) -> None:
-        """Let the log have the turn; without a snapshot where the environment gives none, or fails to."""
+    async def _keep_turn(self, environment: Resumable, name: str) -> None:
+        """Let the log have the turn; without a snapshot where the environment fails to give one."""
         if self.log is None:
             return
         fields: dict[str, Any] = {}
-        if isinstance(environment, Resumable):
-            try:
-                fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
-            except EnvironmentFailure:
-                self.trajectory.count("snapshot_failures")
+        try:
+            fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
+        except EnvironmentFailure:
+            self.trajectory.count("snapshot_failures")
         turn = Turn.since(
             self.trajectory,
             *self.kept,
@@ -314,7 +315,9 @@ class Episode:
         if seed is not None:
             stand_in = f"/{self.prompt.replacement}" if self.prompt.replacement else ""
             seed = zlib.crc32(f"{seed}/{self.prompt.index}/{place}{stand_in}".encode()) & 0x7FFFFFFF
-        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
+        sampling = self.sampling
+        if (budget, seed) != (sampling.max_new_tokens, sampling.seed):
+            sampling = attrs.evolve(sampling, max_new_tokens=budget, seed=seed)
         completion = await self.policy.complete(
             self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
         )
@@ -396,7 +399,8 @@ class Episode:
         sound = tuple(call for call in reply.tool_calls if call.error is None)
         step = StepResult()
         if sound or not reply.tool_calls:
-            step = await self._foreign(f"{name}.step", environment.step, attrs.evolve(reply, tool_calls=sound))
+            asked = reply if len(sound) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=sound)
+            step = await self._foreign(f"{name}.step", environment.step, asked)
             if not isinstance(step, StepResult):
                 raise _bad_step(name, f"got {step!r}; expected a StepResult")
             if not step.done and not step.messages:

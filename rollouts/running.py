@@ -128,7 +128,7 @@ async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, ledger: Le
     samples = await manager.generate_batch()
     with anyio.CancelScope(shield=True):  # what is handed out is written, whoever stops us now
         if ledger is not None:
-            await ledger.journal.commit()  # a batch that has a file is sealed in the journal
+            await ledger.journal.sync()  # a batch that has a file is sealed in the journal, on disk
         try:
             await anyio.to_thread.run_sync(
                 writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -67,6 +67,13 @@ class Call:
     """CRC-32 of the ids that the client sent; :func:`digest` of the stored ``tokens[:start]`` must equal it."""
     cached_tokens: int
     seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return {name: getattr(self, name) for name in _CALL_FIELDS}
+
+
+_CALL_FIELDS = tuple(field.name for field in attrs.fields(Call))
 
 
 class Trajectory:

@@ -56,7 +56,7 @@ class Turn:
             mask=trajectory.mask[start:],
             logprobs=trajectory.logprobs[start:],
             fields={
-                "calls": [attrs.asdict(call) for call in trajectory.calls[calls:]],
+                "calls": [call.to_dict() for call in trajectory.calls[calls:]],
                 "versions": [[span.version, span.start, span.stop] for span in trajectory.versions],
                 "messages": [message_to_dict(message) for message in trajectory.messages[messages:]],
                 "metrics": dict(trajectory.metrics),

@@ -38,7 +38,7 @@ class EncodedIds:
 
 @attrs.define
 class _Kept:
-    text: bytearray
+    text: bytes
     ids: npt.NDArray[np.int32]
     digest: int
     used: float
@@ -46,6 +46,9 @@ class _Kept:
     @property
     def size(self) -> int:
         return len(self.text) + self.ids.nbytes
+
+
+_NOTHING = np.empty(0, np.int32)
 
 
 class SequenceCache:
@@ -91,20 +94,22 @@ class SequenceCache:
             shape = f"{column.dtype} of shape {column.shape}"
             raise ConfigError(f"tokens: got {shape}; expected integers of shape (n,), n >= 1")
         kept = self._forget(session) if session else None
-        if kept is None or not np.array_equal(column[: len(kept.ids)], kept.ids):
-            kept = _Kept(bytearray(), np.empty(0, np.int32), 0, 0.0)
+        if kept is None or len(kept.ids) > len(column) or not (column[: len(kept.ids)] == kept.ids).all():
+            kept = _Kept(b"", _NOTHING, 0, 0.0)
         start = len(kept.ids)
         if start < len(column):
             new = column[start:]
             self.check(new, "tokens", start)
             new = new.astype("<i4")
-            kept.text += b"," * bool(start) + msgspec.json.encode(new.tolist())[1:-1]
-            kept.digest = zlib.crc32(new.tobytes(), kept.digest)
-            kept.ids = column.astype(np.int32)  # a copy: the caller's may be a view of something that changes
+            text = msgspec.json.encode(new.tolist())[1:-1]
+            kept.text = b",".join((kept.text, text)) if start else text
+            kept.digest = zlib.crc32(new, kept.digest)
             self.encoded += len(new)
+            if session:
+                kept.ids = column.astype(np.int32)  # a copy: the caller's may be a view of something that changes
         if session:
             self._keep(session, kept)
-        return EncodedIds(bytes(kept.text), len(column), kept.digest)
+        return EncodedIds(kept.text, len(column), kept.digest)
 
     def check(self, ids: Any, field: str, start: int = 0) -> None:
         """Check that ids are of the vocabulary.

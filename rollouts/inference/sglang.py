@@ -71,7 +71,7 @@ class _Call:
     """One call of complete, over all its attempts."""
 
     ids: EncodedIds
-    tail: bytes
+    options: bytes
     headers: dict[str, str]
     session: str
     sampling: SamplingParams
@@ -173,7 +173,7 @@ class SGLangPolicy:
         self.totals.encoded_tokens = self._sequences.encoded
         call = _Call(
             ids=ids,
-            tail=wire.request_tail(ids, sampling, stop_token_ids),
+            options=wire.request_options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
             sampling=sampling,
@@ -284,7 +284,7 @@ class SGLangPolicy:
         self._running[rid] = worker
         try:
             status, payload = await self._transport.post(
-                f"{worker.url}/generate", wire.with_rid(rid, call.tail), call.headers, fresh=fresh
+                f"{worker.url}/generate", wire.request_body(rid, call.ids, call.options), call.headers, fresh=fresh
             )
         except Unsent:
             call.running = None

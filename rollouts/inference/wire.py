@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from rollouts.dtypes import Completion, SamplingParams, VersionSpan
+from rollouts.dtypes import Completion, LogprobColumn, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
 from rollouts.inference.sequences import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
-__all__ = ["BrokenNumbers", "check_obeyed", "read_completion", "request_tail", "with_rid"]
+__all__ = ["BrokenNumbers", "check_obeyed", "read_completion", "request_body", "request_options"]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -73,8 +74,8 @@ _REPLY = msgspec.json.Decoder(_Reply)
 # -- out --------------------------------------------------------------------------------------------------------------
 
 
-def request_tail(ids: EncodedIds, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
-    """Everything of a ``/generate`` body but its rid, which each attempt has anew (:func:`with_rid`).
+def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
+    """Everything of a ``/generate`` body that stands behind its ids, for :func:`request_body`.
 
     Raises:
         ConfigError: a seed that does not fit into 64 bits.
@@ -98,13 +99,14 @@ def request_tail(ids: EncodedIds, sampling: SamplingParams, stop_token_ids: Sequ
         params["sampling_seed"] = sampling.seed
     encoded = msgspec.json.encode(params)
     # logprob_start_len -1: logprobs of the reply only; 0 would also cost the prompt's hit in the prefix cache.
-    options = b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":'
-    return b"".join((b'"input_ids":[', ids.text, options, encoded, b"}"))
+    return b"".join(
+        (b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":', encoded, b"}")
+    )
 
 
-def with_rid(rid: str, tail: bytes) -> bytes:
-    """The body of one attempt."""
-    return b"".join((b'{"rid":"', rid.encode(), b'",', tail))
+def request_body(rid: str, ids: EncodedIds, options: bytes) -> bytes:
+    """The body of one attempt: each has a rid of its own."""
+    return b"".join((b'{"rid":"', rid.encode(), b'","input_ids":[', ids.text, options))
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def read_completion(
     tokens, logprobs = _columns(reply, meta)
     # A request that was aborted while it was queued may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
-    if prompt_tokens != ids.count and (tokens or finish.type != "abort"):
+    if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
         raise TokenMismatchError(f"{ids.count} ids were sent; the server says that it was given {prompt_tokens}")
     return Completion(
         tokens=tokens,
@@ -183,7 +185,7 @@ def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_id
             raise EndpointRefused(f"stop_token_ids: the reply goes on after its stop id {stop}: {lost}")
 
 
-def _columns(reply: _Reply, meta: _Meta) -> tuple[list[int], Any]:
+def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
     triples = meta.output_token_logprobs or []
     sampled = [triple.token for triple in triples]
     tokens = sampled if reply.output_ids is None else reply.output_ids
@@ -197,14 +199,34 @@ def _columns(reply: _Reply, meta: _Meta) -> tuple[list[int], Any]:
         raise EndpointRefused(
             f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
         )
-    if sampled and not 0 <= min(sampled) <= max(sampled) < 2**31:
+    return _ids(sampled), _finite([triple.logprob for triple in triples])
+
+
+def _ids(sampled: list[int]) -> TokenColumn:
+    try:
+        ids = np.array(sampled, np.int64)
+    except OverflowError:
+        ids = np.array([-1])
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
         raise EndpointRefused("output_token_logprobs: an id does not fit into 31 bits")
-    # null, which is how NaN and infinity come over the wire, becomes NaN here.
-    logprobs = np.array([triple.logprob for triple in triples], dtype=np.float64)
-    if not (np.abs(logprobs) < np.finfo(np.float32).max).all():
-        at = int(np.flatnonzero(~(np.abs(logprobs) < np.finfo(np.float32).max))[0])
+    return _frozen(ids.astype(np.int32))
+
+
+def _finite(values: list[float | None]) -> LogprobColumn:
+    # null, which is how NaN and infinity come over the wire, becomes NaN here; NaN is less than nothing.
+    logprobs = np.array(values, np.float64)
+    if logprobs.size and not (logprobs.min() > -_LARGEST and logprobs.max() < _LARGEST):
+        at = int(np.flatnonzero(~(np.abs(logprobs) < _LARGEST))[0])
         raise BrokenNumbers(f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a finite number")
-    return tokens, logprobs
+    return _frozen(logprobs.astype(np.float32))
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _frozen(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    column.flags.writeable = False  # a completion takes what nobody can change as it is
+    return column
 
 
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:

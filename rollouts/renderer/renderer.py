@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall, packed_tokens
+from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
 from rollouts.renderer.rewriting import rewriting, shared
@@ -142,7 +142,7 @@ class Renderer:
             return known.result()
         try:
             text = self._template.render(messages, tools)
-            mine.set_result(packed_tokens(self._codec.encode(text)))
+            mine.set_result(_packed(self._codec.encode(text)))
         except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
             with self._lock:
                 self._openings.pop(key, None)
@@ -183,7 +183,7 @@ class Renderer:
                 )
         ids = self._codec.encode(text)
         last = int(tail[-1]) if len(tail) else None
-        return packed_tokens(ids[1:] if self._is_spent(ids, last) else ids)
+        return _packed(ids[1:] if self._is_spent(ids, last) else ids)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
@@ -195,7 +195,7 @@ class Renderer:
 
     def encode(self, text: str) -> TokenColumn:
         """Ids of a text that the template wrote; int32, read-only."""
-        return packed_tokens(self._codec.encode(text))
+        return _packed(self._codec.encode(text))
 
     def rewriting(
         self,
@@ -314,6 +314,16 @@ class Renderer:
         except ConfigError:
             return True
         return "argumentone" not in written or bool(self.dialect.parse(written, tools=tools).tool_calls)
+
+
+def _packed(ids: list[int]) -> TokenColumn:
+    column = np.array(ids, np.int32)  # a tokenizer's ids need no check
+    column.flags.writeable = False
+    return column
+
+
+def _is_refused_at_once(found: SelfTest) -> bool:
+    return found.steps[0].verdict == "refused"
 
 
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:

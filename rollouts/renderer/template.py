@@ -36,6 +36,19 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox that transformers renders in, without its detour for the keys of a message."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # What the sandbox comes to for a key that is no attribute of dicts, after an AttributeError.
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+_OF_DICTS = frozenset(dir(dict))
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -86,9 +99,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         self.name = f"{name} ({self.digest})"
         self._variables = dict(variables)
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = moment.strftime

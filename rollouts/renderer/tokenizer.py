@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ConfigError
+from rollouts.renderer.byte_level import ByteTable
 
 __all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 
@@ -107,6 +108,7 @@ class Codec:
     def __init__(self, tokenizer: Any) -> None:
         self._raw = getattr(tokenizer, "backend_tokenizer", None)
         self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
+        self._bytes = ByteTable.of(tokenizer) if self._slow is None else None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that came out of :meth:`encode` so far."""
@@ -135,5 +137,8 @@ class Codec:
         if self._slow is not None:
             with self._lock:
                 return str(self._slow.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        text = None if self._bytes is None else self._bytes.decode(ids)
+        if text is not None:
+            return text
         assert self._raw is not None
         return str(self._raw.decode(list(ids), skip_special_tokens=False))

@@ -4,16 +4,19 @@
     frame = magic 2s · kind u8 · version u8 · length u32 · sequence u64 · payload crc u32 · header crc u32 · payload
     payload: see records.py
 
-Invariant: what :meth:`Journal.commit` returned for is on disk and will be read again. A record that was being written
+Invariant: what :meth:`Journal.commit` returned for is with the operating system and will be read again, however this
+process ends; what :meth:`Journal.sync` returned for is on disk, and outlives the machine. A record that was being written
 when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one flipped bit
 anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a shorter journal.
 
-Columns are stored as they are held, 9 bytes a token. Disks are written in threads, never on the event loop; whoever
-waits for a commit while one is under way shares the next. This module knows nothing of what records mean.
+Columns are stored as they are held, 9 bytes a token. A commit copies what little there is into the system's cache, where
+that is much in a thread; a disk is waited for in threads only, once a batch. This module knows nothing of what records
+mean.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -39,6 +42,8 @@ _HEADER = struct.Struct("<2sBBIQII")
 _SIGNED = _HEADER.size - 4
 _MAGIC, _VERSION = b"rJ", 1
 _SEGMENT_BYTES = 64 << 20
+_ON_THE_LOOP = 1 << 20
+"""Bytes that a commit writes on the event loop; more go through a thread."""
 _KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed", "event")
 """A kind is stored as its number here: add at the end only."""
 
@@ -83,10 +88,11 @@ class Journal:
         self.path = Path(path)
         self._segment_bytes = segment_bytes
         self._queue: list[tuple[int, bytes, bytes]] = []
-        self._appended = 0
-        self._durable = 0
+        self._waiting = 0
         self._appending = threading.Lock()
-        self._flushing = anyio.Lock()
+        self._writing = threading.Lock()
+        self.syncs = 0
+        """How often the disk was waited for, to take a segment."""
         self._error: JournalError | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -103,7 +109,7 @@ class Journal:
             raise JournalError(f"{self.path}: the journal cannot be opened: {error}") from error
 
     def __repr__(self) -> str:
-        return f"<Journal {self.path}: {self._sequence} records, {self._appended - self._durable} not on disk yet>"
+        return f"<Journal {self.path}: {self._sequence} records, {len(self._queue)} not written yet>"
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +118,7 @@ class Journal:
         self.close()
 
     def append(self, kind: str, fields: Mapping[str, Any], columns: Columns | None = None) -> None:
-        """Add a record; it is on disk after the next :meth:`commit`. Copies what it is given.
+        """Add a record; it is written by the next :meth:`commit`. Copies what it is given.
 
         Raises:
             JournalError: an earlier record could not be written.
@@ -122,23 +128,28 @@ class Journal:
         record = (_KINDS.index(kind), *packed(fields, columns))
         with self._appending:
             self._queue.append(record)
-            self._appended += 1
+            self._waiting += len(record[1]) + len(record[2])
 
     async def commit(self) -> None:
-        """Wait until every record appended so far is on disk.
+        """Write every record appended so far: from here on it outlives this process.
 
         Raises:
             JournalError: it could not be written; nothing of the records since the last commit is there then.
         """
-        mine = self._appended
-        if self._durable >= mine and self._error is None:
+        if self._waiting <= _ON_THE_LOOP:
+            self.flush()
             return
         with anyio.CancelScope(shield=True):  # a disk that is written to is waited for; what was asked is then done
-            async with self._flushing:
-                if self._durable < mine:
-                    await anyio.to_thread.run_sync(self.flush)
-        if self._error is not None:
-            raise self._error
+            await anyio.to_thread.run_sync(self.flush)
+
+    async def sync(self) -> None:
+        """Commit, and wait until the disk has it: from here on it outlives the machine.
+
+        Raises:
+            JournalError: as :meth:`commit`; or the disk failed, and then nobody knows what it has.
+        """
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._sync)
 
     def flush(self) -> None:
         """Write what was appended, in this thread.
@@ -147,32 +158,49 @@ class Journal:
             JournalError: the disk is full, read-only, or gone. The journal is cut back to the last commit, and closed
                 to further records.
         """
+        with self._writing:
+            self._raise_if_broken()
+            with self._appending:
+                queue, self._queue, self._waiting = self._queue, [], 0
+            if queue:
+                with self._breaking():
+                    if self._file.tell() >= self._segment_bytes:
+                        self._rotate()
+                    start = self._file.tell()
+                    try:
+                        _write_all(self._file, self._framed(queue))
+                    except OSError:
+                        _cut_back(self._file, start)
+                        raise
+
+    def _sync(self) -> None:
+        self.flush()
+        with self._writing, self._breaking():
+            self._raise_if_broken()
+            self._to_disk()
+
+    def _to_disk(self) -> None:
+        os.fdatasync(self._file.fileno())
+        self.syncs += 1
+
+    def _raise_if_broken(self) -> None:
         if self._error is not None:
             raise self._error
-        with self._appending:
-            queue, self._queue = self._queue, []
-        if not queue:
-            return
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """An error of the disk inside ends the journal."""
         try:
-            if self._file.tell() >= self._segment_bytes:
-                self._rotate()
-            start = self._file.tell()
-            try:
-                _write_all(self._file, self._framed(queue))
-                os.fdatasync(self._file.fileno())
-            except OSError:
-                _cut_back(self._file, start)
-                raise
+            yield
         except OSError as error:
             self._error = JournalError(f"{self._name()}: the journal cannot be written: {error}")
             raise self._error from error
-        self._durable += len(queue)
 
     def close(self) -> None:
-        """Write what is left and let go of the folder."""
+        """Write what is left to the disk and let go of the folder."""
         try:
             if self._error is None:
-                self.flush()
+                self._sync()
         finally:
             self._file.close()
             os.close(self._lock)
@@ -185,6 +213,7 @@ class Journal:
         return b"".join(parts)
 
     def _rotate(self) -> None:
+        self._to_disk()
         self._file.close()
         self._segment += 1
         self._file = self._opened(self._segment)
@@ -196,7 +225,6 @@ class Journal:
         if file.tell() == 0:
             _write_all(file, _frame(0, self._sequence, to_msgpack({"segment": number}), b""))
             self._sequence += 1
-            os.fsync(file.fileno())
             folder = os.open(self.path, os.O_RDONLY)
             try:
                 os.fsync(folder)  # so that the name lasts, too

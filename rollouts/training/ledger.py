@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import JournalError
@@ -191,6 +193,32 @@ class _Held:
         return _Held(self.length + len(columns.tokens), _digests(columns, self.digests))
 
 
+@attrs.frozen(eq=False)
+class _Record:
+    """What was written of a sample, to tell whether it has changed since."""
+
+    fields: bytes
+    columns: tuple[npt.NDArray[Any] | int | None, ...]
+    """Columns that nobody can change; the checksums of others."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Record:
+        columns = (sample.token_column, sample.mask_column, sample.logprob_column)
+        return cls(to_msgpack(sample.fields_to_dict()), tuple(map(_fingerprint, columns)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Record) or self.fields != other.fields:
+            return False
+        return all(
+            mine is its if isinstance(mine, np.ndarray) else not isinstance(its, np.ndarray) and mine == its
+            for mine, its in zip(self.columns, other.columns, strict=True)
+        )
+
+
+def _fingerprint(column: npt.NDArray[Any] | None) -> npt.NDArray[Any] | int | None:
+    return zlib.crc32(column.tobytes()) if column is not None and column.flags.writeable else column
+
+
 class Ledger:
     """Writes what happens in a run.
 
@@ -203,7 +231,7 @@ class Ledger:
         self.journal = journal
         self._earlier = dict(turns or {})
         self._held: dict[int, _Held] = {}
-        self._written: dict[int, list[int]] = {}
+        self._written: dict[int, list[_Record]] = {}
 
     def __repr__(self) -> str:
         return f"<Ledger in {self.journal!r}>"
@@ -246,7 +274,10 @@ class Ledger:
 
     async def finished(self, samples: Sequence[Sample]) -> None:
         """A rollout is finished and scored; returns when it is on disk."""
-        self._append(samples)
+        records = [_Record.of(sample) for sample in samples]
+        self._append(samples, records)
+        assert samples[0].index is not None, "the manager numbers its rollouts"
+        self._written[samples[0].index] = records
         await self.journal.commit()
 
     async def settled(self, group: Group) -> None:
@@ -256,9 +287,9 @@ class Ledger:
             assert sample.index is not None, "the manager numbers its rollouts"
             rollouts.setdefault(sample.index, []).append(sample)
         for index, samples in rollouts.items():
-            if self._written.pop(index, None) != [_digest(sample) for sample in samples]:
-                self._append(samples)
-                self._written.pop(index, None)
+            records = [_Record.of(sample) for sample in samples]
+            if self._written.pop(index, None) != records:
+                self._append(samples, records)
             self._held.pop(index, None)
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
         rewards = [sample.reward for sample in group.samples]
@@ -271,19 +302,18 @@ class Ledger:
         fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
         self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
 
-    def _append(self, samples: Sequence[Sample]) -> None:
+    def _append(self, samples: Sequence[Sample], records: Sequence[_Record]) -> None:
         index = samples[0].index
         assert index is not None, "the manager numbers its rollouts"
         held = self._held.get(index, _Held()) if len(samples) == 1 else _Held()
-        for branch, sample in enumerate(samples):
+        for branch, (sample, record) in enumerate(zip(samples, records, strict=True)):
             columns = Columns.of(sample)
             start = held.length
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != held.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": sample.fields_to_dict()}
+            fields |= {"length": len(sample), "sample": msgspec.Raw(record.fields)}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
-        self._written[index] = [_digest(sample) for sample in samples]
 
 
 def _cut(columns: Columns, start: int, stop: int) -> Columns:
@@ -296,8 +326,3 @@ def _digests(columns: Columns, start: tuple[int, int, int] = (0, 0, 0)) -> tuple
     parts = (columns.tokens.tobytes(), columns.mask.tobytes(), logprobs)
     tokens, mask, numbers = (zlib.crc32(part, crc) for part, crc in zip(parts, start, strict=True))
     return tokens, mask, numbers
-
-
-def _digest(sample: Sample) -> int:
-    columns = Columns.of(sample)
-    return zlib.crc32(to_msgpack([sample.fields_to_dict(), _digests(columns)]))

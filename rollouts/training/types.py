@@ -253,7 +253,7 @@ class Sample:
             "stop_reason": self.stop_reason and self.stop_reason.value,
             "versions": [[span.version, span.start, span.stop] for span in self.versions],
             "messages": self.messages,
-            "calls": [attrs.asdict(call) for call in self.calls],
+            "calls": [call.to_dict() for call in self.calls],
             "metrics": self.metrics,
             "failure": self.failure and attrs.asdict(self.failure),
             "history": self.history,

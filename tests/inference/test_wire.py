@@ -21,7 +21,7 @@ from rollouts.errors import (
     TokenMismatchError,
 )
 from rollouts.inference.sequences import EncodedIds
-from rollouts.inference.wire import BrokenNumbers, read_completion, request_tail, with_rid
+from rollouts.inference.wire import BrokenNumbers, read_completion, request_body, request_options
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
 IDS = EncodedIds(b"1,2,3,4,5", 5, 0)
@@ -39,13 +39,13 @@ def read(payload: bytes, **options: Any) -> Completion:
 
 def test_a_body_is_one_json_object() -> None:
     """Made of the ids' text, the parameters and the rid."""
-    body = loads(with_rid("abc", request_tail(IDS, SamplingParams(), ())))
+    body = loads(request_body("abc", IDS, request_options(SamplingParams(), ())))
     assert (body["rid"], body["input_ids"]) == ("abc", [1, 2, 3, 4, 5])
 
 
 def test_stop_ids_may_come_from_a_column() -> None:
     """NumPy's integers are integers."""
-    assert loads(with_rid("r", request_tail(IDS, SamplingParams(), np.array([4]))))["sampling_params"][
+    assert loads(request_body("r", IDS, request_options(SamplingParams(), np.array([4]))))["sampling_params"][
         "stop_token_ids"
     ] == [4]
 
@@ -53,7 +53,7 @@ def test_stop_ids_may_come_from_a_column() -> None:
 def test_a_seed_that_fits_nowhere_is_a_mistake_of_the_user() -> None:
     """Not an error of the encoder."""
     with pytest.raises(ConfigError, match="64 bits"):
-        request_tail(IDS, SamplingParams(seed=2**70), ())
+        request_options(SamplingParams(seed=2**70), ())
 
 
 def test_logprobs_belong_to_the_sampled_ids() -> None:

@@ -153,8 +153,8 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path).close()
 
 
-async def test_commits_that_wait_share_the_next_write(tmp_path: Path) -> None:
-    """Fifty commits at once are two or three writes, and each returns when its record is on disk."""
+async def test_a_commit_returns_when_its_record_can_be_read(tmp_path: Path) -> None:
+    """Each returns when its record can be read."""
     with Journal(tmp_path) as journal:
 
         async def one(number: int) -> None:

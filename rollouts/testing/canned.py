@@ -1,0 +1,253 @@
+"""A loopback server of answers that were built before, in a process of its own: so fast that its client is measured.
+
+Invariant: what it answers is byte for byte what :func:`~rollouts.testing.replies.reply_body` makes of the same request;
+a request's ids are counted, not read. Faults come in the shares that were asked for, and mean what they mean in
+:class:`~rollouts.testing.server.StubServer`.
+
+No model runs here, no route but those of a generation is served, and nothing is recorded. It knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import re
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, get_args
+
+import anyio
+import attrs
+import msgspec
+import numpy as np
+
+from rollouts.errors import ConfigError
+from rollouts.testing.latency import Latency
+from rollouts.testing.replies import ERRORS, Fault, Request, reply_body
+
+__all__ = ["Canned", "canned_server"]
+
+_START_SECONDS = 60.0
+_UNSERVED = ("drip", "error_duplicate")
+"""Faults of servers that are slow, or that remember their requests."""
+
+_LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
+_RID = re.compile(rb'"rid"\s*:\s*"([^"]*)"')
+_BUDGET = re.compile(rb'"max_new_tokens"\s*:\s*(\d+)')
+_RID_MARK, _COUNT_MARK = "rid-goes-here", 987_654_321_987
+_MARKS = re.compile(rf"{_RID_MARK}|{_COUNT_MARK}|{_COUNT_MARK - 1}".encode())
+
+
+def _shares(value: Mapping[Fault, float]) -> dict[Fault, float]:
+    known = [name for name in get_args(Fault) if name not in _UNSERVED]
+    for name, share in value.items():
+        if name not in known:
+            raise ConfigError.of("Canned.faults", name, f"one of {', '.join(known)}")
+        if not 0 <= share <= 1:
+            raise ConfigError.of(f"Canned.faults[{name!r}]", share, "a share of all requests, from 0 to 1")
+    return dict(value)
+
+
+@attrs.frozen
+class Canned:
+    """What is answered: the longest reply that a request's budget holds; where it holds none, the shortest one, cut."""
+
+    replies: Sequence[Sequence[int]] = attrs.field(converter=lambda replies: sorted(map(tuple, replies), key=len))
+    """Ids of the replies, stop tokens included; of different lengths."""
+    latency: Latency | None = None
+    faults: Mapping[Fault, float] = attrs.field(factory=dict, converter=_shares)
+    """The share of requests that each fault comes to."""
+    max_context: int = 1_000_000
+    seed: int = 0
+    """Of faults and logprobs."""
+
+    def __attrs_post_init__(self) -> None:
+        lengths = [len(reply) for reply in self.replies]
+        if not lengths or 0 in lengths or len(set(lengths)) < len(lengths):
+            raise ConfigError.of("Canned.replies", lengths, "replies of different lengths, none empty")
+
+    def reply(self, budget: int) -> Sequence[int]:
+        """The reply to a request with this budget, before it is cut."""
+        return next((reply for reply in reversed(self.replies) if len(reply) <= budget), self.replies[0])
+
+    def script(self, input_ids: Sequence[int], params: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """The same as a script for ``StubServer``."""
+        reply = self.reply(params.get("max_new_tokens", 128))
+        logprobs = -np.random.default_rng(self.seed).exponential(size=len(reply)).astype(np.float32)
+        return reply, logprobs.tolist(), None
+
+
+@contextlib.contextmanager
+def canned_server(canned: Canned) -> Iterator[str]:
+    """Serve in a process of its own while inside; gives the URL."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_run, args=(canned, there), daemon=True)
+    process.start()
+    try:
+        if not here.poll(_START_SECONDS):
+            raise TimeoutError(f"the canned server did not start within {_START_SECONDS:g} s")
+        yield here.recv()
+    finally:
+        process.terminate()
+        process.join(10)
+
+
+def _run(canned: Canned, ready: Connection) -> None:
+    anyio.run(_serve, canned, ready)
+
+
+async def _serve(canned: Canned, ready: Connection) -> None:
+    answers = _Answers(canned)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Connection(answers), "127.0.0.1", 0, backlog=8192)
+    ready.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    await anyio.sleep_forever()
+
+
+class _Answers:
+    """What is said to whom; every reply is encoded once."""
+
+    def __init__(self, canned: Canned) -> None:
+        self.canned = canned
+        self.live: dict[bytes, tuple[asyncio.TimerHandle | None, _Connection, bytes]] = {}
+        """Generations that wait for their time, by rid."""
+        self._built: dict[int, list[bytes]] = {}
+        self._rng = random.Random(canned.seed)
+
+    def fault(self) -> Fault:
+        """What befalls the next request."""
+        if not self.canned.faults:
+            return "none"
+        point = self._rng.random()
+        for name, share in self.canned.faults.items():
+            point -= share
+            if point < 0:
+                return name
+        return "none"
+
+    def built(self, rid: bytes, body: bytes) -> bytes:
+        """The answer to a request, put together from pieces."""
+        budget = _budget(body)
+        pieces = self._built.get(budget)
+        if pieces is None:
+            asked = {"max_new_tokens": budget}
+            arrived = Request(_RID_MARK, range(_COUNT_MARK), asked, {}, {})  # type: ignore[arg-type]  # only its length
+            pieces = self._built[budget] = _MARKS.split(msgspec.json.encode(self._body(arrived, "none")))
+        begin = body.find(b"[", body.find(b'"input_ids"'))
+        count = body.count(b",", begin, body.find(b"]", begin)) + 1
+        first, second, third, last = pieces
+        return b"".join((first, rid, second, str(count).encode(), third, str(count - 1).encode(), last))
+
+    def spoilt(self, body: bytes, fault: Fault) -> tuple[int, bytes]:
+        """Status and body of an answer with a fault, slowly."""
+        if fault == "not_json":
+            return 200, b"<html>Welcome</html>"
+        if fault in ERRORS:
+            status, said = ERRORS[fault]
+            return status, msgspec.json.encode(said)
+        fields = msgspec.json.decode(body)
+        arrived = Request(fields.get("rid", ""), fields["input_ids"], fields.get("sampling_params", {}), {}, fields)
+        return 200, msgspec.json.encode(self._body(arrived, fault))
+
+    def _body(self, arrived: Request, fault: Fault) -> Mapping[str, Any]:
+        return reply_body(self.canned.script, arrived, fault)
+
+
+def _budget(body: bytes) -> int:
+    found = _BUDGET.search(body, body.find(b'"sampling_params"'))
+    return int(found[1]) if found else 128
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: requests one after another."""
+
+    def __init__(self, answers: _Answers) -> None:
+        self._answers = answers
+        self._buffer = bytearray()
+        self._needed = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= self._needed:
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            length = _LENGTH.search(self._buffer, 0, end)
+            self._needed = end + 4 + (int(length[1]) if length else 0)
+            if len(self._buffer) < self._needed:
+                return
+            line = bytes(self._buffer[: self._buffer.find(b"\r\n")])
+            body = bytes(memoryview(self._buffer)[end + 4 : self._needed])
+            del self._buffer[: self._needed]
+            self._needed = 0
+            self._serve(line.split(b" ")[1], body)
+
+    def _serve(self, path: bytes, body: bytes) -> None:
+        if path == b"/generate":
+            self._generate(body)
+        elif path == b"/abort_request":
+            self._abort(msgspec.json.decode(body)["rid"].encode())
+        elif path == b"/v1/models":
+            self._say(200, msgspec.json.encode({"data": [{"max_model_len": self._answers.canned.max_context}]}))
+        else:  # /model_info and its like
+            self._say(200, b'{"version": "0.5.23", "model_path": "canned", "weight_version": "v1"}')
+
+    def _generate(self, body: bytes) -> None:
+        found = _RID.search(body, 0, 64) or _RID.search(body)
+        rid = found[1] if found else b""
+        fault, latency = self._answers.fault(), self._answers.canned.latency
+        if fault == "hang":
+            self._answers.live[rid] = (None, self, body)
+        elif latency is not None:
+            budget = _budget(body)
+            seconds = latency.seconds(min(budget, len(self._answers.canned.reply(budget))))
+            timer = asyncio.get_running_loop().call_later(seconds, self._finish, rid, body, fault)
+            self._answers.live[rid] = (timer, self, body)
+        else:
+            self._finish(rid, body, fault)
+
+    def _finish(self, rid: bytes, body: bytes, fault: Fault) -> None:
+        self._answers.live.pop(rid, None)
+        if fault == "none":
+            self._say(200, self._answers.built(rid, body))
+        elif fault == "reset":
+            self._reset()
+        elif fault == "not_http":
+            self._transport.write(b"\x00\x01 no HTTP \r\n\r\n")
+            self._transport.close()
+        elif fault in ("reset_in_body", "close_after"):
+            whole = self._answers.built(rid, body)
+            said = whole if fault == "close_after" else whole[: len(whole) // 2]
+            self._transport.write(_head(200, len(whole)) + said)
+            self._transport.close()
+        else:
+            self._say(*self._answers.spoilt(body, fault))
+
+    def _abort(self, rid: bytes) -> None:
+        for name in [live for live in self._answers.live if live.startswith(rid)]:
+            timer, connection, body = self._answers.live.pop(name)
+            if timer is not None:
+                timer.cancel()
+            connection._say(*self._answers.spoilt(body, "abort"))
+        self._say(200, b"")
+
+    def _say(self, status: int, body: bytes) -> None:
+        self._transport.write(_head(status, len(body)) + body)
+
+    def _reset(self) -> None:
+        linger = struct.pack("ii", 1, 0)
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._transport.abort()
+
+
+def _head(status: int, length: int) -> bytes:
+    return b"HTTP/1.1 %d Canned\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, length)

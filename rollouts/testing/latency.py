@@ -1,0 +1,41 @@
+"""How long a stub's generations take: a lognormal time to begin, and a time for each token.
+
+Invariant: the seconds depend on the seed and the order of the questions only. This module knows no connection.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import anyio
+import attrs
+
+from rollouts.testing.replies import Request
+
+__all__ = ["Latency"]
+
+
+@attrs.define
+class Latency:
+    """Seconds of a generation. An instance is what ``StubServer(latency=…)`` awaits."""
+
+    median: float
+    """Seconds until the first token, in the median."""
+    sigma: float = 0.0
+    """Spread of their logarithm."""
+    per_token: float = 0.0
+    """Further seconds for each token of the reply."""
+    seed: int = 0
+    _rng: random.Random = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+
+    def seconds(self, tokens: int) -> float:
+        """Of the next generation, which has so many tokens."""
+        first = self._rng.lognormvariate(math.log(self.median), self.sigma) if self.median else 0.0
+        return first + self.per_token * tokens
+
+    async def __call__(self, request: Request) -> None:
+        await anyio.sleep(self.seconds(request.sampling_params.get("max_new_tokens", 0)))

@@ -1,0 +1,158 @@
+"""What the benchmarks play: shapes of episodes, and texts, replies and an environment that have these shapes.
+
+Every loop that is compared plays the same :class:`Play`: the same prompts, the same replies from the server, the same
+words of the environment, so that only the work between them differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments.base import StepResult, ToolEnvironment, tool
+from rollouts.renderer import Renderer, renderer_for
+
+__all__ = ["WORKLOADS", "Play", "Workload", "default_tokenizer"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@attrs.frozen
+class Workload:
+    """The shape of one episode, in tokens."""
+
+    turns: int
+    reply: int
+    prompt: int = 1000
+    observation: int = 128
+    samples: int = 256
+    """Played in one round."""
+    in_flight: int = 64
+
+
+WORKLOADS = {
+    "S": Workload(turns=4, reply=512),
+    "L": Workload(turns=1, reply=8192, samples=128),
+    "A": Workload(turns=32, reply=64, observation=256, samples=64),
+    "H": Workload(turns=16, reply=32, prompt=16_000, observation=64, samples=32, in_flight=32),
+}
+"""``S``: a short agent; ``L``: one long thought; ``A``: many small turns; ``H``: small turns behind a long history."""
+
+
+class Looker(ToolEnvironment):
+    """Answers each call with an observation that was written before; the episode is over after so many replies."""
+
+    def __init__(self, observations: Sequence[str], turns: int) -> None:
+        self._observations = observations
+        self._turns = turns
+        self._turn = 0
+
+    @tool
+    def look(self, at: str) -> str:
+        """Looks into a direction and tells what is there."""
+        return self._observations[(self._turn - 1) % len(self._observations)]
+
+    async def step(self, reply: Message) -> StepResult:
+        self._turn += 1
+        if self._turn == self._turns:
+            return StepResult(done=True, reward=float(len(reply.content) % 2))
+        return await super().step(reply)
+
+
+@attrs.frozen(eq=False)
+class Play:
+    """A workload made of words."""
+
+    workload: Workload
+    renderer: Renderer
+    prompts: tuple[Prompt, ...]
+    observations: tuple[str, ...]
+    reply: tuple[int, ...]
+    tools: tuple[Tool, ...]
+    openings: tuple[str, ...]
+    """Each prompt as the template writes it."""
+    bridges: tuple[str, ...]
+    """What stands between a reply and the next, by turn."""
+
+    @classmethod
+    def of(cls, workload: Workload, renderer: Renderer, seed: int = 0) -> Play:
+        rng = random.Random(seed)
+        words = sorted({word for word in (ROOT / "README.md").read_text().split() if word.isalpha()})
+
+        def text(tokens: int) -> str:
+            drawn = rng.choices(words, k=tokens)
+            while len(renderer.encode(" ".join(drawn))) > tokens:
+                drawn = drawn[: -max(1, len(drawn) // 20)]
+            return " ".join(drawn)
+
+        asks = text(workload.prompt - 60)
+        prompts = tuple(Prompt(f"{number} {asks}") for number in range(workload.samples))
+        observations = tuple(text(workload.observation - 20) for _ in range(workload.turns - 1)) or ("",)
+        call = '<tool_call>\n{"name": "look", "arguments": {"at": "north"}}\n</tool_call>'
+        end = renderer.encode(call if workload.turns > 1 else ".").tolist() + [renderer.stop_token_ids[0]]
+        if len(end) > workload.reply:
+            raise SystemExit(f"this tokenizer writes a call in {len(end)} tokens; the workload's replies have fewer")
+        words_said = renderer.encode(text(2 * workload.reply)).tolist()
+        while len(words_said) < workload.reply:
+            words_said *= 2
+        reply = (*words_said[: workload.reply - len(end)], *end)
+        tools = tuple(Looker(observations, workload.turns).tools)
+        history = [Message("user", "U"), renderer.parse(reply, tools=tools)]
+        results = [Message("tool", said, tool_call_id="call00000", name="look") for said in observations]
+        bridges = [renderer.bridge(history, [result], tools=tools, tail=reply) for result in results]
+        return cls(
+            workload=workload,
+            renderer=renderer,
+            prompts=prompts,
+            observations=observations,
+            reply=reply,
+            tools=tools,
+            openings=tuple(renderer.render([Message("user", str(prompt.prompt))], tools) for prompt in prompts),
+            bridges=tuple(renderer.decode(bridge) for bridge in bridges),
+        )
+
+    @property
+    def environment_cls(self) -> functools.partial[Looker]:
+        return functools.partial(Looker, self.observations, self.workload.turns)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """By one round."""
+        return self.workload.samples * self.workload.turns * self.workload.reply
+
+    def expected(self, number: int) -> np.ndarray:
+        """The ids that every loop must end with, of one sample."""
+        encode = self.renderer.encode
+        parts = [encode(self.openings[number]), np.array(self.reply, np.int32)]
+        for bridge in self.bridges[: self.workload.turns - 1]:
+            parts += [encode(bridge), np.array(self.reply, np.int32)]
+        return np.concatenate(parts)
+
+
+@functools.cache
+def _unpacked(archive: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="rollouts-bench-"))
+    with tarfile.open(archive, "r:xz") as file:
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    return next(folder.iterdir())
+
+
+def default_tokenizer() -> Path:
+    """Qwen3's where the assets of the tests are, as in ``tests/conftest.py``; else that of the demo model."""
+    assets = Path(os.environ.get("ROLLOUTS_TEST_ASSETS") or ROOT.parent / "shared" / "assets")
+    archive = assets / "tokenizers" / "qwen3.tar.xz"
+    return _unpacked(archive) if archive.is_file() else DEMO_MODEL
+
+
+def play(name: str, tokenizer: str | Path) -> Play:
+    return Play.of(WORKLOADS[name], renderer_for(tokenizer))
