@@ -13,7 +13,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.scaffolding import new_environment
-from rollouts.training.run_folder import load_run
+from rollouts.training.stored import load_run
 
 ROOT = Path(__file__).parents[1]
 

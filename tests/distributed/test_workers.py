@@ -11,7 +11,7 @@ from rollouts.cli import main
 from rollouts.distributed import in_processes
 from rollouts.errors import ConfigError
 from rollouts.training.journal import read_journal
-from rollouts.training.run_folder import load_run, read_info
+from rollouts.training.stored import load_run, read_info
 from rollouts.training.types import Sample
 from rollouts.training.verify import verify_run
 from tests.distributed import games

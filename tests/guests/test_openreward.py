@@ -34,7 +34,7 @@ from rollouts.renderer import renderer_for
 from rollouts.serving_environments import environment_server
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Sample, load_prompts
-from rollouts.training.run_folder import load_run
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 from tests import ors_recipe
 

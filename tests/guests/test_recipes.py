@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollouts.cli import main
-from rollouts.training.run_folder import load_run
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
