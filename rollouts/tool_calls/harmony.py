@@ -2,7 +2,7 @@
 
 A reader of our own, though ``openai-harmony`` exists: that one reads ids, with a vocabulary which it downloads, and
 gives a reply up at its first fault, where the model has to be told of it. It is the judge in the tests: what it reads
-is read the same here, and no call that it refuses ever runs.
+is read the same here (a recipient without ``to=`` aside), and no call that it refuses ever runs.
 """
 
 from __future__ import annotations
