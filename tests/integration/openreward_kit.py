@@ -1,4 +1,4 @@
-"""The original kit, unchanged: ``python openreward_kit.py FOLDER CONFIG ROWS TOKENIZER HOST PORT`` says what it made."""
+"""The original kit as it is: ``openreward_kit.py FOLDER CONFIG ROWS TOKENIZER HOST PORT`` prints its samples."""
 
 import asyncio
 import importlib

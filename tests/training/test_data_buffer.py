@@ -163,7 +163,11 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         ({"prompt": "a"}, {}, "DataBuffer.prompts: got {'prompt': 'a'}; expected"),
         (["a", 3], {}, "prompts[1]: Prompt.prompt: got 3"),
         ([{"question": "a"}], {}, "prompts[0]: row: got ['question']"),
-        ([{"prompt": "a", "metadata": "x"}], {}, "prompts[0]: metadata: got 'x'; expected an object"),
+        (
+            [{"prompt": "a", "metadata": "x"}],
+            {},
+            "prompts[0]: Prompt.metadata: got 'x'; expected a mapping, or an object as JSON text",
+        ),
         ([[{"role": "robot", "content": ""}]], {}, "prompts[0]: Message.role: got 'robot'"),
         (["a"], {"epochs": 0}, "DataBuffer.epochs: got 0; expected an integer >= 1, or None"),
         (["a"], {"epochs": 1.5}, "DataBuffer.epochs: got 1.5"),
