@@ -31,6 +31,7 @@ from rollouts.errors import (
     call_foreign,
     deadline,
     function_name,
+    leashed,
     shortened,
 )
 from rollouts.training.config import RolloutConfig
@@ -41,6 +42,9 @@ from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 from rollouts.turns import keeping_turns
 
 __all__ = ["GroupPlayer"]
+
+_CLEANING_SECONDS = 300.0
+"""How long a generate function that overran may hide its cleaning up behind shields: environments are closed there."""
 
 
 class GroupPlayer:
@@ -238,8 +242,9 @@ class GroupPlayer:
         name = f"generate_fn {function_name(self.config.generate_fn)}"
         assert request.index is not None
         log = self._ledger.turn_log(request.index) if self._ledger is not None else None
-        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds), keeping_turns(log):
-            samples: Any = await self.config.generate_fn([request])
+        with boundary(GenerateFailure, name, seconds=self.config.rollout_seconds) as scope, keeping_turns(log):
+            awaitable = self.config.generate_fn([request])
+            samples: Any = await leashed(awaitable, scope, name, grace=_CLEANING_SECONDS)
         if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
             raise GenerateFailure(
                 f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)"
