@@ -119,6 +119,8 @@ class Episode:
             self._go_on_from(turns)
             turn = self.replies
         else:
+            if self.log is not None and self.log.turns:
+                self.trajectory.count("turns_lost_at_resume", len(self.log.turns))
             await self._open(environment, name, tools)
         while True:
             if reply is not None:

@@ -153,12 +153,13 @@ async def test_turns_that_are_not_as_they_were_sampled_are_a_broken_law(renderer
 
 
 async def test_an_environment_without_a_snapshot_starts_again(renderer: Renderer) -> None:
-    """Its state is lost, so its tokens are not gone on from."""
+    """Its state is lost, so its tokens are not gone on from; that is counted."""
     first = Book(stop_after=2)
     await play(renderer, first, Forgetful)
     assert [turn.resumable for turn in first.turns] == [False, False]
     resumed = await play(renderer, Book(first.turns), Forgetful)
     assert "turns_before_resume" not in resumed.metrics
+    assert resumed.metrics["turns_lost_at_resume"] == 2
     assert [message.content for message in resumed.messages if message.role == "tool"] == ["1", "2", "3"]
 
 
