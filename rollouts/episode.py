@@ -119,6 +119,8 @@ class Episode:
             self._go_on_from(turns)
             turn = self.replies
         else:
+            if self.log is not None and self.log.turns:
+                self.trajectory.count("restarted_at_resume")
             tools = await self._open(environment, name)
         while True:
             if reply is not None:
@@ -128,7 +130,7 @@ class Episode:
                 if turn >= self.limits.max_turns:
                     return StopReason.MAX_TURNS
                 await self.show(new, tools)
-                if resumable is not None:
+                if resumable is not None or self.replies == 1:  # of what nobody can go on from: that it has begun
                     await self._keep_turn(resumable, name)
             turn += 1
             reply, reason = await self.speak(turn, tools)
@@ -267,13 +269,14 @@ class Episode:
         self.trajectory.count("turns_before_resume", self.replies)
         self._all_is_kept()
 
-    async def _keep_turn(self, environment: Resumable, name: str) -> None:
+    async def _keep_turn(self, environment: Resumable | None, name: str) -> None:
         """Let the log have the turn; without a snapshot where the environment fails to give one."""
         if self.log is None:
             return
         fields: dict[str, Any] = {}
         try:
-            fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
+            if environment is not None:
+                fields["snapshot"] = await self._foreign(f"{name}.snapshot", environment.snapshot)
         except EnvironmentFailure:
             self.trajectory.count("snapshot_failures")
         turn = Turn.since(

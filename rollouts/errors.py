@@ -5,7 +5,7 @@ failure with its place and its cause, within its deadline; a broken law of our o
 a cancellation that is ours. What a function answers after it swallowed its deadline or its cancellation is not taken.
 While something runs inside a boundary, :func:`waits` lists it.
 
-This module knows nothing of what runs inside; it imports nothing of the package.
+This module knows nothing of what runs inside; of the package it imports the leash only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import attrs
+
+from rollouts.leash import Leash
 
 __all__ = [
     "CAUSES",
@@ -54,6 +56,7 @@ __all__ = [
     "call_foreign",
     "deadline",
     "function_name",
+    "leashed",
     "shortened",
     "stopped_clocks",
     "waits",
@@ -268,7 +271,7 @@ def stopped_clocks() -> Iterator[None]:
 @contextlib.contextmanager
 def boundary(
     failure: type[RolloutsError], what: str, *, seconds: float | None = None, thread: WorkerThread | None = None
-) -> Iterator[None]:
+) -> Iterator[anyio.CancelScope]:
     """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
 
     Args:
@@ -276,6 +279,9 @@ def boundary(
         what: what runs, for the message and for :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
         seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
         thread: where it runs, if in a thread; listed by :func:`abandoned` when it goes on after us.
+
+    Yields:
+        The scope of its deadline, for :func:`leashed`.
 
     Raises:
         RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
@@ -287,7 +293,7 @@ def boundary(
     before = _cancellations()
     try:
         with deadline(seconds) as scope:
-            yield
+            yield scope
             if _cancellations() > before and not scope.cancel_called and _is_cancelled():
                 raise asyncio.CancelledError  # swallowed inside: what it answered is no answer
     except RolloutsError:
@@ -352,8 +358,8 @@ async def call_foreign(
     that it stands in line for a thread is not counted against it.
     """
     if _is_async(function):
-        with boundary(failure, what, seconds=seconds):
-            return await function(*arguments)
+        with boundary(failure, what, seconds=seconds) as scope:
+            return await leashed(function(*arguments), scope, what)
     threads = anyio.to_thread.current_default_thread_limiter()
     with boundary(failure, f"a free thread for {what}"):
         await threads.acquire()
@@ -378,9 +384,14 @@ async def call_foreign(
         thread.given_up = not taken
         thread.discard()
     if inspect.isawaitable(value):
-        with boundary(failure, what, seconds=seconds):
-            return await value
+        with boundary(failure, what, seconds=seconds) as scope:
+            return await leashed(value, scope, what)
     return value
+
+
+def leashed(awaitable: Awaitable[Any], scope: anyio.CancelScope, what: str, *, grace: float = 10.0) -> Leash:
+    """What to await instead of foreign code's awaitable, within a :func:`boundary` that gave ``scope``."""
+    return Leash(awaitable, scope, f"{_PLACE.get()}: {what}", grace=grace)
 
 
 def function_name(function: Any) -> str:

@@ -14,10 +14,19 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rollouts.errors import Wait, abandoned, waits
+from rollouts.leash import Leash, left_behind
 
 __all__ = ["report", "reporting_on_signal", "standing", "where"]
 
-_MACHINERY = ("/anyio/", "/asyncio/", "/uvloop/", "/threading.py", "/concurrent/", "/rollouts/errors.py")
+_MACHINERY = (
+    "/anyio/",
+    "/asyncio/",
+    "/uvloop/",
+    "/threading.py",
+    "/concurrent/",
+    "/rollouts/errors.py",
+    "/rollouts/leash.py",
+)
 _SHOWN = 200
 
 
@@ -48,6 +57,9 @@ def report(frame: types.FrameType | None = None) -> str:
     left = abandoned()
     lines += [f"rollouts: {len(left)} abandoned threads still run"] if left else []
     lines += [f"  {wait}, in {where(wait)}" for wait in left[:_SHOWN]]
+    gone = left_behind()
+    lines += [f"rollouts: {len(gone)} coroutines were let go, which swallowed their cancellation"] if gone else []
+    lines += [f"  {leash.what}, in {_told(list(_inwards(leash.awaitable)))}" for leash in gone[:_SHOWN]]
     if frame is not None:
         lines.append(f"rollouts: the main thread is in {standing(frame)}")
     return "\n".join(lines)
@@ -76,6 +88,9 @@ def _inwards(awaitable: Any) -> Iterator[types.FrameType]:
         frame = _first(awaitable, "cr_frame", "gi_frame", "ag_frame")
         if frame is not None:
             yield frame
+        if frame is not None and frame.f_code is Leash.__await__.__code__:
+            awaitable = frame.f_locals["self"].awaitable
+            continue
         awaitable = _first(awaitable, "cr_await", "gi_yieldfrom", "ag_await")
 
 

@@ -41,6 +41,7 @@ from rollouts.errors import (
     TokenMismatchError,
     waits,
 )
+from rollouts.leash import left_behind
 from rollouts.training import (
     AsyncRolloutManager,
     DataBuffer,
@@ -1115,13 +1116,14 @@ async def test_an_answer_after_the_deadline_is_late() -> None:
 
 
 async def test_the_run_can_say_what_it_waits_for() -> None:
-    """6.5 Who, for what, since when, until when."""
+    """6.5 Who, for what, since when, until when, in which line."""
     manager = manager_of(hang_in_group_zero, batch_size=1, over_sampling_factor=3, n_samples_per_prompt=1)
     async with manager:
         await manager.generate_batch()
         (waiting,) = manager.waiting_for(count=5)
         assert waiting.startswith("group 0 · sample 0: generate_fn hang_in_group_zero for ")
-        assert waiting.endswith(" s left")
+        assert " s left, in " in waiting
+        assert waiting.endswith(" in never")
     assert manager.waiting_for() == []
 
 
@@ -1251,6 +1253,25 @@ async def test_a_batch_that_is_counted_is_handed_out() -> None:
             tasks.cancel_scope.cancel()
         assert manager.accounting.in_batch == len(batches)
         assert manager.accounting.in_flight == 0
+
+
+async def test_a_manager_closes_over_a_rollout_that_swallows_every_cancellation() -> None:
+    """7.12 It is let go and counted, its prompt goes back, and the sum holds."""
+
+    async def stubborn(prompts: Sequence[Prompt]) -> list[Sample]:
+        while prompts[0].group_index == 0:
+            with contextlib.suppress(asyncio.CancelledError):
+                await anyio.sleep_forever()
+        return [Sample(tokens=[1], loss_mask=[1], reward=1.0) for _ in prompts]
+
+    manager = manager_of(stubborn, batch_size=1, over_sampling_factor=2, n_samples_per_prompt=1)
+    before = len(left_behind())
+    with anyio.fail_after(60):
+        async with manager:
+            await manager.generate_batch()
+    assert len(left_behind()) == before + 1
+    assert (manager.accounting.in_batch, manager.accounting.returned, manager.accounting.in_flight) == (1, 1, 0)
+    manager.accounting.check()
 
 
 async def test_a_swallowed_cancellation_is_no_reward() -> None:

@@ -153,13 +153,13 @@ async def test_turns_that_are_not_as_they_were_sampled_are_a_broken_law(renderer
 
 
 async def test_an_environment_without_a_snapshot_starts_again(renderer: Renderer) -> None:
-    """Its state is lost, so its tokens are not gone on from."""
-    lost, first = Book(), Book(stop_after=2)
-    await play(renderer, lost, Forgetful)
-    assert lost.turns == [], "nobody could go on from them"
-    await play(renderer, first)
+    """Its state is lost, so its tokens are not gone on from; one turn is kept, so that this is counted."""
+    first = Book(stop_after=2)
+    await play(renderer, first, Forgetful)
+    assert [turn.resumable for turn in first.turns] == [False]
     resumed = await play(renderer, Book(first.turns), Forgetful)
     assert "turns_before_resume" not in resumed.metrics
+    assert resumed.metrics["restarted_at_resume"] == 1
     assert [message.content for message in resumed.messages if message.role == "tool"] == ["1", "2", "3"]
 
 

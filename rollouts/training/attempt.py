@@ -22,6 +22,7 @@ from rollouts.errors import (
     TokenMismatchError,
     boundary,
     function_name,
+    leashed,
     shortened,
 )
 from rollouts.training.config import RolloutConfig
@@ -30,6 +31,9 @@ from rollouts.training.types import Sample, Status
 from rollouts.turns import TurnLog, keeping_turns
 
 __all__ = ["attempt", "ends", "is_lost", "packed_by", "placed", "salvaged", "share_rewards"]
+
+_CLEANING_SECONDS = 300.0
+"""How long a generate function that overran may hide its cleaning up behind shields: environments are closed there."""
 
 _LOST = (Status.FAILED, Status.ABORTED)
 """A rollout that ended so is tried again; for good, it costs its group."""
@@ -71,8 +75,8 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
 async def _generated(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
     """Call the generate function for one rollout, and check what it gave."""
     name = f"generate_fn {function_name(config.generate_fn)}"
-    with boundary(GenerateFailure, name, seconds=config.rollout_seconds), keeping_turns(log):
-        samples: Any = await config.generate_fn([request])
+    with boundary(GenerateFailure, name, seconds=config.rollout_seconds) as scope, keeping_turns(log):
+        samples: Any = await leashed(config.generate_fn([request]), scope, name, grace=_CLEANING_SECONDS)
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)")
     if len({id(sample) for sample in samples}) < len(samples):

@@ -40,6 +40,7 @@ from rollouts.errors import (
     function_name,
     waits,
 )
+from rollouts.leash import left_behind
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.failures import FailureBook, cause_of
@@ -49,6 +50,7 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
+from rollouts.whereabouts import where
 
 __all__ = ["AsyncRolloutManager"]
 
@@ -168,8 +170,8 @@ class AsyncRolloutManager:
         self._finished_rollouts[group_index] = dict(rollouts)
 
     def waiting_for(self, count: int = 1) -> list[str]:
-        """What is waited for longest at this moment: who, what, since when."""
-        return [str(wait) for wait in waits()[:count]]
+        """What is waited for longest at this moment: who, what, since when, in which file and line."""
+        return [f"{wait}, in {where(wait)}" for wait in waits()[:count]]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the manager and its buffer stand, as plain values; may be asked for at any moment."""
@@ -327,6 +329,7 @@ class AsyncRolloutManager:
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
             "abandoned_threads": len(abandoned()),
+            "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
         if self._ledger is not None:

@@ -165,6 +165,8 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
     numbers["duplicated_tokens"] = duplicated
     numbers["duplicated_tokens/share"] = duplicated / max(sum(len(sample) for sample in samples), 1)
+    for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
+        numbers[f"resumed/{name}"] = sum(metric in sample.metrics for sample in samples)
     for name in sorted({name for sample in samples for name in sample.metrics}):
         numbers[f"episode/{name}"] = _mean(sample.metrics.get(name, 0.0) for sample in samples)
     for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):

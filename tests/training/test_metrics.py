@@ -76,3 +76,15 @@ def test_a_failed_group_does_not_spoil_the_mean(reward: Any) -> None:
     assert metrics.mean_reward is None
     metrics.add(Group(Prompt("b", group_index=1), (sample(1, reward=0.5),), "kept"))
     assert metrics.mean_reward == 0.5
+
+
+def test_rollouts_that_were_interrupted_are_counted_by_what_became_of_them() -> None:
+    """Those that went on from their last turn, and those that had to start again."""
+    samples = [
+        sample(1, metrics={"turns_before_resume": 2}),
+        sample(1, metrics={"restarted_at_resume": 1}),
+        sample(1, metrics={"restarted_at_resume": 3}),
+        sample(1),
+    ]
+    numbers = batch_metrics(samples)
+    assert (numbers["resumed/continued"], numbers["resumed/restarted"]) == (1, 2)

@@ -196,11 +196,14 @@ class TrainerRollouts:
             self.manager.adopt(index, finished)
 
     def _in_progress(self, group: list[Any]) -> list[Any]:
-        """A group that is out, as a checkpoint should keep it: accepted ones with all that they have."""
-        for ready in self.manager.ready_groups:
-            taken = self.buffer.taken.get(ready.group_index)
-            if taken is not None and taken.group[0] is group[0]:
-                return self._dressed_group(taken, _by_number(ready.samples, len(group)))
+        """A group that is out, as a checkpoint should keep it: with all of its rollouts that are finished."""
+        ready = {each.group_index: each for each in self.manager.ready_groups}
+        for index, taken in list(self.buffer.taken.items()):
+            if taken.group[0] is group[0]:
+                finished = self.manager.finished_rollouts(index)
+                if index in ready:
+                    finished = _by_number(ready[index].samples, len(group))
+                return self._dressed_group(taken, finished)
         return group
 
     # -- staleness --

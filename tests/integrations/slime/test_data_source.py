@@ -6,12 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import CheckpointedDataSource, close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
-from tests.integrations.slime.launches import Launch, Source
+from rollouts.training import Prompt
+from tests.integrations.slime.launches import Launch, Source, made_sample
 
 
 class Cursor(Source):
@@ -74,6 +77,41 @@ def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
     again.load(1)
     here, there = ([(s.index, s.tokens, s.reward) for s in leaves(it.buffer)] for it in (source, again))
     assert sorted(here) == sorted(there)
+
+
+def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
+    """A group of which one rollout is finished and one hangs: what is loaded plays the other one only."""
+    hung = set()
+
+    async def play(prompt: Prompt) -> list[Any]:
+        assert prompt.index is not None
+        if prompt.group_index != 0 and prompt.index % 2 and prompt.index not in hung:
+            hung.add(prompt.index)
+            await anyio.sleep_forever()
+        while prompt.group_index == 0 and len(hung) < 2:
+            await anyio.lowlevel.checkpoint()
+        return [made_sample(prompt)]
+
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=3.0, play=play)
+    args = with_source(launch, tmp_path)
+    source = CheckpointedDataSource(args)
+    (first,) = generate_rollout_batch(args, 0, source).samples
+    assert first[0].group_index == 0
+    source.save(0)
+    close_rollouts()
+
+    again = CheckpointedDataSource(args)
+    again.load(0)
+    tokens = {group[0].group_index: [len(sample.tokens) for sample in group] for group in again.buffer}
+    assert {number: [bool(length) for length in lengths] for number, lengths in tokens.items()} == {
+        1: [True, False],
+        2: [True, False],
+    }
+    launch.played.clear()
+    hung.update({1, 3, 5})
+    groups = [generate_rollout_batch(args, number, again).samples[0][0].group_index for number in (1, 2)]
+    assert groups == [1, 2]
+    assert [launch.played[number] for number in (0, 1)] == [1, 1]
 
 
 def test_the_buffer_filter_chooses(tmp_path: Path) -> None:

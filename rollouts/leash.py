@@ -1,0 +1,132 @@
+"""A foreign coroutine on a leash: driven in the task that waits for it, and let go where it will not be cancelled.
+
+Invariant: who awaits a :class:`Leash` inside a cancelled scope goes on within seconds, whatever the coroutine does with
+its cancellation: swallow it for ever, or hide from it behind a shield. A coroutine that is let go is never resumed, and
+is listed by :func:`left_behind`. One that ends within its grace has cleaned up in peace.
+
+The coroutine runs in the caller's own task, as if there were no leash. Tasks that it has started itself are cancelled
+with the scopes that they live in, and waited for by nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Generator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+__all__ = ["Leash", "left_behind"]
+
+_SWALLOWED = 100
+_SWALLOWING_SECONDS = 1.0
+"""A cancelled scope asks again and again: a coroutine that swallowed so many of its cancellations, and for so long,
+does nothing else."""
+_FORCED = 3
+"""How often one that hides behind a shield is told to end."""
+
+_LEFT: list[Leash] = []
+
+
+def left_behind() -> list[Leash]:
+    """The coroutines that were let go in this process, oldest first."""
+    return list(_LEFT)
+
+
+class Leash:
+    """Await it instead of the awaitable.
+
+    Args:
+        awaitable: foreign.
+        scope: the innermost cancel scope around.
+        what: who it is, for messages.
+        grace: seconds from the scope's deadline on that it may hide behind a shield, to clean up.
+    """
+
+    def __init__(self, awaitable: Awaitable[Any], scope: anyio.CancelScope, what: str, *, grace: float = 10.0) -> None:
+        self.awaitable = awaitable
+        self.what = what
+        self._scope = scope
+        self._grace = grace
+        self._waits_for: Any = None
+        self._overdue = False
+        self._forced = 0
+        self._swallowed = 0
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Leash {self.what}: {self._swallowed} cancellations swallowed>"
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        inner: Any = self.awaitable.__await__()
+        error: BaseException | None = None
+        self._look()
+        try:
+            while True:
+                try:
+                    self._waits_for = next(inner) if error is None else inner.throw(error)
+                except StopIteration as end:
+                    if not self._overdue:
+                        return end.value
+                    break
+                except BaseException:
+                    if not self._overdue:
+                        raise
+                    break
+                if error is not None and self._is_hopeless():
+                    _LEFT.append(self)  # kept, not closed: it would ignore that, too
+                    self._leave_its_scopes()
+                    if not self._overdue:
+                        raise error
+                    break
+                error = None
+                try:
+                    yield self._waits_for
+                except BaseException as thrown:  # noqa: BLE001 - thrown on into the coroutine
+                    error = thrown
+                    self._count(thrown)
+                if self._overdue:
+                    self._forced += 1
+                    error = error or asyncio.CancelledError()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        yield from anyio.lowlevel.checkpoint().__await__()  # our scope is cancelled: raises what was hidden from
+        raise asyncio.CancelledError
+
+    def _look(self) -> None:
+        """See whether the grace is over; then wake the coroutine wherever it waits."""
+        loop = asyncio.get_running_loop()
+        left = self._scope.deadline + self._grace - loop.time()
+        if left == math.inf and self._timer is None:
+            return
+        if left <= 0 and self._scope.cancel_called:
+            self._overdue = True
+            if isinstance(self._waits_for, asyncio.Future):
+                self._waits_for.cancel()
+        again = min(left, 3600.0) if left > 0 else 1.0  # a stopped clock moves the deadline
+        self._timer = loop.call_later(again, self._look)
+
+    def _count(self, thrown: BaseException) -> None:
+        if isinstance(thrown, asyncio.CancelledError):
+            self._since = self._since or time.monotonic()
+            self._swallowed += 1
+
+    def _is_hopeless(self) -> bool:
+        swallows = self._swallowed >= _SWALLOWED and time.monotonic() - self._since >= _SWALLOWING_SECONDS
+        return swallows or self._forced >= _FORCED
+
+    def _leave_its_scopes(self) -> None:
+        """Be where we were before it entered scopes that it will never leave."""
+        while True:
+            probe = anyio.CancelScope()
+            with probe:
+                current = getattr(probe, "_parent_scope", None)  # anyio tells no other way which scope is the current
+            if current is None or current is self._scope:
+                return
+            current.cancel()
+            current.__exit__(None, None, None)
