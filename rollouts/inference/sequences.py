@@ -103,7 +103,7 @@ class SequenceCache:
             new = new.astype("<i4")
             text = msgspec.json.encode(new.tolist())[1:-1]
             kept.text = b",".join((kept.text, text)) if start else text
-            kept.digest = zlib.crc32(memoryview(new), kept.digest)
+            kept.digest = zlib.crc32(new.tobytes(), kept.digest)
             self.encoded += len(new)
             if session:
                 kept.ids = column.astype(np.int32)  # a copy: the caller's may be a view of something that changes
