@@ -1,7 +1,8 @@
 """Trajectories in flight in one process, to the end, against a stub server in a process of its own.
 
 The server answers the first request of each trajectory only when all of them have arrived, so that the number in flight
-is what it says. Batch, journal and mask checks are on.
+is what it says; from then on replies come at random moments, each within ``--spread`` seconds. Batch, journal and mask
+checks are on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import multiprocessing
+import random
 import resource
 import tempfile
 import time
@@ -33,8 +35,9 @@ from rollouts.training.sinks import RunWriter
 __all__ = ["bench_scale", "scale_options"]
 
 
-async def _serve(reply: list[int], trajectories: int, pipe: Connection) -> None:
+async def _serve(reply: list[int], trajectories: int, spread: float, pipe: Connection) -> None:
     arrived = anyio.Event()
+    rng = random.Random(0)
     seen = 0
 
     async def wait(request: Request) -> None:
@@ -44,6 +47,7 @@ async def _serve(reply: list[int], trajectories: int, pipe: Connection) -> None:
         if seen == trajectories:
             arrived.set()
         await arrived.wait()
+        await anyio.sleep(rng.uniform(0, spread))
 
     async with StubServer(lambda ids, params: reply, latency=wait) as server:
         pipe.send(server.url)
@@ -51,9 +55,9 @@ async def _serve(reply: list[int], trajectories: int, pipe: Connection) -> None:
         pipe.send(server.most_live)
 
 
-def _server(reply: list[int], trajectories: int, pipe: Connection) -> None:
+def _server(reply: list[int], trajectories: int, spread: float, pipe: Connection) -> None:
     _raise_file_limit()
-    anyio.run(_serve, reply, trajectories, pipe)
+    anyio.run(_serve, reply, trajectories, spread, pipe)
 
 
 def _raise_file_limit() -> None:
@@ -148,7 +152,7 @@ def bench_scale(options: argparse.Namespace) -> list[dict[str, float | int | str
     reply = [*renderer.encode("This is what I have to say to that. " * 3).tolist(), renderer.stop_token_ids[0]]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_server, args=(reply, options.trajectories, theirs), daemon=True)
+    process = context.Process(target=_server, args=(reply, options.trajectories, options.spread, theirs), daemon=True)
     process.start()
     try:
         if not ours.poll(120):
@@ -166,3 +170,6 @@ def bench_scale(options: argparse.Namespace) -> list[dict[str, float | int | str
 def scale_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trajectories", type=int, default=10_000, help="a multiple of 8 (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="of each (default: %(default)s)")
+    parser.add_argument(
+        "--spread", type=float, default=30.0, help="seconds that a reply takes at most (default: %(default)s)"
+    )

@@ -50,7 +50,7 @@ class GroupPlayer:
         failures: counts the attempts, sound and lost.
         ledger: is told of lost attempts and finished rollouts before they count, and keeps their turns.
         attempts: how many attempts of each rollout failed already, by its index; kept up to date.
-        is_scarce: whether a batch could not be filled without the group that a filter is deciding on.
+        is_scarce: whether the batch has no group to spare, so that a filter may have to keep one that it would drop.
     """
 
     def __init__(

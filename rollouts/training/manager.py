@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
@@ -120,9 +121,11 @@ class AsyncRolloutManager:
         self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or handed back
         self._again: set[int] = set()
         self._rejected_in_a_row = 0
+        self._dropped_for_batch = 0
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
         self._settled = anyio.Event()
+        self._turnstile = anyio.Lock()
         self._tasks: TaskGroup | None = None
         self._player = GroupPlayer(config, self.failures, ledger, self._attempts, self._is_scarce)
 
@@ -335,6 +338,7 @@ class AsyncRolloutManager:
         if self._ledger is not None:
             self._ledger.sealed(self.batches, sorted(taken), self.metrics, self.accounting)
         self.batches += 1
+        self._dropped_for_batch = 0
         return samples
 
     # -- keeping groups in work --
@@ -365,6 +369,8 @@ class AsyncRolloutManager:
         try:
             if self._ledger is not None:
                 self._ledger.taken(prompt)
+            async with self._turnstile:  # groups begin one after another: together they would hold up the event loop
+                await anyio.lowlevel.checkpoint()
             with at(f"group {prompt.group_index}"):
                 group = await self._player.play(prompt, finished)
                 with anyio.CancelScope(shield=True):
@@ -413,6 +419,7 @@ class AsyncRolloutManager:
         self._rejected_in_a_row += 1
         if group.outcome == "dropped":
             self.accounting.dropped += 1
+            self._dropped_for_batch += 1
         else:
             self.accounting.failed += 1
             self._failure_causes[group.reason] += 1
@@ -420,8 +427,8 @@ class AsyncRolloutManager:
                 self._broken = self._broken or GenerateFailure(f"group {group.group_index} failed: {group.reason}")
 
     def _is_scarce(self) -> bool:
-        """Whether a batch cannot be filled without one of the groups in flight."""
-        return len(self._ready) + self.accounting.in_flight <= self.config.batch_size
+        """Whether so many groups were dropped for this batch as were started beyond its size."""
+        return self._dropped_for_batch >= self.config.groups_in_work - self.config.batch_size
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
