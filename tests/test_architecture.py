@@ -22,6 +22,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts": (0, 0),
     "rollouts.errors": (1, 1),
     "rollouts.whereabouts": (1, 2),
+    "rollouts.collector": (1, 2),
     "rollouts.dtypes": (1, 2),
     "rollouts.trajectory": (2, 0),
     "rollouts.tool_calls": (2, 0),
