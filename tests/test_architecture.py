@@ -23,6 +23,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.leash": (1, 0),
     "rollouts.errors": (1, 1),
     "rollouts.whereabouts": (1, 2),
+    "rollouts.collector": (1, 2),
     "rollouts.dtypes": (1, 2),
     "rollouts.transport": (1, 2),
     "rollouts.trajectory": (2, 0),

@@ -97,6 +97,10 @@ def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+_SHORT_TEXT = 2000
+"""Characters; encoding fewer takes less than a millisecond."""
+
+
 class Codec:
     """Encode and decode with one tokenizer.
 
@@ -123,9 +127,13 @@ class Codec:
             with self._lock:
                 ids = list(self._slow.encode(text, add_special_tokens=False))
         else:
-            # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not.
+            # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
+            # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
             assert self._raw is not None
-            ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            if len(text) < _SHORT_TEXT:
+                ids = self._raw.encode(text, add_special_tokens=False).ids
+            else:
+                ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if counted:
             with self._lock:
                 self.encoded_tokens += len(ids)

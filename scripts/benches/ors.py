@@ -6,6 +6,7 @@ our client the one of ``openreward`` is measured, on the same server, in the sam
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib.util
@@ -14,15 +15,16 @@ import os
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from rollouts.engine import DEMO_MODEL  # noqa: E402 - after the path
 
 CALLS = 3
 ROUNDS = 4
@@ -77,16 +79,22 @@ def measure(client: str, url: str, sessions: int) -> dict[str, float | int | str
     return row
 
 
-def run_ors(sessions: int, samples: int, tokenizer: str) -> list[dict[str, float | int | str]]:
-    """All rows."""
+def bench_ors(options: argparse.Namespace) -> list[dict[str, float | int | str]]:
+    """Client CPU of sessions of the Open Reward Standard, three calls each, and of slime's rollouts through them."""
     with server() as url:
-        rows = [measure("ours", url, sessions)]
+        rows = [measure("ours", url, options.sessions)]
         if _HAS_PEER:
-            rows += [measure("openreward, variant set", url, sessions), measure("openreward", url, sessions)]
-        rows.append(_slime(url, samples, tokenizer))
+            rows += [measure(peer, url, options.sessions) for peer in ("openreward, variant set", "openreward")]
+        rows.append(_slime(url, options.samples, options.tokenizer))
     for row in rows:
         row["server"] = "openreward" if _HAS_PEER else "rollouts serve-env"
     return rows
+
+
+def ors_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sessions", type=int, default=128, help="at once (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=64, help="of slime's batch (default: %(default)s)")
+    parser.add_argument("--tokenizer", default=str(DEMO_MODEL), help="folder or name (default: the demo model)")
 
 
 # -- in the measured process ------------------------------------------------------------------------------------------
@@ -174,7 +182,7 @@ def serve_replies(tokenizer: str) -> None:
 
 def _slime(url: str, samples: int, tokenizer: str) -> dict[str, float | int | str]:
     """Rollouts of three turns through slime's door, the kit's recipe, and an ORS server."""
-    with _process(["scripts/ors_bench.py", "engine", tokenizer]) as engine:
+    with _process(["scripts/benches/ors.py", "engine", tokenizer]) as engine:
         line = [sys.executable, __file__, "slime", url, str(samples), engine, tokenizer]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -208,7 +216,7 @@ def _slime_measured(url: str, samples: int, engine: str, tokenizer: str, folder:
             return [group]
 
     host, port = engine.removeprefix("http://").split(":")
-    args = Namespace(
+    args = argparse.Namespace(
         rollout_batch_size=samples // size,
         n_samples_per_prompt=size,
         rollout_temperature=1.0,

@@ -1,0 +1,95 @@
+"""Ours over the floor, and what people write over ours."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rollouts.renderer import Renderer
+from rollouts.testing.canned import Canned, canned_server
+from rollouts.training import Sample
+from scripts.benches import loops
+from scripts.benches.lines import Line
+from scripts.benches.workloads import WORKLOADS, Play
+
+__all__ = ["against_naive", "against_the_floor", "groups"]
+
+TARGETS = {"S": 1.5, "L": 1.5, "A": 1.6, "H": None}
+
+
+def played(play: Play, url: str, **options: Any) -> loops.Round:
+    """One round of ours, with its journal in a folder that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="rollouts-bench-"))
+    try:
+        return loops.ours(play, url, folder / "journal", **options)
+    finally:
+        shutil.rmtree(folder)
+
+
+def check(play: Play, samples: list[Any]) -> None:
+    """See that the loops did the same work: the same ids in every sample."""
+    for number, sample in enumerate(samples):
+        index = number if not isinstance(sample, Sample) else sample.index
+        assert index is not None
+        tokens = sample.token_column if isinstance(sample, Sample) else np.asarray(sample.tokens)
+        if not np.array_equal(tokens, play.expected(index)):
+            raise SystemExit(f"sample {index} has other tokens than the loop that it is compared with")
+
+
+def against_the_floor(renderer: Renderer, name: str, rounds: int) -> Iterator[Line]:
+    """CPU time of ours over that of the lean loop."""
+    play = Play.of(WORKLOADS[name], renderer)
+    turns = play.workload.samples * play.workload.turns
+    with canned_server(Canned([play.reply])) as url:
+        check(play, loops.lean(play, url).samples)
+        check(play, played(play, url).samples)
+        pairs = [(played(play, url).cpu, loops.lean(play, url).cpu) for _ in range(rounds)]
+    details = {"ours ms/turn": _best(pairs, 0, turns), "lean ms/turn": _best(pairs, 1, turns)}
+    yield Line.of(name, "ours / lean", [a / b for a, b in pairs], TARGETS[name], details=details)
+
+
+def against_naive(renderer: Renderer, rounds: int) -> Iterator[Line]:
+    """CPU time of what people write over ours, 64 connections."""
+    play = Play.of(attrs.evolve(WORKLOADS["S"], samples=64, in_flight=64), renderer)
+    turns = play.workload.samples * play.workload.turns
+    with canned_server(Canned([play.reply])) as url:
+        check(play, loops.naive(play, url).samples)
+        pairs = [(loops.naive(play, url).cpu, played(play, url).cpu) for _ in range(rounds)]
+    details = {"naive ms/turn": _best(pairs, 0, turns), "ours ms/turn": _best(pairs, 1, turns)}
+    values = [a / b for a, b in pairs]
+    yield Line.of("naive", "naive / ours, 64 connections", values, 5.0, sense="at least", details=details)
+
+
+def groups(renderer: Renderer, rounds: int) -> Iterator[Line]:
+    """The same samples in groups of eight, with a reward and a filter, over those without."""
+    eight = 8
+    whole = Play.of(WORKLOADS["S"], renderer)
+    few = attrs.evolve(whole, prompts=whole.prompts[: len(whole.prompts) // eight])
+    turns = whole.workload.samples * whole.workload.turns
+    run: Callable[..., loops.Round] = played
+    with canned_server(Canned([whole.reply])) as url:
+        run(few, url, n=eight, reward_fn=_reward, filter_fn=_spread)
+        pairs = [
+            (run(few, url, n=eight, reward_fn=_reward, filter_fn=_spread).cpu, run(whole, url).cpu)
+            for _ in range(rounds)
+        ]
+    details = {"G ms/turn": _best(pairs, 0, turns), "S ms/turn": _best(pairs, 1, turns)}
+    yield Line.of("G", "groups with reward and filter / S", [a / b for a, b in pairs], details=details)
+
+
+def _reward(sample: Sample) -> float:
+    return float((sample.index or 0) % 2)
+
+
+def _spread(samples: list[Sample]) -> bool:
+    return len({sample.reward for sample in samples}) > 1
+
+
+def _best(pairs: list[tuple[float, float]], side: int, turns: int) -> float:
+    return 1000 * min(pair[side] for pair in pairs) / turns
