@@ -31,8 +31,8 @@ from rollouts.tool_calls import DIALECTS
 from rollouts.training.data_buffer import DataBuffer, load_prompts
 from rollouts.training.journal import Columns, Journal, read_journal
 from rollouts.training.plain import to_msgpack
+from tests.dialects import MALFORMED, TOOLS, WRITTEN
 from tests.fuzzing import fuzz, json_texts, mutated_bytes, mutated_json, odd_values, woven
-from tests.tool_calls.test_dialects import MALFORMED, TOOLS, WRITTEN
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -70,7 +70,7 @@ def test_a_long_run_is_long() -> None:
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 def test_any_reply_is_read(name: str, examples: Callable[[str], int]) -> None:
     """No error at all: a model may say anything. A call is sound, with plain arguments, or it has an error."""
-    texts = [WRITTEN.get(name, "Hello."), *(text for text, _ in MALFORMED.get(name, ()))]
+    texts = [WRITTEN.get(name, "Hello."), *(text for text, *_ in MALFORMED.get(name, ()))]
     texts += [f"<think>{texts[0]}</think>", f"<|channel|>analysis<|message|>a<|end|>{texts[0]}", "x</think>y"]
 
     def check(case: tuple[str, bool | None, bool]) -> None:
