@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.collecting import calm_collector
 from rollouts.errors import RolloutsError
 from rollouts.recipe import Recipe
 from rollouts.training.ledger import Ledger
@@ -88,6 +89,18 @@ async def run(
     Returns:
         How it ended; the reason of an early end is in ``error``, and in ``run.json``.
     """
+    with calm_collector():  # a pause of the collector is a pause of every rollout
+        return await _run(recipe, writer, stop, watch, ledger, state)
+
+
+async def _run(
+    recipe: Recipe,
+    writer: RunWriter,
+    stop: Stop | None,
+    watch: Watch | None,
+    ledger: Ledger | None,
+    state: ManagerState | None,
+) -> RunResult:
     stop = stop or Stop()
     began = anyio.current_time()
     error: BaseException | None = None

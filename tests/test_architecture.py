@@ -66,6 +66,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.recipe": (6, 1),
     "rollouts.serving": (6, 1),
     "rollouts.transcript": (6, 1),
+    "rollouts.collecting": (6, 1),
     "rollouts.running": (6, 2),
     "rollouts.replaying": (6, 5),
     "rollouts.rescoring": (6, 5),
