@@ -130,7 +130,11 @@ async def _run(
         accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
         with anyio.CancelScope(shield=True):
             finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
-            await anyio.to_thread.run_sync(finish)
+            try:
+                await anyio.to_thread.run_sync(finish)
+            except OSError as full:  # the journal has everything that the files lack
+                text = f"the end of the run cannot be written to {writer.path}: {full}; rollouts run --resume goes on"
+                status, error = "failed", error or RolloutsError(text)
     if error is not None and not isinstance(error, RolloutsError):
         raise error
     seconds = anyio.current_time() - began
