@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 __all__ = ["calm_collector"]
 
-_THRESHOLDS = (20_000, 20, 50)
+_THRESHOLDS = (20_000, 10, 10)
 """New objects before the youngest are looked through; how many such looks before the next age, and the next."""
 
 
