@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.collecting import calm_collector
 from rollouts.errors import RolloutsError
 from rollouts.recipe import Recipe
 from rollouts.training.ledger import Ledger
@@ -88,6 +89,18 @@ async def run(
     Returns:
         How it ended; the reason of an early end is in ``error``, and in ``run.json``.
     """
+    with calm_collector():  # a pause of the collector is a pause of every rollout
+        return await _run(recipe, writer, stop, watch, ledger, state)
+
+
+async def _run(
+    recipe: Recipe,
+    writer: RunWriter,
+    stop: Stop | None,
+    watch: Watch | None,
+    ledger: Ledger | None,
+    state: ManagerState | None,
+) -> RunResult:
     stop = stop or Stop()
     began = anyio.current_time()
     error: BaseException | None = None
@@ -117,7 +130,11 @@ async def run(
         accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
         with anyio.CancelScope(shield=True):
             finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
-            await anyio.to_thread.run_sync(finish)
+            try:
+                await anyio.to_thread.run_sync(finish)
+            except OSError as full:  # the journal has everything that the files lack
+                text = f"the end of the run cannot be written to {writer.path}: {full}; rollouts run --resume goes on"
+                status, error = "failed", error or RolloutsError(text)
     if error is not None and not isinstance(error, RolloutsError):
         raise error
     seconds = anyio.current_time() - began

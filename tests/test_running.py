@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from rollouts.errors import DataExhausted, EndpointUnavailable, GenerateFailure,
 from rollouts.recipe import Recipe
 from rollouts.running import RunResult, Stop, run
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.training.ledger import History
 from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import RunWriter
 from rollouts.training.stored import load_run
@@ -177,3 +180,52 @@ async def test_the_end_adds_up(tmp_path: Path, batches: int) -> None:
     counts = (await stored(a_recipe(batches=batches), tmp_path / "run")).accounting
     assert counts.in_batch == 3 * batches
     assert counts.taken == counts.in_batch + counts.dropped + counts.failed + counts.returned
+
+
+_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+import anyio
+from rollouts.running import run
+from rollouts.training.resuming import begin, reopen
+from rollouts.training.sinks import RunWriter
+from tests.test_running import a_recipe, generate
+
+async def noted(prompts):
+    print("generated", prompts[0].index)
+    return await generate(prompts)
+
+async def main(path, size):
+    recipe = a_recipe(noted, batches=30)
+    if not size:
+        opened = reopen(path, recipe.describe(), recipe.data_buffer)
+        writer, ledger, state = opened.writer, opened.ledger, opened.state
+    else:
+        writer, state = RunWriter(path, recipe.describe(), format="jsonl"), None
+        ledger = begin(path, recipe.describe(), recipe.data_buffer)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    with ledger.journal:
+        result = await run(recipe, writer, ledger=ledger, state=state)
+    print(result.status, result.batches, str(result.error).splitlines()[0])
+
+anyio.run(main, Path(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("size", [3_000, 20_000, 100_000])
+def test_a_disk_that_is_full_stops_the_run_and_what_is_finished_stays(tmp_path: Path, size: int) -> None:
+    """Whichever file is refused first: one clear error, no traceback, sound files; with room, the run goes on."""
+    line = [sys.executable, "-c", _FULL_DISK, str(tmp_path / "run")]
+    done = subprocess.run([*line, str(size)], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert "\nfailed " in done.stdout
+    assert "File too large" in done.stdout
+    finished = History.read(tmp_path / "run" / "journal").rollouts
+    assert verify_run(tmp_path / "run").violations == []
+    done = subprocess.run([*line, "0"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    *generated, end = done.stdout.splitlines()
+    assert end == "finished 30 None"
+    assert verify_run(tmp_path / "run").violations == []
+    assert not finished.keys() & {int(text.removeprefix("generated ")) for text in generated}

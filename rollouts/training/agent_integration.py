@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import anyio
@@ -142,10 +143,19 @@ def _limits(limits: Limits | None, max_turns: int | None) -> Limits:
 
 
 async def _renderer(tokenizer: Any) -> Renderer:
-    """The shared renderer; a name is loaded in a worker thread."""
+    """The shared renderer; a name is loaded in a worker thread, once."""
     if isinstance(tokenizer, Renderer):
         return tokenizer
-    return await anyio.to_thread.run_sync(renderer_for, tokenizer)
+    name = str(tokenizer) if isinstance(tokenizer, str | Path) else None
+    renderer = None if name is None else _LOADED.get(name)
+    if renderer is None:
+        renderer = await anyio.to_thread.run_sync(renderer_for, tokenizer)
+        if name is not None:
+            _LOADED[name] = renderer
+    return renderer
+
+
+_LOADED: weakref.WeakValueDictionary[str, Renderer] = weakref.WeakValueDictionary()
 
 
 @attrs.define(eq=False)

@@ -22,7 +22,7 @@ from rollouts.training.journal import Journal
 from rollouts.training.ledger import History, Ledger
 from rollouts.training.manager_state import ManagerState, state_of_history
 from rollouts.training.metrics import Accounting
-from rollouts.training.run_folder import JOURNAL, read_info
+from rollouts.training.run_folder import JOURNAL, read_info, run_files
 from rollouts.training.sinks import RunWriter
 from rollouts.training.types import Group
 
@@ -113,6 +113,10 @@ def _level(writer: RunWriter, history: History, state: ManagerState) -> None:
             if settled == outcome and number not in there:
                 writer.on_group(_group(history, number, reason))
     (writer.path / "unbatched.jsonl").unlink(missing_ok=True)
+    written = [file for place, file in run_files(writer.path) if place == "kept"]
+    for file in written[len(history.sealed) :]:  # of a journal that lost its end: their groups are ready again
+        (writer.path / file).unlink()
+    writer.batches = min(writer.batches, len(history.sealed))
     for batch in history.sealed[writer.batches :]:
         samples = [sample for number in batch.groups for sample in history.group_samples(number)]
         writer.write_batch(samples, batch.metrics, msgspec.convert(dict(batch.accounting), Accounting))

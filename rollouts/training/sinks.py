@@ -85,9 +85,13 @@ class RunWriter:
         self.batches = 0
         self._lock = threading.RLock()
         self._held: dict[int, Group] = {}
-        for name in RUN_FILES:
-            _remove(self.path / name)
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            for name in RUN_FILES:
+                _remove(self.path / name)
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "run.json").touch()
+        except OSError as error:
+            raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error
         self._info: dict[str, Any] = {
             "status": "running",
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

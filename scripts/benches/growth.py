@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from rollouts.agent import run_agent
-from rollouts.collector import calm_collector
+from rollouts.collecting import calm_collector
 from rollouts.dtypes import Completion, Limits, Prompt, SamplingParams, VersionSpan
 from rollouts.environments import SimulatedUser
 from rollouts.inference import wire

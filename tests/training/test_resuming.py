@@ -164,6 +164,31 @@ async def test_a_run_that_dies_at_any_moment_goes_on_to_the_same_end(tmp_path: P
         assert set(found) | set(History.read(photo / "journal").unsettled) == set(range(groups)), "none is skipped"
 
 
+async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(tmp_path: Path) -> None:
+    """It opens with every earlier record and its numbers add up; each three hundredth is played to its end."""
+    await new_run(tmp_path / "whole", Counted())
+    whole = tmp_path / "whole" / "journal"
+    entries = list(read_journal(whole))
+    segment = whole / "segment-000000.journal"
+    data = segment.read_bytes()
+    ends = [entry.place.offset for entry in entries[1:]] + [len(data)]
+    description = {"recipe": "test", "config": config(Counted()).describe()}
+    for number, size in enumerate(range(ends[-4], len(data))):
+        path = tmp_path / "cut"
+        shutil.copytree(tmp_path / "whole", path)
+        (path / "journal" / segment.name).write_bytes(data[:size])
+        if number % 300:
+            opened = reopen(path, description, buffer())
+            opened.ledger.journal.close()
+            opened.state.accounting.check()
+            kept = sum(end <= size for end in ends)
+            assert len(list(read_journal(path / "journal"))) == kept + 1  # and that it was resumed
+        else:
+            assert (await go_on(path, Counted())).batches == BATCHES
+            assert verify_run(path).violations == []
+        shutil.rmtree(path)
+
+
 async def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     """More batches follow the old ones; groups that were in no batch come first."""
     await new_run(tmp_path / "run", Counted())

@@ -160,6 +160,13 @@ def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
         RunWriter(tmp_path / "run", overwrite=True)
 
 
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    """With what the system says."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out: got '.*run'; expected a folder that can be written to \(.*Errno"):
+        RunWriter(tmp_path / "file" / "run")
+
+
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     """The message lists the formats."""
     with pytest.raises(ConfigError, match=r"--format: got 'csv'; expected \"jsonl\", \"parquet\" or \"auto\""):

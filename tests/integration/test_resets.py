@@ -1,0 +1,103 @@
+"""A connection that is reset at any byte of an answer: the call is answered, once, and nothing is left running."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.abc
+import attrs
+
+from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.testing.server import StubServer
+
+RESET = struct.pack("ii", 1, 0)
+"""Linger for no time: what is closed is reset."""
+
+
+@attrs.define
+class Cutting:
+    """A proxy that resets the first connection that carries an answer to ``/generate``, after so many of its bytes."""
+
+    port: int
+    left: int | None = None
+    """Bytes until the cut; ``None`` lets everything pass."""
+    passed: int = 0
+    """Bytes of the last whole answer."""
+
+    async def serve(self, client: anyio.abc.SocketStream) -> None:
+        async with client, await anyio.connect_tcp("127.0.0.1", self.port) as server:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._forward, client, server, tasks.cancel_scope)
+                await self._answer(server, client)
+                tasks.cancel_scope.cancel()
+
+    async def _forward(
+        self, client: anyio.abc.SocketStream, server: anyio.abc.SocketStream, scope: anyio.CancelScope
+    ) -> None:
+        try:
+            async for data in client:
+                self._asked = b"/generate" in data[:20] or (self._asked and b"POST" not in data[:5])
+                self.passed = 0
+                await server.send(data)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass
+        scope.cancel()
+
+    _asked: bool = False
+
+    async def _answer(self, server: anyio.abc.SocketStream, client: anyio.abc.SocketStream) -> None:
+        try:
+            async for data in server:
+                if self._asked and self.left is not None:
+                    data, rest = data[: self.left], data[self.left :]
+                    self.left -= len(data)
+                    await client.send(data)
+                    if rest or not self.left:
+                        self.left = None
+                        client.extra(anyio.abc.SocketAttribute.raw_socket).setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, RESET
+                        )
+                        return
+                else:
+                    self.passed += len(data)
+                    await client.send(data)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass
+
+
+@asynccontextmanager
+async def cutting(server: StubServer) -> AsyncIterator[tuple[Cutting, str]]:
+    proxy = Cutting(int(server.url.rpartition(":")[2]))
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, proxy.serve)
+        yield proxy, f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+        tasks.cancel_scope.cancel()
+
+
+async def test_an_answer_that_is_cut_at_any_byte_is_asked_for_again() -> None:
+    """In the status line, in a header, between headers and body, in the body: one completion, and a whole one."""
+    async with StubServer() as server, cutting(server) as (proxy, url):
+        policy = SGLangPolicy(Endpoint(base_url=url, max_retries=2), backoff=lambda failures: 0.0)
+        sampling = SamplingParams(max_new_tokens=8)
+        prompt = packed_tokens([5, 6, 7])
+        try:
+            whole = await policy.complete(prompt, sampling)
+            length = proxy.passed
+            assert length > 300
+            for cut in range(length):
+                asked = len(server.requests)
+                proxy.left = cut
+                again = await policy.complete(prompt, sampling)
+                assert again.tokens.tolist() == whole.tokens.tolist(), cut
+                assert proxy.left is None, cut
+                assert len(server.requests) == asked + 2, cut
+                assert not server.live, cut
+        finally:
+            await policy.aclose()
+        rids = [request.rid for request in server.requests]
+        assert len(set(rids)) == len(rids)
