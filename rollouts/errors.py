@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import anyio
@@ -230,15 +231,25 @@ def at(place: str) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-@contextlib.contextmanager
-def deadline(seconds: float | None) -> Iterator[anyio.CancelScope]:
+class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a generator: it is entered at every wait
     """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop."""
-    with anyio.move_on_after(seconds) as scope:
-        token = _CLOCKS.set((*_CLOCKS.get(), scope))
-        try:
-            yield scope
-        finally:
-            _CLOCKS.reset(token)
+
+    __slots__ = ("_scope", "_token")
+
+    def __init__(self, seconds: float | None) -> None:
+        until = math.inf if seconds is None else anyio.current_time() + seconds
+        self._scope = anyio.CancelScope(deadline=until)
+
+    def __enter__(self) -> anyio.CancelScope:
+        scope = self._scope.__enter__()
+        self._token = _CLOCKS.set((*_CLOCKS.get(), scope))
+        return scope
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        _CLOCKS.reset(self._token)
+        return bool(self._scope.__exit__(kind, error, trace))
 
 
 @contextlib.contextmanager

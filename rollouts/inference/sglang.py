@@ -19,6 +19,7 @@ from types import TracebackType
 from urllib.parse import quote
 
 import anyio
+import anyio.lowlevel
 import attrs
 
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn
@@ -36,6 +37,8 @@ __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policy"]
 
 DESCRIBE_SECONDS = 30.0
 ABORTS_AT_ONCE = 64
+_LONG_REPLY = 1 << 16
+"""Bytes of a reply (some 1,600 tokens) from which on it waits for its turn to be read."""
 
 
 def full_jitter(failures: int) -> float:
@@ -105,6 +108,7 @@ class SGLangPolicy:
         self._sequences = SequenceCache(vocab_size)
         self._workers = Workers([Worker(url, shown(url)) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
+        self._one_long_reply = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
         """By rid, what was sent and is not answered yet."""
 
@@ -258,9 +262,12 @@ class SGLangPolicy:
                     call.running = None
                 raise error
             call.running = None
-            completion = wire.read_completion(
-                payload, rid=rid, ids=call.ids, stop=call.stop, seconds=time.monotonic() - call.began
-            )
+            seconds = time.monotonic() - call.began
+            if len(payload) >= _LONG_REPLY:
+                # Many long replies that arrive at once are read one in each turn of the loop, not all in one.
+                async with self._one_long_reply:
+                    await anyio.lowlevel.checkpoint()
+            completion = wire.read_completion(payload, rid=rid, ids=call.ids, stop=call.stop, seconds=seconds)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)
             raise

@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
@@ -37,16 +38,22 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox that transformers renders in, without its detour for the keys of a message."""
+    """The sandbox that transformers renders in, with short ways to what it comes to for what templates ask most."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # What the sandbox comes to for a key that is no attribute of dicts, after an AttributeError.
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
+        kind = type(obj)
+        if kind is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]  # a key that is no attribute
+        if kind in _HARMLESS and attribute in _HARMLESS[kind]:
+            return getattr(obj, attribute)  # an attribute that is public and changes nothing
         return super().getattr(obj, attribute)
 
 
 _OF_DICTS = frozenset(dir(dict))
+_HARMLESS = {
+    jinja2.runtime.LoopContext: frozenset({"first", "last", "index", "index0", "previtem", "nextitem"}),
+    str: frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"}),
+}
 
 
 def _raise_exception(message: str) -> None:
@@ -88,7 +95,10 @@ class ChatTemplate:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = self._to_json
+        self._tools: tuple[tuple[Tool, ...], list[ChatDict]] = ((), [])
+        self._tool_texts: dict[int, list[Any]] = {}
+        """Tools as the template is given them, by identity, and their JSON: they are written at each step."""
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = moment.strftime
         try:
@@ -103,6 +113,22 @@ class ChatTemplate:
             ConfigError: the template refuses these messages, or breaks on them.
         """
         return self._render([self._chat(message) for message in messages], tools, generation_prompt)
+
+    def _chat_of(self, tools: Sequence[Tool]) -> list[ChatDict]:
+        """The tools as templates read them; the sandbox lets no template change them."""
+        held, chats = self._tools
+        if len(held) != len(tools) or any(mine is not its for mine, its in zip(held, tools, strict=True)):
+            chats = [tool.to_chat() for tool in tools]
+            self._tool_texts = {id(chat): [chat, None] for chat in chats}
+            self._tools = (tuple(tools), chats)
+        return list(chats)
+
+    def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
+        known = self._tool_texts.get(id(value))
+        if known is None or known[0] is not value or arguments or options:
+            return _tojson(value, *arguments, **options)
+        known[1] = known[1] or _tojson(value)
+        return str(known[1])
 
     def _chat(self, message: Message) -> ChatDict:
         """A message as templates read it; reasoning goes under both of the names that are in use."""
@@ -152,7 +178,7 @@ class ChatTemplate:
         try:
             return self._compiled.render(
                 messages=messages,
-                tools=[tool.to_chat() for tool in tools] or None,
+                tools=self._chat_of(tools) or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,
