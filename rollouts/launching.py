@@ -31,7 +31,7 @@ from rollouts.serving import EngineProcess, engine_process
 from rollouts.training.journal import Journal
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager_state import ManagerState
-from rollouts.training.recording import RECORDING, recorded
+from rollouts.training.recording import RECORDING, check_recordable, recorded
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
@@ -179,6 +179,8 @@ async def launch(
             with starting:
                 async with aimed(aim, out / "engine.log") as (recipe, engine):
                     server = await preflight(recipe)
+                    if record:
+                        check_recordable(recipe.config.generate_fn)
                     opening = functools.partial(_open, aim, recipe, server, out, format, overwrite, resume)
                     writer, ledger, state = await anyio.to_thread.run_sync(opening)
                     working = True

@@ -114,8 +114,8 @@ def _level(writer: RunWriter, history: History, state: ManagerState) -> None:
                 writer.on_group(_group(history, number, reason))
     (writer.path / "unbatched.jsonl").unlink(missing_ok=True)
     written = [file for place, file in run_files(writer.path) if place == "kept"]
-    for file in written[len(history.sealed) :]:  # of a journal that lost its end: their groups are ready again
-        (writer.path / file).unlink()
+    for name in written[len(history.sealed) :]:  # of a journal that lost its end: their groups are ready again
+        (writer.path / name).unlink()
     writer.batches = min(writer.batches, len(history.sealed))
     for batch in history.sealed[writer.batches :]:
         samples = [sample for number in batch.groups for sample in history.group_samples(number)]
