@@ -37,7 +37,7 @@ from rollouts.training.journal import Journal
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
-from rollouts.training.recording import RECORDING, recorded
+from rollouts.training.recording import RECORDING, check_recordable, recorded
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import Format, RunWriter
@@ -245,6 +245,8 @@ async def launch(
                 async with contextlib.AsyncExitStack() as stack:
                     recipe, engine = await stack.enter_async_context(aimed(aim, out / "engine.log"))
                     server = await preflight(recipe)
+                    if recording:
+                        check_recordable(recipe.config.generate_fn)
                     played = recipe
                     if spread is not None:
                         config = await stack.enter_async_context(spread(aim, recipe))

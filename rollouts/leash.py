@@ -73,8 +73,8 @@ class Leash:
                     if not self._overdue:
                         return end.value
                     break
-                except BaseException:
-                    if not self._overdue:
+                except BaseException as raised:
+                    if not self._overdue or not isinstance(raised, asyncio.CancelledError):
                         raise
                     break
                 if error is not None and self._is_hopeless():

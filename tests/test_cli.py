@@ -314,7 +314,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rollouts {__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["run", "show", "play", "verify", "serve"])
+@pytest.mark.parametrize("verb", ["run", "show", "play", "verify", "export", "replay", "rescore", "serve"])
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help says what it does and shows one command to type."""
     with pytest.raises(SystemExit) as ended:

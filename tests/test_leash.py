@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
@@ -39,6 +40,16 @@ async def hides() -> None:
 async def hides_and_swallows() -> None:
     with anyio.CancelScope(), anyio.CancelScope(shield=True):
         await swallows()
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    """Nothing that was let go lives until the interpreter ends."""
+    before = len(left_behind())
+    yield
+    for leash in left_behind()[before:]:
+        with contextlib.suppress(RuntimeError):
+            leash.awaitable.close()  # type: ignore[attr-defined]  # a coroutine
 
 
 GUESTS = [swallows, spins, hides, hides_and_swallows]

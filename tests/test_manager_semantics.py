@@ -1270,6 +1270,7 @@ async def test_a_manager_closes_over_a_rollout_that_swallows_every_cancellation(
         async with manager:
             await manager.generate_batch()
     assert len(left_behind()) == before + 1
+    left_behind()[-1].awaitable.close()  # type: ignore[attr-defined]  # or it would live until the interpreter ends
     assert (manager.accounting.in_batch, manager.accounting.returned, manager.accounting.in_flight) == (1, 1, 0)
     manager.accounting.check()
 

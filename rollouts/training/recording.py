@@ -41,7 +41,7 @@ from rollouts.training.types import GenerateFn, Sample
 from rollouts.trajectory import digest
 from rollouts.turns import message_from_dict, message_to_dict
 
-__all__ = ["RECORDING", "Recording", "Tape", "recorded", "replayed_from"]
+__all__ = ["RECORDING", "Recording", "Tape", "check_recordable", "recorded", "replayed_from"]
 
 RECORDING = "recording"
 """The folder of a run that has its tapes."""
@@ -80,9 +80,7 @@ def recorded(
     Raises:
         ConfigError: it takes neither.
     """
-    inner = _with_both(
-        generate_fn, "--record", _Named(environment_cls, _recording_environment), _RecordingPolicy(policy)
-    )
+    inner = _with_both(generate_fn, _Named(environment_cls, _recording_environment), _RecordingPolicy(policy))
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
@@ -100,12 +98,21 @@ def recorded(
     return generate
 
 
-def _with_both(generate_fn: Any, option: str, environment_cls: Any, policy: Policy) -> GenerateFn:
+def check_recordable(generate_fn: Any) -> None:
+    """See that a generate function takes what it is to be given.
+
+    Raises:
+        ConfigError: it takes no ``environment_cls`` or no ``policy``.
+    """
     parameters = inspect.signature(generate_fn).parameters
     free = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     if not free and not {"environment_cls", "policy"} <= parameters.keys():
-        expected = f"a generate function that takes environment_cls and policy, for {option}"
+        expected = "a generate function that takes environment_cls and policy, so that both can be heard"
         raise ConfigError.of("RolloutConfig.generate_fn", function_name(generate_fn), expected)
+
+
+def _with_both(generate_fn: Any, environment_cls: Any, policy: Policy) -> GenerateFn:
+    check_recordable(generate_fn)
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         samples: Sequence[Sample] = await generate_fn(prompts, environment_cls=environment_cls, policy=policy)
@@ -362,9 +369,7 @@ def replayed_from(
         ConfigError: as :func:`recorded`.
     """
     policy = _ReplayedPolicy(ServerInfo(**server))
-    inner = _with_both(
-        generate_fn, "replay", _Named(environment_cls, lambda _: _ReplayedEnvironment(_TAPE.get())), policy
-    )
+    inner = _with_both(generate_fn, _Named(environment_cls, lambda _: _ReplayedEnvironment(_TAPE.get())), policy)
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
