@@ -139,6 +139,7 @@ class Episode:
             reply = self._add_reply(completion, tools)
             self._observe()
             reason = self._ended(completion, reply, turn, at_limit if budget < self.sampling.max_new_tokens else None)
+            del completion  # its columns are the trajectory's now, and the next turn may be long
             if reason is not None:
                 return reason
 
