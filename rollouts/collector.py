@@ -13,7 +13,7 @@ from collections.abc import Iterator
 __all__ = ["calm_collector"]
 
 _THRESHOLDS = (20_000, 20, 100)
-"""Objects made before a search of the young ones; searches before one of the middle-aged; of those before a full one."""
+"""Objects made before a search of the young ones; such searches before one of the older; of those before a full one."""
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import anyio
 import attrs
 from rich.console import Console
 
+from rollouts.collector import calm_collector
 from rollouts.display import summary, watch
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
@@ -157,7 +158,7 @@ async def launch(
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show = functools.partial(watch, batches=recipe.batches, console=console)
-                    with ledger.journal, reporting_on_signal():
+                    with ledger.journal, reporting_on_signal(), calm_collector():
                         result = await run(recipe, writer, stop=stop, watch=show, ledger=ledger, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it

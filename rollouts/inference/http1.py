@@ -20,8 +20,6 @@ from urllib.parse import quote, unquote, urlsplit
 
 import attrs
 
-from rollouts.errors import ConfigError
-
 __all__ = ["Broken", "Connection", "NotHttp", "Target"]
 
 _TOGETHER = 1 << 16

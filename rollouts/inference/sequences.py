@@ -1,8 +1,8 @@
 """What was already encoded of each session's sequence, so that a further call encodes only its new ids.
 
-Invariant: what is encoded is exactly what was asked for. Kept text is used only where it was made of as many ids with the
-same checksum, the one by which a trajectory proves its requests; a sequence that did not merely grow is encoded anew.
-Memory is bounded, by size and by age.
+Invariant: what is encoded is exactly what was asked for. Kept text is used only where it was made of as many ids with
+the same checksum, the one by which a trajectory proves its requests; a sequence that did not merely grow is encoded
+anew. Memory is bounded, by size and by age.
 
 This module knows nothing of requests, servers or what the ids mean.
 """
@@ -96,7 +96,7 @@ class SequenceCache:
             new = new.astype("<i4")
             text = msgspec.json.encode(new.tolist())[1:-1]
             kept.text = b",".join((kept.text, text)) if start else text
-            kept.digest, kept.count = zlib.crc32(new, kept.digest), len(column)
+            kept.digest, kept.count = zlib.crc32(new.data, kept.digest), len(column)
             self.encoded += len(new)
         if session:
             self._keep(session, kept)
@@ -137,4 +137,4 @@ class SequenceCache:
 
 
 def _digest(ids: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(ids, "<i4"))
+    return zlib.crc32(np.ascontiguousarray(ids, "<i4").data)

@@ -199,7 +199,7 @@ def _ids(sampled: list[int]) -> TokenColumn:
 def _finite(values: list[float | None]) -> LogprobColumn:
     # null, which is how NaN and infinity come over the wire, becomes NaN here; NaN is less than nothing.
     logprobs = np.array(values, np.float64)
-    if logprobs.size and not (-_LARGEST < logprobs.min() and logprobs.max() < _LARGEST):
+    if logprobs.size and not (logprobs.min() > -_LARGEST and logprobs.max() < _LARGEST):
         at = int(np.flatnonzero(~(np.abs(logprobs) < _LARGEST))[0])
         raise BrokenNumbers(f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a finite number")
     return _frozen(logprobs.astype(np.float32))

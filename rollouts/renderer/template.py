@@ -92,9 +92,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         self.name = f"{name} ({self.digest})"
         self._variables = dict(variables)
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = self._to_json
         self._tools: tuple[tuple[Tool, ...], list[ChatDict]] = ((), [])
         self._tool_texts: dict[int, list[Any]] = {}

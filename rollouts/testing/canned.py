@@ -52,11 +52,15 @@ def _shares(value: Mapping[Fault, float]) -> dict[Fault, float]:
     return dict(value)
 
 
+def _by_length(replies: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    return sorted(map(tuple, replies), key=len)
+
+
 @attrs.frozen
 class Canned:
     """What is answered: the longest reply that a request's budget holds; where it holds none, the shortest one, cut."""
 
-    replies: Sequence[Sequence[int]] = attrs.field(converter=lambda replies: sorted(map(tuple, replies), key=len))
+    replies: Sequence[Sequence[int]] = attrs.field(converter=_by_length)
     """Ids of the replies, stop tokens included; of different lengths."""
     latency: Latency | None = None
     faults: Mapping[Fault, float] = attrs.field(factory=dict, converter=_shares)

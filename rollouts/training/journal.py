@@ -5,12 +5,13 @@
     payload = length u32 · MessagePack fields · tokens int32[n] · mask uint8[n] · logprobs float32[n]   (little-endian)
 
 Invariant: what :meth:`Journal.commit` returned for is with the operating system and will be read again, however this
-process ends; what :meth:`Journal.sync` returned for is on disk, and outlives the machine. A record that was being written
-when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one flipped bit
-anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a shorter journal.
+process ends; what :meth:`Journal.sync` returned for is on disk, and outlives the machine. A record that was being
+written when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one flipped
+bit anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a shorter
+journal.
 
-Columns are stored as they are held, 9 bytes a token. A commit copies what little there is into the system's cache, where
-that is much in a thread; a disk is waited for in threads only, once a batch. This module knows nothing of what records
+Columns are stored as they are held, 9 bytes a token. A commit copies what little there is into the system's cache, in a
+thread where that is much; a disk is waited for in threads only, once a batch. This module knows nothing of what records
 mean.
 """
 

@@ -99,7 +99,7 @@ class Play:
         prompts = tuple(Prompt(f"{number} {asks}") for number in range(workload.samples))
         observations = tuple(text(workload.observation - 20) for _ in range(workload.turns - 1)) or ("",)
         call = '<tool_call>\n{"name": "look", "arguments": {"at": "north"}}\n</tool_call>'
-        end = renderer.encode(call if workload.turns > 1 else ".").tolist() + [renderer.stop_token_ids[0]]
+        end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
         if len(end) > workload.reply:
             raise SystemExit(f"this tokenizer writes a call in {len(end)} tokens; the workload's replies have fewer")
         words_said = renderer.encode(text(2 * workload.reply)).tolist()
