@@ -6,8 +6,8 @@
 
 Invariant: what :meth:`Journal.commit` returned for is with the operating system and will be read again, however this
 process ends; what :meth:`Journal.sync` returned for is on disk, and outlives the machine. A record that was being
-written when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one flipped
-bit anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a shorter
+written when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one
+flipped bit anywhere, a lost segment or record, is a :class:`JournalError` that names file and offset, never a shorter
 journal.
 
 Columns are stored as they are held, 9 bytes a token. A commit copies what little there is into the system's cache, in a
