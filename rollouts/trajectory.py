@@ -195,7 +195,7 @@ class Trajectory:
         self._growing()
         stop = self._length + len(tokens)
         if stop > len(self._tokens):
-            room = max(stop, 3 * len(self._tokens) // 2)
+            room = max(stop, len(self._tokens) + len(self._tokens) // 8)
             self._resize(room)
         self._tokens[self._length : stop] = tokens
         self._logprobs[self._length : stop] = 0 if logprobs is None else logprobs

@@ -124,6 +124,7 @@ LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_f
 LAW_BOOKS = {
     "test_architecture.py",
     "test_bad_inputs.py",
+    "test_costs.py",
     "test_documents.py",
     "integrations/slime/test_with_slime.py",
     "test_founding_bugs.py",

@@ -1,7 +1,8 @@
 """What was already encoded of each session's sequence, so that a further call encodes only its new ids.
 
-Invariant: what is encoded is exactly what was asked for. Kept text is used only where the ids that it was made of are
-compared and found equal; a sequence that did not merely grow is encoded anew. Memory is bounded, by size and by age.
+Invariant: what is encoded is exactly what was asked for. Kept text is used only where it was made of as many ids with
+the same checksum, the one by which a trajectory proves its requests; a sequence that did not merely grow is encoded
+anew. Memory is bounded, by size and by age.
 
 This module knows nothing of requests, servers or what the ids mean.
 """
@@ -16,7 +17,6 @@ from typing import Any
 import attrs
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 
@@ -39,16 +39,9 @@ class EncodedIds:
 @attrs.define
 class _Kept:
     text: bytes
-    ids: npt.NDArray[np.int32]
+    count: int
     digest: int
-    used: float
-
-    @property
-    def size(self) -> int:
-        return len(self.text) + self.ids.nbytes
-
-
-_NOTHING = np.empty(0, np.int32)
+    used: float = 0.0
 
 
 class SequenceCache:
@@ -94,19 +87,17 @@ class SequenceCache:
             shape = f"{column.dtype} of shape {column.shape}"
             raise ConfigError(f"tokens: got {shape}; expected integers of shape (n,), n >= 1")
         kept = self._forget(session) if session else None
-        if kept is None or len(kept.ids) > len(column) or not (column[: len(kept.ids)] == kept.ids).all():
-            kept = _Kept(b"", _NOTHING, 0, 0.0)
-        start = len(kept.ids)
+        if kept is None or kept.count > len(column) or _digest(column[: kept.count]) != kept.digest:
+            kept = _Kept(b"", 0, 0)
+        start = kept.count
         if start < len(column):
             new = column[start:]
             self.check(new, "tokens", start)
             new = new.astype("<i4")
             text = msgspec.json.encode(new.tolist())[1:-1]
             kept.text = b",".join((kept.text, text)) if start else text
-            kept.digest = zlib.crc32(new.tobytes(), kept.digest)
+            kept.digest, kept.count = zlib.crc32(new.data, kept.digest), len(column)
             self.encoded += len(new)
-            if session:
-                kept.ids = column.astype(np.int32)  # a copy: the caller's may be a view of something that changes
         if session:
             self._keep(session, kept)
         return EncodedIds(kept.text, len(column), kept.digest)
@@ -131,15 +122,19 @@ class SequenceCache:
     def _forget(self, session: str) -> _Kept | None:
         kept = self._kept.pop(session, None)
         if kept is not None:
-            self._bytes -= kept.size
+            self._bytes -= len(kept.text)
         return kept
 
     def _keep(self, session: str, kept: _Kept) -> None:
         kept.used = time.monotonic()
         self._kept[session] = kept
-        self._bytes += kept.size
+        self._bytes += len(kept.text)
         while self._kept:
             oldest = next(iter(self._kept))
             if self._bytes <= self.max_bytes and kept.used - self._kept[oldest].used <= self.max_idle_seconds:
                 break
             self._forget(oldest)
+
+
+def _digest(ids: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(ids, "<i4").data)

@@ -8,6 +8,7 @@ Fields that older servers lack are read with defaults. This module does no I/O a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -158,7 +159,7 @@ def read_completion(
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
-        finish_reason=finish.type,  # type: ignore[arg-type]  # narrowed above
+        finish_reason=sys.intern(finish.type),  # type: ignore[arg-type]  # narrowed above
         versions=_versions(meta, len(tokens)),
         prompt_tokens=ids.count,
         prompt_digest=ids.digest,
@@ -232,9 +233,9 @@ def _frozen(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     if not count:
         return ()
-    last = "default" if meta.weight_version is None else str(meta.weight_version)
+    last = "default" if meta.weight_version is None else sys.intern(str(meta.weight_version))
     spans = [
-        VersionSpan(last if span.version is None else str(span.version), span.start, span.end)
+        VersionSpan(last if span.version is None else sys.intern(str(span.version)), span.start, span.end)
         for span in meta.weight_versions or ()
         if span.start != span.end
     ]

@@ -16,7 +16,7 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, get_args
 
@@ -52,7 +52,7 @@ def _shares(value: Mapping[Fault, float]) -> dict[Fault, float]:
     return dict(value)
 
 
-def _by_length(replies: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+def _by_length(replies: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return sorted(map(tuple, replies), key=len)
 
 

@@ -116,6 +116,8 @@ async def generate_rollout_batch(
         One sample for each prompt, in order; several where a rollout forks.
     """
     prompts = list(prompts)
+    if len(prompts) == 1:  # as from a manager, which has a task for each rollout already
+        return await agent_rollout_to_samples(prompts[0], **options)
     samples: dict[int, list[Sample]] = {}
     errors: list[Exception] = []
     async with anyio.create_task_group() as rollouts:

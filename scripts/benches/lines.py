@@ -90,8 +90,8 @@ same machine; absolute times in the last column belong to this machine and this 
 {chr(10).join(rows)}
 
 - `lean` is a loop by hand: aiohttp, a typed decode, arrays, kept request bytes, each new text tokenised once. It checks
-  nothing and reads no reply. `naive` is httpx, `json` and lists. Ours has everything on: parser, checks, masks,
-  metrics, deadlines and the journal.
+  nothing and reads no reply. `naive` is httpx, `json`, lists and a file of JSON lines. Ours has everything on: parser,
+  checks, masks, metrics, deadlines and the journal.
 - S is 4 turns of 512 tokens, L one reply of 8,192, A 32 turns of 64, H 16 turns of 32 behind 16,000 tokens, G groups of
   eight S with a reward in a thread and a filter.
 - Counters that do not depend on a machine are tests: `tests/test_costs.py`.

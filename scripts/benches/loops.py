@@ -1,8 +1,9 @@
 """Three ways to play the same episodes: ours, the leanest by hand, and what people write.
 
 ``lean`` is the floor: aiohttp, a typed decode, arrays, kept request bytes, and each new text tokenised once. It checks
-nothing, retries nothing, masks by position and reads no reply. ``naive`` is httpx, the standard library's json, and
-lists. ``ours`` is the manager with everything on: parser, checks, masks, metrics, deadlines, and the journal.
+nothing, retries nothing, masks by position and reads no reply. ``naive`` is httpx, the standard library's json, lists,
+and a file of JSON lines. ``ours`` is the manager with everything on: parser, checks, masks, metrics, deadlines, and the
+journal.
 
 All three give the samples of one round. Only CPU time of this process is told: servers run in processes of their own.
 """
@@ -10,6 +11,9 @@ All three give the samples of one round. Only CPU time of this process is told: 
 from __future__ import annotations
 
 import functools
+import json
+import re
+import tempfile
 import time
 import uuid
 from array import array
@@ -19,6 +23,7 @@ from typing import Any
 
 import aiohttp
 import anyio
+import anyio.to_thread
 import attrs
 import msgspec
 import numpy as np
@@ -141,10 +146,12 @@ def lean(play: Play, url: str) -> Round:
 
 
 def naive(play: Play, url: str) -> Round:
-    """httpx, json, lists; the new text tokenised once, which is more than most do."""
+    """httpx, json, lists, a line of JSON for each sample; the new text tokenised once, which is more than most do."""
     import httpx  # wanted by this loop only
 
     params = _params(play)
+    decode = play.renderer._codec._raw.decode
+    file = tempfile.TemporaryFile("w")  # noqa: SIM115 - closed below
 
     async def one(client: Any, number: int) -> Hand:
         tokens = play.renderer.encode(play.openings[number]).tolist()
@@ -153,12 +160,18 @@ def naive(play: Play, url: str) -> Round:
             body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
             answer = (await client.post(f"{url}/generate", json=body)).json()
             triples = answer["meta_info"]["output_token_logprobs"]
+            said = decode(answer["output_ids"], skip_special_tokens=False)
+            call = re.search(r"<tool_call>(.*?)</tool_call>", said, re.DOTALL)
+            if call is not None and json.loads(call[1])["name"] != "look":
+                raise SystemExit("another call than the one that was canned")
             tokens += [token for _, token, _ in triples]
             logprobs += [logprob for logprob, _, _ in triples]
             mask += [1] * len(triples)
             if turn + 1 < play.workload.turns:
                 bridge = play.renderer.encode(play.bridges[turn]).tolist()
                 tokens, mask, logprobs = tokens + bridge, mask + [0] * len(bridge), logprobs + [0.0] * len(bridge)
+        row = {"tokens": tokens, "loss_mask": mask, "rollout_log_probs": logprobs}
+        await anyio.to_thread.run_sync(file.write, json.dumps(row) + "\n")
         return Hand(tokens, mask, logprobs)
 
     async def run() -> list[Any]:
@@ -166,7 +179,8 @@ def naive(play: Play, url: str) -> Round:
         async with httpx.AsyncClient(timeout=None, limits=limits) as client:
             return await _side_by_side(play, functools.partial(one, client))
 
-    return _timed(run)
+    with file:
+        return _timed(run)
 
 
 def _params(play: Play) -> dict[str, Any]:

@@ -26,12 +26,10 @@ ROLLOUTS = 32
 
 def memory(renderer: Renderer) -> Iterator[Line]:
     """Finished samples of each workload, and rollouts whose last request is being sent."""
-    for name, target in (("L", None), ("A", None), ("S", 12.0)):
-        sealed, _ = _measured(renderer, name)
-        yield Line.of(f"sealed {name}", f"bytes a token of a finished sample, {name}", [sealed], target)
-    for name, target in (("S", None), ("A", 20.0)):
-        _, live = _measured(renderer, name)
-        yield Line.of(f"live {name}", f"bytes a token of a rollout in flight, {name}", [live], target)
+    for name in ("S", "A", "H"):
+        sealed, live = _measured(renderer, name)
+        yield Line.of(f"sealed {name}", "bytes a token of a finished sample, with its texts", [sealed], 12.0)
+        yield Line.of(f"live {name}", "bytes a token of a rollout in flight", [live], 20.0)
 
 
 def _measured(renderer: Renderer, name: str) -> tuple[float, float]:

@@ -56,7 +56,7 @@ def against_the_floor(renderer: Renderer, name: str, rounds: int) -> Iterator[Li
 
 def against_naive(renderer: Renderer, rounds: int) -> Iterator[Line]:
     """CPU time of what people write over ours, 64 connections."""
-    play = Play.of(attrs.evolve(WORKLOADS["S"], samples=64, in_flight=64), renderer)
+    play = Play.of(attrs.evolve(WORKLOADS["S"], samples=128, in_flight=64), renderer)
     turns = play.workload.samples * play.workload.turns
     with canned_server(Canned([play.reply])) as url:
         check(play, loops.naive(play, url).samples)

@@ -20,7 +20,7 @@ BENCHES: dict[str, Bench] = {
         for name in ratios.TARGETS
     },
     "G": lambda renderer, rounds: ratios.groups(renderer, max(3, rounds // 2)),
-    "naive": lambda renderer, rounds: ratios.against_naive(renderer, max(1, rounds // 3)),
+    "naive": lambda renderer, rounds: ratios.against_naive(renderer, max(3, rounds // 2)),
     "connections": lambda renderer, rounds: growth.concurrency(renderer, max(1, rounds // 3)),
     "history": growth.history,
     "samples": lambda renderer, rounds: growth.samples(1),

@@ -40,7 +40,7 @@ def test_only_new_ids_are_encoded() -> None:
 
 
 def test_a_buffer_that_changes_later_changes_nothing_here() -> None:
-    """What is compared is a copy: a caller may write over what it passed."""
+    """What is kept is not the buffer: a caller may write over what it passed."""
     cache, column = SequenceCache(), np.arange(4, dtype=np.int32)
     first = cache.encode(column, "a")
     column[0] = 9
@@ -50,7 +50,7 @@ def test_a_buffer_that_changes_later_changes_nothing_here() -> None:
 
 def test_memory_is_bounded_by_size() -> None:
     """The least recently used session goes first."""
-    cache = SequenceCache(max_bytes=2 * (3 * 4 + 5))
+    cache = SequenceCache(max_bytes=2 * 5)
     for session in ("a", "b", "a", "c"):
         cache.encode([1, 2, 3], session)
     assert len(cache) == 2

@@ -1,0 +1,62 @@
+"""Decoding by a table: what the tokenizer says, for real tokenizers and any ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.engine import DEMO_MODEL
+from rollouts.renderer import load_tokenizer
+from rollouts.renderer.byte_level import ByteTable
+
+DEMO = load_tokenizer(DEMO_MODEL)
+
+
+def said(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@given(st.lists(st.integers(0, len(DEMO) - 1), max_size=40))
+def test_the_table_says_what_the_tokenizer_says(ids: list[int]) -> None:
+    """Also where characters are cut in the middle, and for special tokens."""
+    table = ByteTable.of(DEMO)
+    assert table is not None
+    assert table.decode(ids) == said(DEMO, ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "deepseek_v3", "gptoss"])
+def test_real_tokenizers_have_a_table(name: str, tokenizer: Callable[..., Any]) -> None:
+    """Each of its ids beside each of a few others: bytes of one character meet and are torn apart."""
+    real = tokenizer(name)
+    table = ByteTable.of(real)
+    assert table is not None
+    for step in (1, 7, 101, 9973):
+        ids = [(step * number) % len(real) for number in range(5000)]
+        assert table.decode(ids) == said(real, ids)
+
+
+def test_an_id_that_was_not_there_is_not_decoded_here() -> None:
+    """A model may sample ids that its tokenizer does not have, and a tokenizer may get new tokens."""
+    grown = load_tokenizer(DEMO_MODEL)
+    old = ByteTable.of(grown)
+    new = len(grown)
+    assert old is not None
+    assert old.decode([new]) is None
+    grown.add_tokens(["<|new|>"], special_tokens=True)
+    again = ByteTable.of(grown)
+    assert again is not None
+    assert again.decode([1, new]) == said(grown, [1, new])
+
+
+def test_what_is_no_byte_level_tokenizer_has_none() -> None:
+    """It decodes itself."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    raw.decoder = decoders.WordPiece()
+    assert ByteTable.of(PreTrainedTokenizerFast(tokenizer_object=raw)) is None

@@ -1,0 +1,151 @@
+"""What a rollout costs, in counts that are the same on every machine: the law book of speed. Times are benchmarks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import pytest
+
+from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import ToolEnvironment, tool
+from rollouts.environments.base import StepResult
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.testing.server import StubServer
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training.journal import Journal, read_journal
+from rollouts.training.ledger import Ledger
+
+TURNS, GROUPS, N = 3, 2, 4
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    """One of our own: its counters are read."""
+    return Renderer(load_tokenizer(DEMO_MODEL))
+
+
+class Asking(ToolEnvironment):
+    """Answers calls, and is done after some turns."""
+
+    turn = 0
+
+    @tool
+    def ask(self, what: str) -> str:
+        """Asks."""
+        return f"Nothing is known about {what}."
+
+    async def step(self, reply: Message) -> StepResult:
+        self.turn += 1
+        return StepResult(done=True, reward=1.0) if self.turn == TURNS else await super().step(reply)
+
+
+@attrs.frozen
+class Played:
+    """A batch that was generated through a server, and what was counted meanwhile."""
+
+    samples: list[Sample]
+    policy: SGLangPolicy
+    server: StubServer
+    tasks: list[str]
+    """Names of our tasks that were seen while requests were waited for."""
+    journal: Journal
+    encoded: int
+    """Tokens that came out of the tokenizer."""
+
+
+async def play(renderer: Renderer, path: Path, *, segment_bytes: int = 1 << 20) -> Played:
+    """A batch of whole groups, all at once, with a journal."""
+    call = '<tool_call>\n{"name": "ask", "arguments": {"what": "it"}}\n</tool_call>'
+    reply = [*renderer.encode(call).tolist(), renderer.stop_token_ids[0]]
+    encoded = renderer.encoded_tokens
+    tasks: dict[int, str] = {}
+
+    async def latency(request: Any) -> None:
+        tasks.update({task.id: task.name or "" for task in anyio.get_running_tasks()})
+
+    async with StubServer(lambda ids, params: reply, latency=latency) as server:
+        endpoint = Endpoint(base_url=server.url)
+        async with SGLangPolicy(endpoint) as policy:
+            generate = functools.partial(
+                generate_rollout_batch,
+                environment_cls=Asking,
+                endpoint=endpoint,
+                tokenizer=renderer,
+                policy=policy,
+                limits=Limits(max_turns=TURNS + 1),
+                sampling=SamplingParams(max_new_tokens=64),
+            )
+            config = RolloutConfig(
+                batch_size=GROUPS, n_samples_per_prompt=N, over_sampling_factor=1, generate_fn=generate
+            )
+            buffer = DataBuffer([f"question {number}" for number in range(GROUPS)])
+            with Journal(path / "journal", segment_bytes=segment_bytes) as journal:
+                async with AsyncRolloutManager(config, buffer, ledger=Ledger(journal)) as manager:
+                    samples = await manager.generate_batch()
+                    await journal.sync()
+    ours = [name for name in tasks.values() if name.startswith("rollouts.")]
+    return Played(samples, policy, server, ours, journal, renderer.encoded_tokens - encoded)
+
+
+async def test_each_text_is_tokenised_once(renderer: Renderer, tmp_path: Path) -> None:
+    """Tokens handed to the tokenizer are the new ones: an opening for each group, a bridge for each turn."""
+    played = await play(renderer, tmp_path)
+    openings = sum(played.samples[N * group].calls[0].start for group in range(GROUPS))
+    # The model's own stop token stands for the first one of each bridge.
+    bridges = sum(
+        later.start - earlier.stop + 1
+        for sample in played.samples
+        for earlier, later in zip(sample.calls, sample.calls[1:], strict=False)
+    )
+    assert played.encoded == openings + bridges
+
+
+async def test_each_id_is_written_as_json_once(renderer: Renderer, tmp_path: Path) -> None:
+    """A turn's request costs the ids that are new since the one before."""
+    played = await play(renderer, tmp_path)
+    last = sum(sample.calls[-1].start for sample in played.samples)
+    assert played.policy.totals.encoded_tokens == last
+
+
+async def test_a_rollout_is_one_task(renderer: Renderer, tmp_path: Path) -> None:
+    """Besides those of the groups: none for a turn, a request or a step."""
+    played = await play(renderer, tmp_path)
+    rollouts = [name for name in played.tasks if not name.endswith("._run_group")]
+    assert len(rollouts) <= GROUPS * N
+    assert len(played.tasks) - len(rollouts) <= GROUPS
+
+
+async def test_there_are_no_more_connections_than_rollouts(renderer: Renderer, tmp_path: Path) -> None:
+    """A connection is used again by whoever is next."""
+    played = await play(renderer, tmp_path)
+    assert len(played.server.requests) == GROUPS * N * TURNS
+    assert played.server.connections <= GROUPS * N
+
+
+async def test_the_disk_is_waited_for_once_a_batch(renderer: Renderer, tmp_path: Path) -> None:
+    """And once more for each segment that was filled meanwhile."""
+    played = await play(renderer, tmp_path / "whole")
+    assert played.journal.syncs <= 1 + 1, "one for the batch, one at the close"
+    cut = await play(renderer, tmp_path / "cut", segment_bytes=1000)
+    segments = len(list((tmp_path / "cut" / "journal").glob("segment-*")))
+    assert segments > 2
+    assert cut.journal.syncs <= 1 + segments
+    assert sum(entry.kind == "sample" for entry in read_journal(tmp_path / "cut" / "journal")) == GROUPS * N
+
+
+def test_the_page_has_every_benchmark() -> None:
+    """What is measured is told: ``docs/performance.md`` has a line for each name of ``scripts/bench``."""
+    from scripts.benches.suite import BENCHES
+
+    text = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    rows: Sequence[str] = [line for line in text.splitlines() if line.startswith("| ")]
+    told = {row.split("|")[1].strip().partition(" ")[0] for row in rows}
+    wanted = {"sealed" if name == "memory" else name for name in BENCHES}
+    assert wanted <= told

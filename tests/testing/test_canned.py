@@ -1,0 +1,98 @@
+"""The server of prebuilt answers: what it says is what the other stub says, and its faults are those of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.transport import Transport
+from rollouts.testing.canned import Canned, canned_server
+from rollouts.testing.latency import Latency
+from rollouts.testing.replies import Fault, Request, reply_body
+
+CANNED = Canned([[1, 2, 3], [4, 5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with canned_server(CANNED) as served:
+        yield served
+
+
+def body(ids: list[int], budget: int, rid: str = "r") -> dict[str, Any]:
+    return {"rid": rid, "input_ids": ids, "sampling_params": {"max_new_tokens": budget}}
+
+
+@pytest.mark.parametrize("encode", [msgspec.json.encode, lambda value: msgspec.json.format(msgspec.json.encode(value))])
+@pytest.mark.parametrize("budget", [2, 3, 4, 100])
+async def test_it_says_what_the_other_stub_says(url: str, budget: int, encode: Callable[[Any], bytes]) -> None:
+    """Byte for byte, whatever the budget and however the request is written; the ids are only counted."""
+    transport = Transport(connect_seconds=5)
+    status, payload = await transport.post(f"{url}/generate", encode(body([7, 8, 9], budget, "abc")), {})
+    asked = Request("abc", [7, 8, 9], {"max_new_tokens": budget}, {}, {})
+    assert (status, payload) == (200, msgspec.json.encode(reply_body(CANNED.script, asked, "none")))
+    await transport.aclose()
+
+
+async def test_a_policy_takes_its_answers(url: str) -> None:
+    """All checks of a real reply hold, over one connection or many."""
+    async with SGLangPolicy(Endpoint(base_url=url)) as policy:
+        completion = await policy.complete([1, 2, 3, 4], SamplingParams(max_new_tokens=5))
+        assert completion.tokens.tolist() == [4, 5, 6, 7, 8]
+        assert (await policy.describe()).max_context == CANNED.max_context
+
+
+@pytest.mark.parametrize("fault", ["reset", "reset_in_body", "error_503", "not_json", "not_http", "wrong_count"])
+async def test_a_fault_is_that_of_the_other_stub(fault: Fault) -> None:
+    """A share of 1 is every request."""
+    with canned_server(Canned([[1, 2]], faults={fault: 1.0})) as served:
+        async with SGLangPolicy(Endpoint(base_url=served, max_retries=0)) as policy:
+            with pytest.raises(RolloutsError):
+                await policy.complete([1], SamplingParams(max_new_tokens=4))
+
+
+async def test_a_hung_generation_ends_with_its_abort() -> None:
+    """As on a real server: what waits is answered with what there is."""
+    with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
+        transport = Transport(connect_seconds=5)
+        answers: list[tuple[int, bytes]] = []
+
+        async def ask() -> None:
+            answers.append(await transport.post(f"{served}/generate", msgspec.json.encode(body([1], 9)), {}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            while not answers:
+                await transport.post(f"{served}/abort_request", b'{"rid": "r"}', {}, fresh=True)
+        assert msgspec.json.decode(answers[0][1])["meta_info"]["finish_reason"]["type"] == "abort"
+        await transport.aclose()
+
+
+async def test_a_latency_is_waited_for() -> None:
+    """An answer that takes for ever is not there when its caller gives up."""
+    with canned_server(Canned([[1, 2]], latency=Latency(1000.0))) as served:
+        async with SGLangPolicy(Endpoint(base_url=served, request_seconds=0.2)) as policy:
+            with pytest.raises(EndpointUnavailable, match="did not answer"):
+                await policy.complete([1], SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"replies": []}, "Canned.replies"),
+        ({"replies": [[1], [2]]}, "Canned.replies"),
+        ({"replies": [[1]], "faults": {"drip": 0.5}}, "Canned.faults"),
+        ({"replies": [[1]], "faults": {"reset": 2}}, r"Canned.faults\['reset'\]"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(wrong: dict[str, Any], named: str) -> None:
+    """By name, before a process is started."""
+    with pytest.raises(ConfigError, match=named):
+        Canned(**wrong)
