@@ -151,7 +151,7 @@ async def test_sessions_stick_to_one_worker(tmp_path: Path) -> None:
         async with SGLangPolicy(endpoint) as policy:
             assert (await policy.describe()).model is not None
             served: Counter[int] = Counter()
-            for session in range(6):
+            for session in range(16):
                 ids = packed_tokens([(session * 7 + i) % 900 for i in range(40)])
                 hits = set()
                 for _ in range(4):

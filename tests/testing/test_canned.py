@@ -12,10 +12,10 @@ import pytest
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
 from rollouts.inference.sglang import SGLangPolicy
-from rollouts.transport import Transport
 from rollouts.testing.canned import Canned, canned_server
 from rollouts.testing.latency import Latency
 from rollouts.testing.replies import Fault, Request, reply_body
+from rollouts.transport import Transport
 
 CANNED = Canned([[1, 2, 3], [4, 5, 6, 7, 8]])
 
