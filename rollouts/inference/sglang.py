@@ -114,6 +114,7 @@ class SGLangPolicy:
         self._sequences = SequenceCache(vocab_size)
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
+        self._sound_stops: set[tuple[int, ...]] = set()
         self._one_long_reply = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
         """By rid, what was sent and is not answered yet."""
@@ -172,7 +173,9 @@ class SGLangPolicy:
             ConfigError: an id is not one of the vocabulary; nothing was sent.
             TokenMismatchError: the answer is not about the ids that were sent.
         """
-        self._sequences.check(stop_token_ids, "stop_token_ids")
+        if stop_token_ids not in self._sound_stops:
+            self._sequences.check(stop_token_ids, "stop_token_ids")
+            self._sound_stops = {tuple(stop_token_ids)}
         ids = self._sequences.encode(tokens, session)
         self.totals.encoded_tokens = self._sequences.encoded
         call = _Call(

@@ -19,6 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 
 from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
@@ -42,13 +43,18 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
-        if kind is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]  # a key that is no attribute
+        if kind is dict and attribute not in _OF_DICTS:  # a key, there or not
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind in _HARMLESS and attribute in _HARMLESS[kind]:
             return getattr(obj, attribute)  # an attribute that is public and changes nothing
+        if kind is jinja2.utils.Namespace and attribute[:1] != "_":
+            value = getattr(obj, attribute, _NOTHING)
+            if value is not _NOTHING:
+                return value
         return super().getattr(obj, attribute)
 
 
+_NOTHING = object()
 _OF_DICTS = frozenset(dir(dict))
 _HARMLESS = {
     jinja2.runtime.LoopContext: frozenset({"first", "last", "index", "index0", "previtem", "nextitem"}),

@@ -28,6 +28,7 @@ import attrs
 import msgspec
 import numpy as np
 
+from rollouts.collector import calm_collector
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.errors import RolloutsError
 from rollouts.inference.sglang import SGLangPolicy
@@ -60,9 +61,10 @@ class Round:
 
 
 def _timed(run: Callable[[], Awaitable[list[Any]]]) -> Round:
-    wall, cpu = time.perf_counter(), time.process_time()
-    samples = anyio.run(run)
-    return Round(samples, time.process_time() - cpu, time.perf_counter() - wall)
+    with calm_collector():  # as `rollouts run` has it; each of the loops gets it
+        wall, cpu = time.perf_counter(), time.process_time()
+        samples = anyio.run(run)
+        return Round(samples, time.process_time() - cpu, time.perf_counter() - wall)
 
 
 async def _side_by_side(play: Play, one: Callable[[int], Awaitable[Any]]) -> list[Any]:
