@@ -28,7 +28,7 @@ import attrs
 import msgspec
 import numpy as np
 
-from rollouts.collector import calm_collector
+from rollouts.collecting import calm_collector
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.errors import RolloutsError
 from rollouts.inference.sglang import SGLangPolicy
