@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -27,6 +26,7 @@ from rollouts.serving import READY
 from rollouts.serving_environments import environment_server
 from rollouts.transport import Transport
 from tests.ors_recipe import Talkative, recipe
+from tests.packages import is_installed
 
 CLIENTS = Path(__file__).parent / "integration" / "ors_clients.py"
 
@@ -54,8 +54,9 @@ def calls(*asked: tuple[str, dict[str, Any]]) -> Message:
 @pytest.mark.parametrize("kind", ["openreward", "ors"])
 async def test_real_clients_play_it(kind: str, url: str) -> None:
     """Splits, tasks, tools, rewards, the end, errors and long results, as the clients of two SDKs see them."""
-    if importlib.util.find_spec(kind) is None:
-        pytest.skip(f"{kind} is not installed")
+    package = {"openreward": "openreward", "ors": "ors-sdk"}[kind]
+    if not is_installed(package):
+        pytest.skip(f"{package} is not installed")
     line = [sys.executable, str(CLIENTS), kind, url, "sums"]
     run = functools.partial(subprocess.run, line, capture_output=True, text=True, timeout=120, check=False)
     done = await anyio.to_thread.run_sync(run)

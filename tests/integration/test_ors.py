@@ -5,7 +5,6 @@ Skipped where they are not installed: ``pip install openreward==0.1.167 ors-sdk=
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -25,13 +24,14 @@ from rollouts.errors import ConfigError
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
 from tests.integration.ors_words import LONG
+from tests.packages import is_installed
 
 TOYS = Path(__file__).with_name("ors_toys.py")
 
 
 def toys(kind: str) -> Iterator[str]:
-    package = {"openreward": "openreward", "ors": "ors"}[kind]
-    if importlib.util.find_spec(package) is None:
+    package = {"openreward": "openreward", "ors": "ors-sdk"}[kind]
+    if not is_installed(package):
         pytest.skip(f"{package} is not installed")
     environment = {**os.environ, "OPENREWARD_DISABLE_UPDATE_CHECK": "1", "PYTHONPATH": str(TOYS.parents[2])}
     process = subprocess.Popen(
