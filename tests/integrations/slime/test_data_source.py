@@ -88,7 +88,7 @@ def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None
         if prompt.group_index != 0 and prompt.index % 2 and prompt.index not in hung:
             hung.add(prompt.index)
             await anyio.sleep_forever()
-        while prompt.group_index == 0 and not (len(hung) == 2 and played >= {2, 4}):
+        while prompt.group_index == 0 and not (len(hung) >= 2 and played >= {2, 4}):
             await anyio.lowlevel.checkpoint()
         for _ in range(100 if prompt.group_index == 0 else 0):  # until the others are scored as well
             await anyio.lowlevel.checkpoint()
@@ -111,7 +111,7 @@ def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None
         2: [True, False],
     }
     launch.played.clear()
-    hung.update({1, 3, 5})
+    hung.update(range(100))  # from here on nothing hangs
     groups = [generate_rollout_batch(args, number, again).samples[0][0].group_index for number in (1, 2, 3, 4)]
     assert {1, 2} <= set(groups)
     assert [launch.played[number] for number in (0, 1)] == [1, 1]
