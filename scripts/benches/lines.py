@@ -94,5 +94,7 @@ same machine; absolute times in the last column belong to this machine and this 
   checks, masks, metrics, deadlines and the journal.
 - S is 4 turns of 512 tokens, L one reply of 8,192, A 32 turns of 64, H 16 turns of 32 behind 16,000 tokens, G groups of
   eight S with a reward in a thread and a filter.
+- The lines S, L, A, H, G and naive flatter ours: it keeps what conversations open with from round to round, and in A
+  observations repeat, while `lean` tokenises the openings anew in each round. Read them as lower bounds of the cost.
 - Counters that do not depend on a machine are tests: `tests/test_costs.py`.
 """
