@@ -42,6 +42,7 @@ WRITTEN = {
     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 2}}, '
     '{"name": "now", "arguments": {}}]',
+    "gemma": '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Köln", "days": 2}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}',
 }
@@ -163,6 +164,20 @@ MALFORMED = {
         ("<|tool_call|>[]", "bad_form", "no call"),
         ('<|tool_call|>[{"name": "weather", "arguments": {}}', "not_json", "not valid JSON"),
         ("<|tool_call|>[5]", "bad_form", "one JSON object"),
+    ],
+    "gemma": [
+        ("<|tool_call>weather{}<tool_call|>", "no_name", "call:name"),
+        ('<|tool_call>call:weather<|"|>{}<|"|><tool_call|>', "string_arguments", "are a string"),
+        ("<|tool_call>call:weather<tool_call|>", "no_arguments", "arguments are missing"),
+        ('<|tool_call>call:weather{city:"Köln"}<tool_call|>', "bad_arguments", "not between quotation marks"),
+        ("<|tool_call>call:weather{city:Köln}<tool_call|>", "bad_arguments", "'Köln' is no value"),
+        ('<|tool_call>call:weather{city:<|"|>Köln}<tool_call|>', "bad_arguments", "missing behind a string"),
+        ("<|tool_call>call:weather{days:1,days:2}<tool_call|>", "bad_arguments", "more than once"),
+        ("<|tool_call>call:weather{days:1 tags:[]}<tool_call|>", "bad_arguments", "a comma or }"),
+        ("<|tool_call>call:weather{days:1}!<tool_call|>", "bad_arguments", "nothing may stand"),
+        ("<|tool_call>call:weather{:1}<tool_call|>", "bad_arguments", "key:value"),
+        ("<|tool_call>call:weather{tags:" + "[" * 200 + "<tool_call|>", "bad_arguments", "nested deeper"),
+        ("<|tool_call>call:weather{}", "unclosed", "<tool_call|> is missing"),
     ],
     "harmony": [
         ("<|channel|>commentary to=functions.weather<|message|>{", "not_json", "not valid JSON"),

@@ -319,13 +319,16 @@ _GEMMA4 = """
 {{- '<bos>' }}
 {%- if messages[0].role == 'system' or tools %}
 {{- '<start_of_turn>system\n' + (messages[0].content if messages[0].role == 'system' else '') }}
-{%- if tools %}{{ '<tool_call>' + tools | tojson }}{% endif %}{{ '<end_of_turn>\n' }}{% endif %}
+{%- if tools %}{{ 'Write <|tool_call>call:name{}<tool_call|>. ' + tools | tojson }}{% endif %}
+{{- '<end_of_turn>\n' }}{% endif %}
 {%- for m in messages if m.role != 'system' %}
 {%- if m.role == 'assistant' %}
 {%- if loop.previtem.role != 'tool' %}{{ '<start_of_turn>model\n' }}{% endif %}
 {{- m.content or '' }}
 {%- for c in m.tool_calls or [] %}
-{{- '<tool_call>{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | tojson + '}</tool_call>' }}
+{{- '<|tool_call>call:' + c.function.name + '{' }}
+{%- for k, v in c.function.arguments.items() %}{{ k + ':<|"|>' + v + '<|"|>' }}{{ ',' if not loop.last }}{% endfor %}
+{{- '}<tool_call|>' }}
 {%- endfor %}
 {{- '<|calls_end|>' if m.tool_calls else '<end_of_turn>\n' }}
 {%- elif m.role == 'tool' %}{{ '<tool_response>' + m.content + '</tool_response>' }}
@@ -371,6 +374,7 @@ _KIMI_MARKS = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|
 _KIMI_MARKS += ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>")
 _KIMI_MARKS += ("<|tool_call_end|>", "<|tool_call_argument_begin|>")
 _TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<|calls_end|>", "<tool_response>", "</tool_response>")
+_TURNS += ("<|tool_call>", "<tool_call|>", '<|"|>')
 
 SMALL = {
     "Llama 3.x": Family(
@@ -426,7 +430,7 @@ SMALL = {
     "Gemma 4": Family(
         small(_GEMMA4, _TURNS, ("<end_of_turn>", "<|calls_end|>")),
         (E,) * 5,
-        "hermes",
+        "gemma",
         "the same model turn goes on after results",
         text_and_calls=False,
     ),

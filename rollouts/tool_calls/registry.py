@@ -8,6 +8,7 @@ from types import MappingProxyType
 from rollouts.errors import ConfigError
 from rollouts.tool_calls.base import Dialect
 from rollouts.tool_calls.deepseek import DeepSeekV3, DeepSeekV31, DeepSeekV32
+from rollouts.tool_calls.gemma import Gemma
 from rollouts.tool_calls.glm import Glm
 from rollouts.tool_calls.granite import Granite
 from rollouts.tool_calls.harmony import Harmony
@@ -35,6 +36,7 @@ _ALL: tuple[Dialect, ...] = (
     KimiK2(),
     MiniMax(),
     Granite(),
+    Gemma(),
     Harmony(),
     Plain(),
 )
@@ -54,6 +56,7 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
     ("granite", ("<|tool_call|>",)),
+    ("gemma", ("<|tool_call>call:",)),
     ("llama_pythonic", ("<|tool_call_start|>",)),
     ("llama_pythonic", ("[func_name1(",)),
     ("llama_json", ('{"name": function name, "parameters": dictionary',)),

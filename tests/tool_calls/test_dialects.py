@@ -1,6 +1,7 @@
 """Every dialect: the same calls written its way, and what is done with broken ones."""
 
 import ast
+import json
 import time
 
 import hypothesis
@@ -155,6 +156,26 @@ def test_literals_are_read_as_python_reads_them(arguments: dict[str, object]) ->
     assert brief(reply.tool_calls) == [("f", judged, None), ("g", {}, None)]
 
 
+def gemma_text(value: object) -> str:
+    """A value in Gemma's notation."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f'<|"|>{key}<|"|>:{gemma_text(inner)}' for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma_text, value)) + "]"
+    return json.dumps(value)
+
+
+@hypothesis.given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LITERALS, max_size=4))
+def test_what_is_written_in_gemmas_notation_is_read_back(arguments: dict[str, object]) -> None:
+    """Any plain values, nested in any way, with any text between the marks but the marks."""
+    hypothesis.assume("<|" not in repr(arguments))
+    written = ",".join(f"{name}:{gemma_text(value)}" for name, value in arguments.items())
+    reply = get_dialect("gemma").parse(f"<|tool_call>call:f{{{written}}}<tool_call|>")
+    assert brief(reply.tool_calls) == [("f", arguments, None)]
+
+
 def test_harmony_channels() -> None:
     """Analysis is reasoning, final is content, and a call written in the analysis is none."""
     text = '<|channel|>analysis<|message|>I call {"a"}<|end|><|start|>assistant<|channel|>final<|message|>Three.'
@@ -191,7 +212,19 @@ def test_what_the_template_writes_is_read_back(template: str, tokenizer, chat_te
 def test_a_reply_that_repeats_one_mark_is_read_in_linear_time(name: str) -> None:
     """Models fall into loops: 100,000 characters of one mark are read at once, not in seconds."""
     marks = ["<think>", "<think></think>", "<tool_call>", "<parameter=a>", "<arg_key>", "[TOOL_CALLS]", "<|channel|>"]
-    marks += ["<｜tool▁call▁begin｜>", "<|tool_call_begin|>", '<invoke name="a">', "<|message|>", "{", "[", " ", "<"]
+    marks += [
+        "<|tool_call>",
+        "<|tool_call>call:f{",
+        '<|"|>',
+        "<｜tool▁call▁begin｜>",
+        "<|tool_call_begin|>",
+        '<invoke name="a">',
+        "<|message|>",
+        "{",
+        "[",
+        " ",
+        "<",
+    ]
     begun = time.process_time()
     for mark in marks:
         for start in ("", "<tool_call><function=a>", "<|python_tag|>", "[TOOL_CALLS]"):
