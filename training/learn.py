@@ -30,6 +30,7 @@ import transformers
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from rollouts.cli.words import options_of
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, RolloutsError
@@ -270,7 +271,7 @@ def main() -> int:
     add("recipe", type=Path, help="a recipe file")
     add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; what it holds is replaced")
     add("--model", type=Path, default=DEMO_MODEL, help="folder of the model to start from (the demo model)")
-    add("--set", action="append", default=[], type=_setting, metavar="KEY=VALUE", help="an option of the recipe")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=50)
     add("--held-out", type=int, default=64, help="prompts to score before and after, never trained on")
@@ -287,6 +288,20 @@ def main() -> int:
     add("--keep-weights", action="store_true")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     args = parser.parse_args()
+    try:
+        lesson = _lesson(args)
+        read_options(load_recipe(lesson.recipe), lesson.options)
+        _make_room(lesson)
+        anyio.run(learn, lesson, Console())
+    except RolloutsError as error:
+        print(f"learn: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _lesson(args: argparse.Namespace) -> Lesson:
     tis = None if args.no_tis or args.ablate == "mask" else GrpoConfig().tis_clip
     grpo = GrpoConfig(
         lr=args.lr,
@@ -297,8 +312,8 @@ def main() -> int:
         seed=args.seed,
     )
     ahead = {"over_sampling_factor": "2"} if args.asynchronous else {}  # a batch in work while another is trained on
-    options = {"seed": str(args.seed), **ahead, **dict(args.set)}
-    lesson = Lesson(
+    options = {"seed": str(args.seed), **ahead, **options_of(args)}
+    return Lesson(
         recipe=args.recipe,
         out=args.out,
         model=args.model,
@@ -314,23 +329,6 @@ def main() -> int:
         keep_weights=args.keep_weights,
         resume=args.resume,
     )
-    try:
-        read_options(load_recipe(lesson.recipe), lesson.options)
-        _make_room(lesson)
-        anyio.run(learn, lesson, Console())
-    except RolloutsError as error:
-        print(f"learn: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected KEY=VALUE")
-    return name, value
 
 
 def _make_room(lesson: Lesson) -> None:

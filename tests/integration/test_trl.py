@@ -21,6 +21,7 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.trl import RolloutFunc, RolloutWorker, WeightTransfer, dataset_rows, env_reward, to_row
 from rollouts.serving import engine_process
 from rollouts.training import DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from training.trl_grpo import Job, train
 
 pytest.importorskip("trl", reason="trl is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -28,6 +29,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # trl, accelerate and datasets warn of their own matters
 
 STEPS = 5
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +171,40 @@ def cut_after_environment(inputs: dict[str, Any]) -> tuple[dict[str, Any], list[
         cut["completion_mask"][row, stop:] = 0
         ends.append((row, start, stop))
     return cut, ends
+
+
+def test_the_launcher_trains_on_any_recipe(endpoint: Endpoint, tmp_path: Path) -> None:
+    """``training.trl_grpo``: one optimizer step a generation, the server follows, and the model is saved."""
+    job = Job(
+        recipe=ROOT / "configs" / "calculator_grpo.py",
+        endpoint=endpoint.base_url[0],
+        model=str(DEMO_MODEL),
+        weights=tmp_path / "weights",
+        out=tmp_path / "model",
+        options={"batch_size": "4", "n_samples_per_prompt": "4", "prompts": "40"},
+        steps=2,
+        max_completion_tokens=256,
+    )
+    trainer = train(job)
+    assert trainer.state.global_step == 2
+    assert [entry["num_tokens"] > 0 for entry in trainer.state.log_history if "reward" in entry] == [True, True]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_the_launcher_refuses_sizes_that_do_not_divide(endpoint: Endpoint, tmp_path: Path) -> None:
+    """Before anything is loaded: TRL's own words come later and name none of ours."""
+    places = {"weights": tmp_path, "out": tmp_path}
+    job = Job(
+        recipe=ROOT / "configs" / "calculator_grpo.py",
+        endpoint=endpoint.base_url[0],
+        model=str(DEMO_MODEL),
+        options={"batch_size": "5", "n_samples_per_prompt": "5"},
+        **places,
+    )
+    with pytest.raises(
+        ConfigError, match="--rows: got 8; expected a divisor of batch_size x n_samples_per_prompt = 25"
+    ):
+        train(job)
 
 
 def test_a_prompt_that_was_not_given_is_refused(endpoint: Endpoint, prompts: list[Prompt]) -> None:
