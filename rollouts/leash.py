@@ -93,6 +93,7 @@ class Leash:
                     self._forced += 1
                     error = error or asyncio.CancelledError()
         finally:
+            error = None  # its traceback holds this frame: nothing but a collector would free the two
             if self._timer is not None:
                 self._timer.cancel()
         yield from anyio.lowlevel.checkpoint().__await__()  # our scope is cancelled: raises what was hidden from

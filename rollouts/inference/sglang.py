@@ -194,6 +194,8 @@ class SGLangPolicy:
             if error.__cause__ is None and call.last not in (None, error):
                 raise error from call.last  # too late: say what went wrong before
             raise
+        finally:
+            call.last = None  # its traceback holds the call: nothing but a collector would free the two
 
     async def interrupt(self) -> None:
         """Abort what is in flight, each by its rid: it is answered at once with what it has; nobody else's is touched.
