@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS: dict[str, tuple[int, int]] = {
     "rollouts": (0, 0),
+    "rollouts.clocks": (1, 0),
     "rollouts.leash": (1, 0),
     "rollouts.errors": (1, 1),
     "rollouts.whereabouts": (1, 2),
