@@ -2,8 +2,8 @@
 
 Invariant: one flipped bit anywhere in ``run.json``, in the files of samples and metrics, in the journal or in the
 recording is found, with the file and the record that it is in: the line, the row group and column of a Parquet file,
-the offset in a journal. Nothing is decoded that a checksum does not vouch for. Not covered: ``engine.log``, and runs
-that were written before their files carried checksums; that is said. This module knows no law of the house.
+the offset in a journal. Not covered: ``engine.log``, and runs that were written before their files carried checksums;
+that is said. This module knows no law of the house.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_damage(run: Path, *, growing: bool = False) -> Iterator[tuple[str, str]
         run: its folder.
         growing: the run goes on or was killed: a last line without its end is being written.
 
-    The journal itself is left to whoever reads it anyway.
+    The run's journal is left to whoever reads it anyway.
     """
     if not is_sound((run / "run.json").read_bytes()):
         yield str(run / "run.json"), "damaged (its checksum does not fit)"
