@@ -5,7 +5,7 @@ failure with its place and its cause, within its deadline; a broken law of our o
 a cancellation that is ours. What a function answers after it swallowed its deadline or its cancellation is not taken.
 While something runs inside a boundary, :func:`waits` lists it.
 
-This module knows nothing of what runs inside; of the package it imports the leash only.
+This module knows nothing of what runs inside; of the package it imports the clocks and the leash only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.clocks import deadline, stopped_clocks
 from rollouts.leash import Leash
 
 __all__ = [
@@ -213,7 +213,6 @@ _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", d
 _WAITS: dict[int, Wait] = {}
 _ABANDONED: dict[int, Wait] = {}
 _NUMBERS = itertools.count()
-_CLOCKS: contextvars.ContextVar[tuple[anyio.CancelScope, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
 
 
 def abandoned() -> list[Wait]:
@@ -237,46 +236,6 @@ def at(place: str) -> Iterator[None]:
         yield
     finally:
         _PLACE.reset(token)
-
-
-class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a generator: it is entered at every wait
-    """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop."""
-
-    __slots__ = ("_scope", "_token")
-
-    def __init__(self, seconds: float | None) -> None:
-        until = math.inf if seconds is None else anyio.current_time() + seconds
-        self._scope = anyio.CancelScope(deadline=until)
-
-    def __enter__(self) -> anyio.CancelScope:
-        scope = self._scope.__enter__()
-        self._token = _CLOCKS.set((*_CLOCKS.get(), scope))
-        return scope
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        _CLOCKS.reset(self._token)
-        return bool(self._scope.__exit__(kind, error, trace))
-
-
-@contextlib.contextmanager
-def stopped_clocks() -> Iterator[None]:
-    """Stop the deadlines around us while inside: for a wait that somebody outside the run has asked for.
-
-    A deadline that has passed already stays passed.
-    """
-    now = anyio.current_time()
-    running = [scope for scope in _CLOCKS.get() if now < scope.deadline < math.inf]
-    left = [scope.deadline - now for scope in running]
-    for scope in running:
-        scope.deadline = math.inf
-    try:
-        yield
-    finally:
-        now = anyio.current_time()
-        for scope, seconds in zip(running, left, strict=True):
-            scope.deadline = now + seconds
 
 
 @contextlib.contextmanager

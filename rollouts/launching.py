@@ -24,6 +24,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.inference.base import ServerInfo
+from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.sglang import shared_policies, shared_policy
 from rollouts.observability import LoopLag, numbers_of
 from rollouts.observability.prometheus import serving_metrics
@@ -105,6 +106,10 @@ async def _told(telling: Telling, recipe: Recipe) -> AsyncIterator[tuple[Rollout
 async def _while_it_can(watch: Watch, manager: AsyncRolloutManager) -> None:
     with contextlib.suppress(OSError):  # a closed terminal ends one observer, not the other
         await watch(manager)
+
+
+async def _watch_pauses(manager: AsyncRolloutManager) -> None:
+    await watch_pauses(shared_policies)
 
 
 def _both(one: Watch, other: Watch) -> Watch:
@@ -261,6 +266,7 @@ async def launch(
                     show: Watch = functools.partial(watch, batches=recipe.batches, console=console)
                     if observe is not None:
                         show = _both(show, observe)
+                    show = _both(show, _watch_pauses)
                     with contextlib.ExitStack() as files:
                         files.enter_context(ledger.journal)
                         files.enter_context(reporting_on_signal())

@@ -11,6 +11,7 @@ with the scopes that they live in, and waited for by nobody.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
 import time
 from collections.abc import Awaitable, Generator
@@ -78,7 +79,7 @@ class Leash:
                         raise
                     break
                 if error is not None and self._is_hopeless():
-                    _LEFT.append(self)  # kept, not closed: it would ignore that, too
+                    self._let_go()
                     self._leave_its_scopes()
                     if not self._overdue:
                         raise error
@@ -93,6 +94,7 @@ class Leash:
                     self._forced += 1
                     error = error or asyncio.CancelledError()
         finally:
+            error = None  # its traceback holds this frame: nothing but a collector would free the two
             if self._timer is not None:
                 self._timer.cancel()
         yield from anyio.lowlevel.checkpoint().__await__()  # our scope is cancelled: raises what was hidden from
@@ -119,6 +121,11 @@ class Leash:
     def _is_hopeless(self) -> bool:
         swallows = self._swallowed >= _SWALLOWED and time.monotonic() - self._since >= _SWALLOWING_SECONDS
         return swallows or self._forced >= _FORCED
+
+    def _let_go(self) -> None:
+        """Keep the coroutine for ever: to close or to free it, even at the end of the interpreter, would resume it."""
+        _LEFT.append(self)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.awaitable))
 
     def _leave_its_scopes(self) -> None:
         """Be where we were before it entered scopes that it will never leave."""

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from rollouts.clocks import standstills
 from rollouts.errors import Wait, abandoned, waits
 from rollouts.leash import Leash, left_behind
 
@@ -51,7 +52,8 @@ def standing(frame: types.FrameType) -> str:
 def report(frame: types.FrameType | None = None) -> str:
     """Everything that is waited for, oldest first; ``frame`` is what the main thread was doing."""
     now = waits()
-    lines = [f"rollouts: {len(now)} waits"]
+    lines = [f"rollouts: {standstill}" for standstill in standstills()]
+    lines += [f"rollouts: {len(now)} waits"]
     lines += [f"  {wait}, in {where(wait)}" for wait in now[:_SHOWN]]
     lines += [f"  ... and {len(now) - _SHOWN} more"] if len(now) > _SHOWN else []
     left = abandoned()

@@ -31,11 +31,21 @@ def witnessed_reward(sample: Sample, *, witness: Path) -> float:
 
 
 def recipe(
-    endpoint: Endpoint, *, witness: Path, batch_size: int = 4, n_samples_per_prompt: int = 4, prompts: int = 300
+    endpoint: Endpoint,
+    *,
+    witness: Path,
+    batch_size: int = 4,
+    n_samples_per_prompt: int = 4,
+    prompts: int = 300,
+    sampling_seed: int = 0,
 ) -> Recipe:
-    """Small groups, endless data in a fixed order."""
+    """Small groups, endless data in a fixed order, whatever is sampled."""
     made = calculator(
         endpoint, batch_size=batch_size, n_samples_per_prompt=n_samples_per_prompt, prompts=prompts, epochs=None
     )
+    sampling = attrs.evolve(made.endpoint.sampling, seed=sampling_seed)
+    endpoint = attrs.evolve(made.endpoint, sampling=sampling)
+    generate_fn = partial(made.config.generate_fn, endpoint=endpoint)
     reward = partial(witnessed_reward, witness=witness)
-    return attrs.evolve(made, name="crash", config=attrs.evolve(made.config, reward_fn=reward))
+    config = attrs.evolve(made.config, generate_fn=generate_fn, reward_fn=reward)
+    return attrs.evolve(made, name="crash", endpoint=endpoint, config=config)

@@ -28,6 +28,9 @@ from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sa
 from rollouts.training.data_buffer import load_prompts
 from rollouts.training.failures import Handling
 from rollouts.training.journal import Journal, read_journal
+from rollouts.training.sinks import RunWriter
+from rollouts.training.stored import load_run
+from rollouts.training.types import Group
 from tests.stored_runs import some_sample
 
 __all__ = ["ROWS", "Row", "page", "said_of"]
@@ -189,6 +192,19 @@ def flip(path: Path) -> None:
     (path / "segment-000000.journal").write_bytes(data)
 
 
+def stored(text: bytes, instead: bytes) -> Callable[[Path], Any]:
+    """A run of one dropped group, changed, and read."""
+
+    def run(folder: Path) -> Any:
+        prompt = Prompt("question", group_index=0, index=0)
+        RunWriter(folder / "run").on_group(Group(prompt, (some_sample(prompt, 0),), "dropped", "why"))
+        path = folder / "run" / "dropped.jsonl"
+        path.write_bytes(path.read_bytes().replace(text, instead, 1))
+        return list(load_run(folder / "run", "dropped"))
+
+    return run
+
+
 def twice(folder: Path) -> None:
     with Journal(folder / "journal"):
         Journal(folder / "journal")
@@ -223,7 +239,7 @@ async def empty(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 LINE, CONFIG, DATA = "The command line", "Recipes and configs", "Data"
-FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "Journals"
+FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "What is on disk"
 RUN = ("run", CALCULATOR, "--out", "DIR/run")
 
 # A row of the table is a line here, too.
@@ -280,6 +296,8 @@ ROWS = [
     Row(CALLS, "an argument that is missing", "Error: Object missing required field `b`", called("add", a=1)),
     Row(CALLS, "an argument that there is not", "Error: Object contains unknown field `c`", called("add", a=1, b=2, c=3)),
     Row(DISK, "a bit that flipped", "DIR/journal/segment-000000.journal, offset …: damaged (the record's checksum does not fit)", damaged(flip)),
+    Row(DISK, "a bit of a stored sample that flipped", "DIR/run/dropped.jsonl, line 1: corrupted (its checksum does not fit)", stored(b'"question', b'"puestion')),
+    Row(DISK, "a stored sample that was cut", "DIR/run/dropped.jsonl, line 1: corrupted (JSON is malformed: …)", stored(b',"crc32":', b"")),
     Row(DISK, "a segment that is gone", "DIR/journal/segment-000000.journal, offset 0: the segment is missing", damaged(lambda path: (path / "segment-000000.journal").unlink())),
     Row(DISK, "another process that writes", "journal: got 'DIR/journal'; expected one that no other process is writing to", twice),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import numpy as np
 from rollouts.dtypes import Completion, Message, Prompt, StopReason, VersionSpan
 from rollouts.errors import RolloutsError
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, trajectory_to_sample
+from rollouts.training.checksums import CHECKSUM, sealed
+from rollouts.training.resuming import begin
 from rollouts.training.sinks import Format, RunWriter
 from rollouts.trajectory import Trajectory, digest
 
@@ -59,6 +62,7 @@ async def store_run(
     batches: int = 2,
     format: Format = "jsonl",
     fails: Callable[[Prompt], bool] = lambda prompt: prompt.group_index == 3,
+    journaled: bool = False,
     **options: Any,
 ) -> AsyncRolloutManager:
     """Write a finished run of 2 batches of 3 groups of 4; group 3 fails, groups without spread are dropped."""
@@ -72,13 +76,18 @@ async def store_run(
     sizes = {"batch_size": 3, "n_samples_per_prompt": 4, "over_sampling_factor": 2.0, **options}
     config = RolloutConfig(generate_fn=generate, **{"filter_fn": spread, **sizes})
     rows = [{"prompt": f"question {number}", "label": number, "metadata": {"n": [number]}} for number in range(20)]
-    writer = RunWriter(path, {"config": config.describe()}, format=format)
-    async with AsyncRolloutManager(config, DataBuffer(rows), on_group=writer.on_group) as manager:
-        for _ in range(batches):
-            writer.write_batch(await manager.generate_batch(), manager.metrics, manager.accounting)
-        while manager.accounting.in_flight:  # groups that are in no batch, the same ones each time
-            await anyio.lowlevel.checkpoint()
-    writer.finish("finished", manager.accounting)
+    description, data = {"config": config.describe()}, DataBuffer(rows)
+    writer = RunWriter(path, description, format=format)
+    with contextlib.ExitStack() as stack:
+        ledger = begin(path, description, data) if journaled else None
+        if ledger is not None:
+            stack.enter_context(ledger.journal)
+        async with AsyncRolloutManager(config, data, on_group=writer.on_group, ledger=ledger) as manager:
+            for _ in range(batches):
+                writer.write_batch(await manager.generate_batch(), manager.metrics, manager.accounting)
+            while manager.accounting.in_flight:  # groups that are in no batch, the same ones each time
+                await anyio.lowlevel.checkpoint()
+        writer.finish("finished", manager.accounting)
     return manager
 
 
@@ -98,16 +107,18 @@ def store_long_run(path: Path, batches: int, *, format: Format = "jsonl") -> Non
 
 
 def edit_line(path: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change one stored row (counted from 0) in place."""
+    """Change one stored row (counted from 0) in place, as a writer would that had it wrong: the checksum fits."""
     lines = path.read_bytes().splitlines(keepends=True)
     row = msgspec.json.decode(lines[number])
+    row.pop(CHECKSUM)
     change(row)
-    lines[number] = msgspec.json.encode(row) + b"\n"
+    lines[number] = sealed(msgspec.json.encode(row))
     path.write_bytes(b"".join(lines))
 
 
 def edit_info(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change ``run.json`` in place."""
+    """Change ``run.json`` in place; its checksum fits."""
     info = msgspec.json.decode((run / "run.json").read_bytes())
+    info.pop(CHECKSUM)
     change(info)
-    (run / "run.json").write_bytes(msgspec.json.encode(info))
+    (run / "run.json").write_bytes(sealed(msgspec.json.encode(info)))

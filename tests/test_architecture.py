@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS: dict[str, tuple[int, int]] = {
     "rollouts": (0, 0),
+    "rollouts.clocks": (1, 0),
     "rollouts.leash": (1, 0),
     "rollouts.errors": (1, 1),
     "rollouts.whereabouts": (1, 2),
@@ -42,7 +43,9 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.filters": (5, 2),
     "rollouts.training.data_buffer": (5, 2),
     "rollouts.training.metrics": (5, 2),
+    "rollouts.training.checksums": (5, 2),
     "rollouts.training.config": (5, 2),
+    "rollouts.training.damage": (5, 2),
     "rollouts.training.batch": (5, 2),
     "rollouts.training.journal": (5, 2),
     "rollouts.training.plain": (5, 2),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,6 +17,8 @@ import pytest
 from rollouts.errors import EnvironmentFailure, at, boundary, call_foreign, leashed, waits
 from rollouts.leash import Leash, left_behind
 from rollouts.whereabouts import report, where
+
+ROOT = Path(__file__).parents[1]
 
 
 async def swallows() -> None:
@@ -142,3 +147,38 @@ async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
         assert "in hides" in where(wait)
         assert wait.task is not None
         wait.task.cancel()
+
+
+_LEAVING = """
+import anyio
+from rollouts.errors import EnvironmentFailure, call_foreign
+from rollouts.leash import left_behind
+from tests.test_leash import GUESTS, refuses_to_end
+
+async def main():
+    for guest in [*GUESTS, refuses_to_end]:
+        try:
+            with anyio.fail_after(60):
+                await call_foreign(EnvironmentFailure, "World.step", guest, seconds=0.05)
+        except EnvironmentFailure:
+            pass
+    print(len(left_behind()))
+
+anyio.run(main)
+"""
+
+
+async def refuses_to_end() -> None:
+    while True:
+        try:
+            await anyio.sleep(3600)
+        except BaseException:  # noqa: BLE001 - what guests do
+            continue
+
+
+def test_what_was_let_go_is_not_resumed_at_the_end_of_the_interpreter() -> None:
+    """The process ends at once and in silence."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVING], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("4\n", "", 0)

@@ -20,6 +20,8 @@ from anyio.abc import TaskGroup
 from rollouts.distributed.messages import Request, broken_record, read_order, reset_record, sample_records, turn_record
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, at
+from rollouts.inference.pauses import watch_pauses
+from rollouts.inference.sglang import shared_policies
 from rollouts.recipe import build, load_recipe
 from rollouts.training.attempt import attempt
 from rollouts.training.config import RolloutConfig
@@ -86,7 +88,7 @@ class Player:
         """Be at work until cancelled, or stopped; rollouts in work are cancelled then."""
         async with anyio.create_task_group() as self._tasks:
             self.at_work.set()
-            await anyio.sleep_forever()
+            await watch_pauses(shared_policies)
 
     def stop(self) -> None:
         """Let :meth:`run` end."""

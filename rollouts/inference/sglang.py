@@ -30,6 +30,7 @@ from rollouts.inference.aborts import abort_generation
 from rollouts.inference.admission import Gate, Pace, read_load
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
+from rollouts.inference.pauses import LOOK_SECONDS, is_ready
 from rollouts.inference.sequences import EncodedIds, SequenceCache
 from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
 from rollouts.inference.workers import Worker, Workers
@@ -194,6 +195,8 @@ class SGLangPolicy:
             if error.__cause__ is None and call.last not in (None, error):
                 raise error from call.last  # too late: say what went wrong before
             raise
+        finally:
+            call.last = None  # its traceback holds the call: nothing but a collector would free the two
 
     async def interrupt(self) -> None:
         """Abort what is in flight, each by its rid: it is answered at once with what it has; nobody else's is touched.
@@ -213,6 +216,13 @@ class SGLangPolicy:
         async with anyio.create_task_group() as aborts:
             for rid, worker in list(self._running.items()):
                 aborts.start_soon(abort, rid, worker)
+
+    async def look_for_pauses(self) -> None:
+        """See which of the servers that keep turns waiting are paused; a server that does not say is not."""
+        for worker in self._workers.all:
+            quiet = worker.in_flight and time.monotonic() - worker.answered > LOOK_SECONDS
+            if quiet or worker.pause.is_on:
+                worker.pause.seen(await is_ready(self._transport, worker.url, self._headers) is False)
 
     async def describe(self) -> ServerInfo:
         """Ask the servers what they are. Several are asked in turn: what they agree on, and the shortest context.
@@ -289,6 +299,7 @@ class SGLangPolicy:
         self.totals.requests += 1
         worker.in_flight += 1
         self._running[rid] = worker
+        clocks = worker.pause.entered()
         try:
             status, payload = await self._transport.post(
                 f"{worker.url}/generate", wire.request_body(rid, call.ids, call.options), call.headers, fresh=fresh
@@ -301,6 +312,7 @@ class SGLangPolicy:
             worker.suspect()
             raise
         finally:
+            worker.pause.left(clocks)
             worker.in_flight -= 1
             del self._running[rid]
         try:
@@ -320,7 +332,7 @@ class SGLangPolicy:
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)
             raise
-        worker.suspect_until = 0.0
+        worker.suspect_until, worker.answered = 0.0, call.began + seconds
         self.totals.completions += 1
         self.totals.prompt_tokens += completion.prompt_tokens
         self.totals.cached_tokens += completion.cached_tokens

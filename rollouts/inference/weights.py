@@ -1,7 +1,8 @@
 """New weights for a server that is up: from a folder on disk, under a version that every later token carries.
 
 Invariant: when :func:`update_weights` returns, every worker serves the folder under ``version``, and none is paused.
-What happens to the requests that run is the caller's choice, by name. This module knows no trainer and no tensor.
+What happens to the requests that run is the caller's choice, by name; no turn of this process that waits for the server
+meanwhile comes too late by that (``pauses.py``). This module knows no trainer and no tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
+from rollouts.inference.pauses import ordered
 from rollouts.transport import Transport
 
 __all__ = ["WhileRunning", "update_weights"]
@@ -62,7 +64,8 @@ async def update_weights(
     try:
         with boundary(EndpointUnavailable, f"updating weights to {version}", seconds=seconds):
             for url in endpoint.base_url:
-                await server.update(url, where, version, while_running)
+                with ordered(url):
+                    await server.update(url, where, version, while_running)
     finally:
         with anyio.CancelScope(shield=True):
             await server.transport.aclose()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import attrs
 
 from rollouts.inference.admission import Gate, Pace
+from rollouts.inference.pauses import Pause
 
 __all__ = ["Worker", "Workers"]
 
@@ -40,6 +41,11 @@ class Worker:
     suspect_until: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` until which others are preferred."""
 
+    answered: float = attrs.field(default=0.0, repr=False)
+    """``time.monotonic()`` of its last completion."""
+    pause: Pause = attrs.field(
+        default=attrs.Factory(lambda self: Pause(self.url, self.name), takes_self=True), repr=False
+    )
     gate: Gate = attrs.field(factory=Gate, repr=False)
     pace: Pace | None = attrs.field(default=None, repr=False)
     """Moves the gate's limit, where it adapts."""

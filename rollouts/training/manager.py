@@ -27,6 +27,7 @@ import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 
+from rollouts.clocks import standstills
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
@@ -173,8 +174,9 @@ class AsyncRolloutManager:
         self._finished_rollouts[group_index] = dict(rollouts)
 
     def waiting_for(self, count: int = 1) -> list[str]:
-        """What is waited for longest at this moment: who, what, since when, in which file and line."""
-        return [f"{wait}, in {where(wait)}" for wait in waits()[:count]]
+        """What all stand still for at this moment; then who waits longest for what, since when, in which line."""
+        still = [str(standstill) for standstill in standstills()[:count]]
+        return still + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(still)]]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the manager and its buffer stand, as plain values; may be asked for at any moment."""

@@ -1,7 +1,8 @@
 """Stored samples as Parquet: token columns typed, everything free-form as JSON text.
 
 Invariant: :func:`read` gives back the rows that were written, as JSON would: float32 logprobs bit for bit. A file is
-written and read a few rows at a time, so its size costs no memory. Needs pyarrow (extra ``parquet``), which is imported
+written and read a few rows at a time, so its size costs no memory. Every page has its checksum, and what :func:`encode`
+made has one of the whole file, in the footer. Needs pyarrow (extra ``parquet``), which is imported
 when a file is written or read, not before.
 """
 
@@ -11,7 +12,9 @@ import contextlib
 import importlib
 import importlib.util
 import io
-from collections.abc import Callable, Iterable, Iterator
+import mmap
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -20,7 +23,7 @@ import msgspec
 
 from rollouts.errors import ConfigError
 
-__all__ = ["JSON_COLUMNS", "RowWriter", "available", "encode", "group_indices", "read", "read_some"]
+__all__ = ["JSON_COLUMNS", "RowWriter", "available", "damage_in", "encode", "group_indices", "read", "read_some"]
 
 JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
 """Columns whose content has no fixed shape; each holds one JSON text."""
@@ -28,6 +31,10 @@ JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
 _ROWS_AT_ONCE = 512
 _TOKENS_AT_ONCE = 1 << 16
 """What makes a row group full: a reader holds one of them."""
+
+_SEAL = b"rollouts-crc32:"
+_UNSEALED = b"00000000"
+"""Stands in the footer after :data:`_SEAL` until the checksum of the file, with this in it, takes its place."""
 
 
 def available() -> bool:
@@ -41,16 +48,24 @@ class RowWriter:
     Args:
         file: where to; it is not closed.
         to_json: writes the free-form columns.
+        notes: for the footer.
 
     Raises:
         ConfigError: pyarrow is not installed.
     """
 
-    def __init__(self, file: BinaryIO, to_json: Callable[[Any], bytes] = msgspec.json.encode) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        to_json: Callable[[Any], bytes] = msgspec.json.encode,
+        notes: Mapping[str, bytes] | None = None,
+    ) -> None:
         self._pyarrow, parquet = _pyarrow()
         self._to_json = to_json
         self._schema = _schema(self._pyarrow)
-        self._file = parquet.ParquetWriter(file, self._schema, compression="zstd")
+        self._file = parquet.ParquetWriter(file, self._schema, compression="zstd", write_page_checksum=True)
+        if notes:
+            self._file.add_key_value_metadata(notes)
         self._waiting: list[dict[str, Any]] = []
         self._tokens = 0
 
@@ -87,10 +102,57 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
         ConfigError: pyarrow is not installed.
     """
     buffer = io.BytesIO()
-    with RowWriter(buffer, to_json) as writer:
+    with RowWriter(buffer, to_json, {"rollouts": _SEAL + _UNSEALED}) as writer:
         for row in rows:
             writer.write(row)
+    start, crc = _sealed_at(buffer.getvalue())
+    buffer.seek(start)
+    buffer.write(b"%08x" % crc)
     return buffer.getvalue()
+
+
+def _sealed_at(data: bytes | mmap.mmap) -> tuple[int, int]:
+    """Where the checksum of a file stands, -1 if nowhere; and what it should be."""
+    start = data.rfind(_SEAL) + len(_SEAL)
+    if start < len(_SEAL):
+        return -1, 0
+    with memoryview(data) as view:
+        crc = zlib.crc32(_UNSEALED, zlib.crc32(view[:start]))
+        return start, zlib.crc32(view[start + len(_UNSEALED) :], crc)
+
+
+def damage_in(path: Path) -> str | None:
+    """What is no longer as :func:`encode` made it, and where; ``None`` if nothing is.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return "damaged (it is empty)"
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start, crc = _sealed_at(data)
+            if start >= 0 and data[start : start + len(_UNSEALED)] == b"%08x" % crc:
+                return None
+    where = "in its footer, or between its columns"
+    try:
+        with _opened(path) as parquet:
+            first = 1
+            for number in range(parquet.num_row_groups):
+                last = first + parquet.metadata.row_group(number).num_rows - 1
+                where = f"in rows {first} to {last}"
+                for column in parquet.schema_arrow.names:
+                    where = f"in rows {first} to {last}, column {column}"
+                    parquet.read_row_group(number, columns=[column])
+                first = last + 1
+            where = "in its footer, or between its columns"
+    except Exception as error:  # noqa: BLE001 - a damaged file may make a library raise anything
+        return f"damaged {where} ({error})"
+    return f"damaged {where} (the checksum of the file does not fit)"
+
+
+def _opened(path: Path) -> Any:
+    return _pyarrow()[1].ParquetFile(path, page_checksum_verification=True)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -127,22 +189,18 @@ def group_indices(path: Path) -> list[int]:
     Raises:
         ConfigError: as :func:`read`.
     """
-    _, parquet = _pyarrow()
-    with _damage_told(path):
-        with parquet.ParquetFile(path) as file:
-            groups: list[int] = file.read(columns=["group_index"]).column(0).to_pylist()
+    with _damage_told(path), _opened(path) as file:
+        groups: list[int] = file.read(columns=["group_index"]).column(0).to_pylist()
     return groups
 
 
 def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str, Any]]:
-    _, parquet = _pyarrow()
-    with _damage_told(path):
-        with parquet.ParquetFile(path) as file:
-            for table in tables(file):
-                for row in table.to_pylist():
-                    row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
-                    row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
-                    yield row
+    with _damage_told(path), _opened(path) as file:
+        for table in tables(file):
+            for row in table.to_pylist():
+                row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
+                row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+                yield row
 
 
 @contextlib.contextmanager

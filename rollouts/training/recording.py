@@ -37,14 +37,12 @@ from rollouts.errors import (
 from rollouts.inference.base import Policy, ServerInfo
 from rollouts.training.journal import Columns, Entry, Journal, Place, read_entry, read_journal
 from rollouts.training.plain import to_msgpack
+from rollouts.training.run_folder import RECORDING
 from rollouts.training.types import GenerateFn, Sample
 from rollouts.trajectory import digest
 from rollouts.turns import message_from_dict, message_to_dict
 
 __all__ = ["RECORDING", "Recording", "Tape", "check_recordable", "recorded", "replayed_from"]
-
-RECORDING = "recording"
-"""The folder of a run that has its tapes."""
 
 _ERRORS = {kind.__name__: kind for kind in (ContextOverflow, EndpointUnavailable, EndpointRefused, EndpointError)}
 

@@ -17,6 +17,7 @@ import msgspec
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
+from rollouts.training.checksums import is_sound
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.journal import Journal
 from rollouts.training.ledger import History, Ledger
@@ -162,7 +163,8 @@ def _runs_of_lines(file: Path) -> Iterator[tuple[int, int, int]]:
     with file.open("rb") as lines:
         for line in lines:
             try:
-                number = msgspec.json.decode(line, type=_Line).group_index if line.endswith(b"\n") else None
+                whole = line.endswith(b"\n") and is_sound(line) is not False
+                number = msgspec.json.decode(line, type=_Line).group_index if whole else None
             except (msgspec.DecodeError, UnicodeDecodeError):
                 number = None
             if number != group and group is not None:

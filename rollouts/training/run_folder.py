@@ -10,7 +10,8 @@
     recording/        what rollouts were told from outside, where the run was recorded: what it is replayed from
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` and, beside it, ``outcome``, ``reason``, ``batch`` and the
-``digests`` of its columns as they were written; float32 logprobs come back bit for bit. This module writes nothing.
+``digests`` of its columns as they were written; float32 logprobs come back bit for bit. Every line, ``run.json`` and
+every batch carries a checksum; a line that does not fit its own is not read. This module writes nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
+from rollouts.training.checksums import CHECKSUM, is_sound
 from rollouts.training.ledger import History
 from rollouts.training.types import Sample
 
 __all__ = [
+    "CHECKED",
     "JOURNAL",
+    "RECORDING",
     "RUN_FILES",
     "Place",
     "Row",
@@ -64,6 +68,11 @@ RUN_FILES = (
 """What makes a folder a run."""
 
 JOURNAL = "journal"
+RECORDING = "recording"
+"""The folder of a run that has its tapes."""
+
+CHECKED = "checksums"
+"""The entry of ``run.json`` that says that every file of the run carries its checksums."""
 
 _PLACES: tuple[Place, ...] = ("kept", "dropped", "failed", "unbatched")
 _ADDED = ("outcome", "reason", "batch", "digests")
@@ -196,7 +205,12 @@ def read_file(
         for number, line in enumerate(lines, first):
             if growing and place != "kept" and not line.endswith(b"\n"):
                 return
-            yield Row(run, file, number, place, _decoded(line, f"{run / file}, line {number}"))
+            where = f"{run / file}, line {number}"
+            if is_sound(line) is False:
+                raise ConfigError(f"{where}: corrupted (its checksum does not fit)")
+            data = _decoded(line, where)
+            data.pop(CHECKSUM, None)
+            yield Row(run, file, number, place, data)
 
 
 def _decoded(text: bytes, place: str) -> dict[str, Any]:

@@ -23,9 +23,10 @@ import msgspec
 from rollouts import __version__
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
+from rollouts.training.checksums import CHECKSUM, sealed
 from rollouts.training.metrics import Accounting
 from rollouts.training.plain import to_json
-from rollouts.training.run_folder import RUN_FILES, column_digests, read_info, run_files
+from rollouts.training.run_folder import CHECKED, RUN_FILES, column_digests, read_info, run_files
 from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Format", "RunStatus", "RunWriter", "check_free"]
@@ -97,6 +98,7 @@ class RunWriter:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": _versions(),
             "format": self.format,
+            CHECKED: True,
             **(description or {}),
         }
         self._write_info()
@@ -114,7 +116,9 @@ class RunWriter:
         writer.format = info.get("format", "jsonl")
         writer._lock = threading.RLock()
         writer._held = {}
-        writer._info = {name: value for name, value in info.items() if name not in ("error", "ended")}
+        writer._info = {CHECKED: False} | {
+            name: value for name, value in info.items() if name not in ("error", "ended", CHECKSUM)
+        }
         writer.batches = len([file for place, file in run_files(path) if place == "kept"])
         writer.update(status="running", resumed=info.get("resumed", 0) + 1, batches=writer.batches)
         return writer
@@ -189,8 +193,7 @@ class RunWriter:
             self._write_info()
 
     def _write_info(self) -> None:
-        text = msgspec.json.format(to_json(self._info), indent=2) + b"\n"
-        _write_atomically(self.path / "run.json", text)
+        _write_atomically(self.path / "run.json", sealed(msgspec.json.format(to_json(self._info), indent=2)))
 
 
 def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def _versions() -> dict[str, str]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(to_json(row) + b"\n" for row in rows)
+    return b"".join(sealed(to_json(row)) for row in rows)
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

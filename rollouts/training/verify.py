@@ -1,8 +1,9 @@
 """Laws 1 to 5, derived again from what a run left on disk, for every sample.
 
-Invariant: nothing is believed that can be computed: a request's checksum from the tokens stored before it, the mask
-from the calls, the accounting from the files. A violation names file, line, sample and position; the first one of each
-column of a sample is told. This module knows neither the manager nor the loop whose work it checks.
+Invariant: no bit is believed that a checksum speaks against, and nothing that can be computed: a request's checksum
+from the tokens stored before it, the mask from the calls, the accounting from the files. A violation names file, line,
+sample and position; the first one of each column of a sample is told. This module knows neither the manager nor the
+loop whose work it checks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError, JournalError
+from rollouts.training.damage import find_damage, is_covered
 from rollouts.training.ledger import History
 from rollouts.training.run_folder import JOURNAL, Place, Row, read_file, read_info, run_files
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
@@ -67,12 +69,19 @@ class Report:
 
 
 def verify_run(path: str | Path) -> Report:
-    """Check laws 1 to 5 on a stored run.
+    """Check laws 1 to 5 on a stored run, and every checksum of its files.
 
     Raises:
-        ConfigError: there is no run, or its ``run.json`` is damaged.
+        ConfigError: there is no run.
     """
-    return _Verification(Path(path)).report
+    path = Path(path)
+    try:
+        info = read_info(path)
+    except ConfigError as error:
+        if not (path / "run.json").is_file():
+            raise
+        return Report(violations=[Violation(4, str(path / "run.json"), error, "what the run wrote")])
+    return _Verification(path, info).report
 
 
 @attrs.frozen
@@ -88,10 +97,10 @@ class _Entry:
 
 
 class _Verification:
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, info: dict[str, Any]) -> None:
         self.report = Report()
         self.run = run
-        self.info = read_info(run)
+        self.info = info
         self.growing = self.info.get("status") == "running"
         self.outcomes: dict[int, Place] = {}
         config = self.info.get("config")
@@ -102,6 +111,7 @@ class _Verification:
         self.groups: dict[int, str] = {}
         self.counts: Counter[Place] = Counter()
         self.batches = 0
+        self._check_bits()
         rewards: dict[Place, list[list[float]]] = {}
         for place, file in run_files(run):
             for members in self._read(place, file):
@@ -121,6 +131,16 @@ class _Verification:
             return value
         self._broken(5, f"{self.run / 'run.json'}, config.{name}", value, "an integer >= 1")
         return 0
+
+    def _check_bits(self) -> None:
+        """That every file is as it was written, before anything is made of it."""
+        if not is_covered(self.info):
+            self.report.notes.append(
+                "its files have no checksums: a changed bit of a text may go unseen (of columns and the journal, none)"
+            )
+            return
+        for place, got in find_damage(self.run, growing=self.growing):
+            self._broken(4, place, got, "every bit as it was written")
 
     # -- files and groups --
 

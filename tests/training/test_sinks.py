@@ -16,7 +16,7 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.run_folder import read_info, read_rows
 from rollouts.training.sinks import Format, RunWriter
 from rollouts.training.stored import load_run
-from tests.stored_runs import some_sample, store_run
+from tests.stored_runs import edit_line, some_sample, store_run
 
 FORMATS: list[Format] = ["jsonl", "parquet"]
 
@@ -213,7 +213,7 @@ def test_a_row_that_is_no_sample_is_named(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run")
     writer.on_group(group(0, "dropped", "r"))
     path = tmp_path / "run" / "dropped.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"reward"', b'"rewards"', 1))
+    edit_line(path, 0, lambda row: row.update(rewards=row.pop("reward")))
     with pytest.raises(ConfigError, match=r"dropped.jsonl, line 1: not a sample .*'rewards'"):
         list(load_run(tmp_path / "run", "dropped"))
 

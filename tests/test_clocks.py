@@ -1,0 +1,65 @@
+"""Clocks that stop: no deadline passes meanwhile, and afterwards each has as much left as before."""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+
+from rollouts.clocks import Clocks, deadline, standing_still, standstills, stopped_clocks
+from rollouts.whereabouts import report
+
+
+async def some_time(seconds: float) -> None:
+    with anyio.move_on_after(seconds):
+        await anyio.sleep_forever()
+
+
+async def test_others_may_stop_the_clocks_of_somebody_who_waits() -> None:
+    """All his deadlines, the outer ones too; none of somebody else's."""
+    answered = anyio.Event()
+    made: list[Clocks] = []
+    late: list[bool] = []
+
+    async def waits() -> None:
+        with deadline(0.1) as outer, deadline(0.05) as inner:
+            made.append(Clocks())
+            await answered.wait()
+        late.extend([outer.cancel_called, inner.cancel_called])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(waits)
+        await anyio.wait_all_tasks_blocked()
+        made[0].stop()
+        with deadline(0.05) as ours:
+            await some_time(0.2)
+        assert ours.cancel_called
+        answered.set()
+    assert late == [False, False]
+
+
+async def test_a_clock_that_goes_on_has_what_was_left() -> None:
+    """And it passes then."""
+    with deadline(0.2) as scope:
+        with stopped_clocks():
+            assert scope.deadline == math.inf
+        assert 0 < scope.deadline - anyio.current_time() <= 0.2
+        await anyio.sleep_forever()
+    assert scope.cancel_called
+
+
+async def test_a_deadline_that_has_passed_stays_passed() -> None:
+    """It cannot be undone by a pause that comes after it."""
+    with deadline(0.0) as scope:
+        with stopped_clocks():
+            pass
+        await anyio.sleep_forever()
+    assert scope.cancel_called
+
+
+async def test_a_standstill_is_told_first() -> None:
+    """With how long it lasts, and how many wait; afterwards it is gone."""
+    with standing_still("http://a is paused for new weights", lambda: 7):
+        assert str(standstills()[0]) == "http://a is paused for new weights for 0.0 s, 7 turns wait"
+        assert report().startswith("rollouts: http://a is paused for new weights for 0.0 s, 7 turns wait\n")
+    assert standstills() == []
