@@ -41,6 +41,33 @@ async def test_it_says_what_the_other_stub_says(url: str, budget: int, encode: C
     await transport.aclose()
 
 
+@pytest.mark.parametrize(("ids", "number"), [([1], 0), ([1, 70, 70], 0), ([1, 7, 2], 1), ([7, 3, 7], 2), ([7] * 5, 2)])
+async def test_a_mark_in_each_reply_makes_them_come_one_after_the_other(ids: list[int], number: int) -> None:
+    """The request has the replies before it, and their marks, among its ids; both stubs count them alike."""
+    canned = Canned([[7, 1], [7, 2], [7, 3]], texts=["one", "two", "three"], mark=7)
+    with canned_server(canned) as served:
+        transport = Transport(connect_seconds=5)
+        _, payload = await transport.post(f"{served}/generate", msgspec.json.encode(body(ids, 9)), {})
+        answer = msgspec.json.decode(payload)
+        assert (tuple(answer["output_ids"]), answer["text"]) == (canned.replies[number], canned.texts[number])
+        assert canned.script(ids, {})[0] == canned.replies[number]
+        await transport.aclose()
+
+
+async def test_vllm_would_say_the_same(url: str) -> None:
+    """Ids, logprobs and why it ended, in the form of vLLM's endpoint of ids."""
+    transport = Transport(connect_seconds=5)
+    for budget, ids, finish in ((3, [1, 2, 3], "stop"), (2, [1, 2], "length")):
+        asked = {"model": "m", "token_ids": [7, 8], "sampling_params": {"stop_token_ids": [3], "max_tokens": budget}}
+        _, payload = await transport.post(f"{url}/inference/v1/generate", msgspec.json.encode(asked), {})
+        (choice,) = msgspec.json.decode(payload)["choices"]
+        logprobs = CANNED.script([7, 8], {"max_new_tokens": budget})[1][:budget]
+        said = [(f"token_id:{token}", logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        assert [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]] == said
+        assert (choice["token_ids"], choice["finish_reason"]) == (ids, finish)
+    await transport.aclose()
+
+
 async def test_a_policy_takes_its_answers(url: str) -> None:
     """All checks of a real reply hold, over one connection or many."""
     async with SGLangPolicy(Endpoint(base_url=url)) as policy:
@@ -88,6 +115,7 @@ async def test_a_latency_is_waited_for() -> None:
     [
         ({"replies": []}, "Canned.replies"),
         ({"replies": [[1], [2]]}, "Canned.replies"),
+        ({"replies": [[1]], "texts": ["a", "b"]}, "Canned.texts"),
         ({"replies": [[1]], "faults": {"drip": 0.5}}, "Canned.faults"),
         ({"replies": [[1]], "faults": {"reset": 2}}, r"Canned.faults\['reset'\]"),
     ],
