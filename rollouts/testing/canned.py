@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import random
 import re
@@ -145,6 +146,7 @@ class _Answers:
         mark = canned.mark
         self._mark = None if mark is None else re.compile(rb"(?<![0-9])%d(?![0-9])" % mark)
         self._rng = random.Random(canned.seed)
+        self.unnamed = itertools.count()
 
     def fault(self) -> Fault:
         """What befalls the next request."""
@@ -249,7 +251,11 @@ class _Connection(asyncio.Protocol):
         elif path == b"/inference/v1/generate":
             self._say(200, self._answers.as_vllm(body))
         elif path == b"/abort_request":
-            self._abort(msgspec.json.decode(body)["rid"].encode())
+            asked = msgspec.json.decode(body)
+            self._abort(b"" if asked.get("abort_all") else asked["rid"].encode())
+        elif path == b"/workers":  # as a router with one server behind it
+            host, port = self._transport.get_extra_info("sockname")[:2]
+            self._say(200, msgspec.json.encode({"workers": [{"url": f"http://{host}:{port}"}]}))
         elif path == b"/v1/models":
             self._say(200, msgspec.json.encode({"data": [{"max_model_len": self._answers.canned.max_context}]}))
         else:  # /model_info and its like
@@ -257,7 +263,7 @@ class _Connection(asyncio.Protocol):
 
     def _generate(self, body: bytes) -> None:
         found = _RID.search(body, 0, 64) or _RID.search(body)
-        rid = found[1] if found else b""
+        rid = found[1] if found else b"canned-%d" % next(self._answers.unnamed)
         fault, latency = self._answers.fault(), self._answers.canned.latency
         if fault == "hang":
             self._answers.live[rid] = (None, self, body)

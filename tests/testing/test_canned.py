@@ -102,6 +102,25 @@ async def test_a_hung_generation_ends_with_its_abort() -> None:
         await transport.aclose()
 
 
+async def test_all_that_runs_can_be_aborted_at_once() -> None:
+    """Requests without a name of their own, too; a router would say where the server is."""
+    with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
+        transport = Transport(connect_seconds=5)
+        answers: list[tuple[int, bytes]] = []
+
+        async def ask() -> None:
+            answers.append(await transport.post(f"{served}/generate", b'{"input_ids": [1]}', {}))
+
+        _, workers = await transport.post(f"{served}/workers", b"", {})
+        assert msgspec.json.decode(workers) == {"workers": [{"url": served}]}
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(ask)
+            while len(answers) < 3:
+                await transport.post(f"{served}/abort_request", b'{"abort_all": true}', {}, fresh=True)
+        await transport.aclose()
+
+
 async def test_a_latency_is_waited_for() -> None:
     """An answer that takes for ever is not there when its caller gives up."""
     with canned_server(Canned([[1, 2]], latency=Latency(1000.0))) as served:
