@@ -268,7 +268,7 @@ def bench_peers(options: argparse.Namespace) -> list[Row]:
     if missing:
         raise SystemExit(
             f"not installed beside this Python: {', '.join(missing)}. Make an environment of its own "
-            f"(pip install -e '.[engine]' {' '.join(missing)}) and run scripts/bench with its Python, "
+            f"(pip install -e . {' '.join(missing)}) and run scripts/bench with its Python, "
             f"or choose with --peers"
         )
     job = Job.of(str(options.tokenizer or default_tokenizer()))

@@ -13,6 +13,7 @@ ours has them in flight at the end as at the beginning of what is measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import itertools
@@ -203,7 +204,7 @@ def slime(job: Job, url: str, number: int, options: argparse.Namespace, loads: f
     args.rollout_batch_size = args.over_sampling_batch_size = options.groups
     importlib.import_module("slime.utils.http_utils").init_http_client(args)
     source, kept = _Source(prompts(number)), 0
-    with calm_collector():
+    with calm_collector(), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # its bars
         began = time.process_time()
         for batch in range(options.batches):
             output = module.generate_rollout(args, batch, source)
@@ -266,7 +267,6 @@ def bench_slime(options: argparse.Namespace) -> list[Row]:
     loops: dict[str, Any] = {"ours": ours}
     if options.slime is not None:
         sys.path.insert(0, str(options.slime))
-        os.environ["TQDM_DISABLE"] = "1"  # its bars
         try:
             importlib.import_module("slime.rollout.sglang_rollout")
         except ImportError as error:
