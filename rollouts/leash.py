@@ -65,7 +65,7 @@ class Leash:
     def __await__(self) -> Generator[Any, Any, Any]:
         inner: Any = self.awaitable.__await__()
         error: BaseException | None = None
-        self._look()
+        watched = False  # from its first wait on: many never wait, and a timer costs more than they do
         try:
             while True:
                 try:
@@ -85,6 +85,9 @@ class Leash:
                         raise error
                     break
                 error = None
+                if not watched:
+                    watched = True
+                    self._look()
                 try:
                     yield self._waits_for
                 except BaseException as thrown:  # noqa: BLE001 - thrown on into the coroutine

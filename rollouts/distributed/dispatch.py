@@ -146,6 +146,7 @@ class Dispatcher:
     Attributes:
         rollouts: that came back.
         messages: that they came in.
+        bytes: that those held.
         deaths: of workers.
 
     Raises:
@@ -164,6 +165,7 @@ class Dispatcher:
         self._broken: RolloutsError | None = None
         self.rollouts = 0
         self.messages = 0
+        self.bytes = 0
         self.deaths = 0
 
     def __repr__(self) -> str:
@@ -323,6 +325,7 @@ class Dispatcher:
 
     def _read(self, worker: _Worker, message: bytes) -> None:
         self.messages += 1
+        self.bytes += len(message)
         worker.barren = 0
         for fields, columns in read_records(message):
             call = worker.calls.get(fields["number"])

@@ -28,6 +28,9 @@ __all__ = ["in_processes"]
 _SIZE = struct.Struct("<Q")
 _CHUNK = 1 << 20
 _READY = b"ready"
+_A_MESSAGE = 32
+_LINGER_SECONDS = 0.02
+"""How long what has ended waits for company: each message wakes the one parent."""
 _START_SECONDS = 300.0
 _END_SECONDS = 10.0
 
@@ -163,7 +166,7 @@ def _main(connection: socket.socket, factory: ConfigFactory) -> None:
 async def _work(pipe: _Socket, factory: ConfigFactory) -> None:
     with contextlib.suppress(LinkLost):
         try:
-            player = Player(await anyio.to_thread.run_sync(made, factory))
+            player = Player(await anyio.to_thread.run_sync(made, factory), at_least=_A_MESSAGE, linger=_LINGER_SECONDS)
         except ConfigError as error:
             await pipe.send(str(error).encode())
             return

@@ -4,6 +4,8 @@ Invariant: what it answers is byte for byte what :func:`~rollouts.testing.replie
 a request's ids are counted, not read. Faults come in the shares that were asked for, and mean what they mean in
 :class:`~rollouts.testing.server.StubServer`.
 
+``/inference/v1/generate`` says the same as vLLM would, for clients that speak to vLLM.
+
 No model runs here, no route but those of a generation is served, and nothing is recorded. It knows no tokenizer.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import random
 import re
@@ -37,7 +40,8 @@ _UNSERVED = ("drip", "error_duplicate")
 
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 _RID = re.compile(rb'"rid"\s*:\s*"([^"]*)"')
-_BUDGET = re.compile(rb'"max_new_tokens"\s*:\s*(\d+)')
+_BUDGET = re.compile(rb'"max_(?:new_)?tokens"\s*:\s*(\d+)')
+_IDS = re.compile(rb'"(?:input|token)_ids"\s*:\s*\[')
 _RID_MARK, _COUNT_MARK = "rid-goes-here", 987_654_321_987
 _MARKS = re.compile(rf"{_RID_MARK}|{_COUNT_MARK}|{_COUNT_MARK - 1}".encode())
 
@@ -52,16 +56,23 @@ def _shares(value: Mapping[Fault, float]) -> dict[Fault, float]:
     return dict(value)
 
 
-def _by_length(replies: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    return sorted(map(tuple, replies), key=len)
+def _tuples(replies: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, replies))
 
 
 @attrs.frozen
 class Canned:
-    """What is answered: the longest reply that a request's budget holds; where it holds none, the shortest one, cut."""
+    """What is answered: the longest reply that a request's budget holds; where it holds none, the shortest one, cut.
 
-    replies: Sequence[Sequence[int]] = attrs.field(converter=_by_length)
-    """Ids of the replies, stop tokens included; of different lengths."""
+    With a ``mark``, one reply after the other, by how many of them the request has already.
+    """
+
+    replies: Sequence[Sequence[int]] = attrs.field(converter=_tuples)
+    """Ids of the replies, stop tokens included; of different lengths, unless there is a ``mark``."""
+    texts: Sequence[str] = ()
+    """What they say, for clients that read it."""
+    mark: int | None = None
+    """An id that each reply has once: a request with so many of it gets the reply of that number, at last the last."""
     latency: Latency | None = None
     faults: Mapping[Fault, float] = attrs.field(factory=dict, converter=_shares)
     """The share of requests that each fault comes to."""
@@ -71,16 +82,26 @@ class Canned:
 
     def __attrs_post_init__(self) -> None:
         lengths = [len(reply) for reply in self.replies]
-        if not lengths or 0 in lengths or len(set(lengths)) < len(lengths):
+        if not lengths or 0 in lengths or (self.mark is None and len(set(lengths)) < len(lengths)):
             raise ConfigError.of("Canned.replies", lengths, "replies of different lengths, none empty")
+        if self.texts and len(self.texts) != len(self.replies):
+            raise ConfigError.of("Canned.texts", self.texts, f"a text for each of the {len(self.replies)} replies")
 
-    def reply(self, budget: int) -> Sequence[int]:
-        """The reply to a request with this budget, before it is cut."""
-        return next((reply for reply in reversed(self.replies) if len(reply) <= budget), self.replies[0])
+    def number(self, budget: int, marks: int = 0) -> int:
+        """Which reply a request with this budget, and so many marks, gets."""
+        if self.mark is not None:
+            return min(marks, len(self.replies) - 1)
+        lengths = [len(reply) for reply in self.replies]
+        return lengths.index(max((length for length in lengths if length <= budget), default=min(lengths)))
 
     def script(self, input_ids: Sequence[int], params: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         """The same as a script for ``StubServer``."""
-        reply = self.reply(params.get("max_new_tokens", 128))
+        marks = 0 if self.mark is None else list(input_ids).count(self.mark)
+        return self.said(self.number(params.get("max_new_tokens", 128), marks))
+
+    def said(self, number: int) -> tuple[Any, Any, Any]:
+        """One reply, with its logprobs."""
+        reply = self.replies[number]
         logprobs = -np.random.default_rng(self.seed).exponential(size=len(reply)).astype(np.float32)
         return reply, logprobs.tolist(), None
 
@@ -120,8 +141,12 @@ class _Answers:
         self.canned = canned
         self.live: dict[bytes, tuple[asyncio.TimerHandle | None, _Connection, bytes]] = {}
         """Generations that wait for their time, by rid."""
-        self._built: dict[int, list[bytes]] = {}
+        self._built: dict[tuple[int, int], list[bytes]] = {}
+        self._vllm: dict[tuple[int, int], bytes] = {}
+        mark = canned.mark
+        self._mark = None if mark is None else re.compile(rb"(?<![0-9])%d(?![0-9])" % mark)
         self._rng = random.Random(canned.seed)
+        self.unnamed = itertools.count()
 
     def fault(self) -> Fault:
         """What befalls the next request."""
@@ -136,14 +161,13 @@ class _Answers:
 
     def built(self, rid: bytes, body: bytes) -> bytes:
         """The answer to a request, put together from pieces."""
-        budget = _budget(body)
-        pieces = self._built.get(budget)
+        key = number, budget = self.number(body)
+        pieces = self._built.get(key)
         if pieces is None:
             asked = {"max_new_tokens": budget}
             arrived = Request(_RID_MARK, range(_COUNT_MARK), asked, {}, {})  # type: ignore[arg-type]  # only its length
-            pieces = self._built[budget] = _MARKS.split(msgspec.json.encode(self._body(arrived, "none")))
-        begin = body.find(b"[", body.find(b'"input_ids"'))
-        count = body.count(b",", begin, body.find(b"]", begin)) + 1
+            pieces = self._built[key] = _MARKS.split(msgspec.json.encode(self._body(number, arrived, "none")))
+        count = body.count(b",", *_ids(body)) + 1
         first, second, third, last = pieces
         return b"".join((first, rid, second, str(count).encode(), third, str(count - 1).encode(), last))
 
@@ -156,10 +180,36 @@ class _Answers:
             return status, msgspec.json.encode(said)
         fields = msgspec.json.decode(body)
         arrived = Request(fields.get("rid", ""), fields["input_ids"], fields.get("sampling_params", {}), {}, fields)
-        return 200, msgspec.json.encode(self._body(arrived, fault))
+        return 200, msgspec.json.encode(self._body(self.number(body)[0], arrived, fault))
 
-    def _body(self, arrived: Request, fault: Fault) -> Mapping[str, Any]:
-        return reply_body(self.canned.script, arrived, fault)
+    def as_vllm(self, body: bytes) -> bytes:
+        """The reply in the form of vLLM's endpoint of ids, at once and without faults."""
+        number, budget = self.number(body)
+        if (number, budget) not in self._vllm:
+            ids, logprobs, _ = self.canned.said(number)
+            content = [{"token": f"token_id:{token}", "logprob": one} for token, one in zip(ids, logprobs, strict=True)]
+            finish = "length" if len(ids) > budget else "stop"
+            choice = {"index": 0, "token_ids": ids[:budget], "logprobs": {"content": content[:budget]}}
+            said = {"request_id": "canned", "choices": [{**choice, "finish_reason": finish}]}
+            self._vllm[number, budget] = msgspec.json.encode(said)
+        return self._vllm[number, budget]
+
+    def number(self, body: bytes) -> tuple[int, int]:
+        """Which reply a request gets, and its budget."""
+        budget = _budget(body)
+        marks = 0 if self._mark is None else len(self._mark.findall(body, *_ids(body)))
+        return self.canned.number(budget, marks), budget
+
+    def _body(self, number: int, arrived: Request, fault: Fault) -> Mapping[str, Any]:
+        body = reply_body(lambda input_ids, params: self.canned.said(number), arrived, fault)
+        return {**body, "text": self.canned.texts[number]} if self.canned.texts else body
+
+
+def _ids(body: bytes) -> tuple[int, int]:
+    """Where the list of ids begins and ends."""
+    found = _IDS.search(body)
+    begin = found.end() if found else 0
+    return begin, body.find(b"]", begin)
 
 
 def _budget(body: bytes) -> int:
@@ -198,8 +248,14 @@ class _Connection(asyncio.Protocol):
     def _serve(self, path: bytes, body: bytes) -> None:
         if path == b"/generate":
             self._generate(body)
+        elif path == b"/inference/v1/generate":
+            self._say(200, self._answers.as_vllm(body))
         elif path == b"/abort_request":
-            self._abort(msgspec.json.decode(body)["rid"].encode())
+            asked = msgspec.json.decode(body)
+            self._abort(b"" if asked.get("abort_all") else asked["rid"].encode())
+        elif path == b"/workers":  # as a router with one server behind it
+            host, port = self._transport.get_extra_info("sockname")[:2]
+            self._say(200, msgspec.json.encode({"workers": [{"url": f"http://{host}:{port}"}]}))
         elif path == b"/v1/models":
             self._say(200, msgspec.json.encode({"data": [{"max_model_len": self._answers.canned.max_context}]}))
         else:  # /model_info and its like
@@ -207,13 +263,13 @@ class _Connection(asyncio.Protocol):
 
     def _generate(self, body: bytes) -> None:
         found = _RID.search(body, 0, 64) or _RID.search(body)
-        rid = found[1] if found else b""
+        rid = found[1] if found else b"canned-%d" % next(self._answers.unnamed)
         fault, latency = self._answers.fault(), self._answers.canned.latency
         if fault == "hang":
             self._answers.live[rid] = (None, self, body)
         elif latency is not None:
-            budget = _budget(body)
-            seconds = latency.seconds(min(budget, len(self._answers.canned.reply(budget))))
+            number, budget = self._answers.number(body)
+            seconds = latency.seconds(min(budget, len(self._answers.canned.replies[number])))
             timer = asyncio.get_running_loop().call_later(seconds, self._finish, rid, body, fault)
             self._answers.live[rid] = (timer, self, body)
         else:

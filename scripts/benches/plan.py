@@ -1,35 +1,46 @@
-"""Predicted and measured time to fill a batch, for three shapes of latency.
+"""Predicted and measured time to fill a batch, for three shapes of latency and for the embedded engine.
 
-A stub server answers each request after a time drawn from the shape. Two short runs (factors 1 and 3) are all that the
-plan is told; then it predicts what other factors take, and those are run.
+A stub server answers each request after a time drawn from the shape. The engine runs the demo model in a process of its
+own: calculator episodes, whose times are what prefill and decoding for so many at once leave each of them. Short runs
+with factors 1 and 3 are all that the plan is told; it predicts what other factors take, and those are run beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import random
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import anyio
 
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.engine import DEMO_MODEL
-from rollouts.environments import SingleTurnEnvironment
+from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment
+from rollouts.environments.calculator import calculator_prompts
 from rollouts.planning import Option, measured, plan, shape
 from rollouts.recipe import Recipe
 from rollouts.running import run
 from rollouts.testing.server import Request, StubServer
 from rollouts.training import DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.sinks import RunWriter
+from scripts.benches.engine import engine_process
 
 __all__ = ["SHAPES", "TOLERANCE", "bench_plan", "plan_options"]
 
 SHAPES = ("constant:1.5", "lognormal:1,0.8", "bimodal:0.8,4,0.2")
+ENGINE = "engine"
 TOLERANCE = 0.2
+Row = dict[str, float | int | str]
+_TOLD = (1.0, 3.0)
+"""Factors of the runs that the plan is told."""
+_TIMES = {ENGINE: 4}
+"""So many times as many batches: the engine's are filled in a second."""
 _PASSES = 7
 """Prompts of every ten that the filter keeps."""
 
@@ -42,20 +53,29 @@ def _reward(sample: Sample) -> float:
     return 1.0
 
 
-async def _run(latency: str, factor: float, batches: int, folder: Path, options: argparse.Namespace) -> float:
-    """Seconds of a batch, without the first."""
-    draw, rng = shape(latency), random.Random(f"{latency}/{factor}")
+@contextlib.asynccontextmanager
+async def _server(latency: str, seed: str) -> AsyncIterator[str]:
+    if latency == ENGINE:
+        with engine_process(DEMO_MODEL, slots=128) as url:
+            yield url
+        return
+    draw, rng = shape(latency), random.Random(seed)
 
     async def wait(request: Request) -> None:
         await anyio.sleep(draw(rng))
 
     async with StubServer(lambda ids, params: [1, 2, 3], latency=wait) as server:
-        endpoint = Endpoint(model=str(DEMO_MODEL), base_url=server.url, sampling=SamplingParams(max_new_tokens=8))
+        yield server.url
+
+
+async def _run(latency: str, factor: float, batches: int, folder: Path, options: argparse.Namespace) -> float:
+    """Seconds of a batch, without the first."""
+    environment_cls = CalculatorEnvironment if latency == ENGINE else SingleTurnEnvironment
+    async with _server(latency, f"{latency}/{factor}") as url:
+        sampling = SamplingParams(max_new_tokens=64 if latency == ENGINE else 8)
+        endpoint = Endpoint(model=str(DEMO_MODEL), base_url=url, sampling=sampling)
         generate_fn = functools.partial(
-            generate_rollout_batch,
-            environment_cls=SingleTurnEnvironment,
-            endpoint=endpoint,
-            tokenizer=endpoint.model,
+            generate_rollout_batch, environment_cls=environment_cls, endpoint=endpoint, tokenizer=endpoint.model
         )
         config = RolloutConfig(
             batch_size=options.batch_size,
@@ -67,14 +87,15 @@ async def _run(latency: str, factor: float, batches: int, folder: Path, options:
         )
         labels = list(range(1000))
         random.Random(0).shuffle(labels)
-        rows = [{"prompt": f"question {label}", "label": label} for label in labels]
+        problems = calculator_prompts(0)
+        rows = [{"prompt": next(problems).prompt, "label": label} for label in labels]
         recipe = Recipe(
             name="plan",
             config=config,
             data_buffer=DataBuffer(rows),
             endpoint=endpoint,
             tokenizer=endpoint.model,
-            environment_cls=SingleTurnEnvironment,
+            environment_cls=environment_cls,
             batches=batches,
         )
         result = await run(recipe, RunWriter(folder, recipe.describe(), format="jsonl"))
@@ -83,14 +104,23 @@ async def _run(latency: str, factor: float, batches: int, folder: Path, options:
     return statistics.fmean(metrics["seconds"] for metrics in result.batch_metrics[1:])
 
 
-def bench_plan(options: argparse.Namespace) -> list[dict[str, float | int | str]]:
+def bench_plan(options: argparse.Namespace) -> list[Row]:
     """Seconds to fill a batch as ``rollouts plan`` predicts them from two short runs, and as they are measured."""
-    rows: list[dict[str, float | int | str]] = []
+    rows: list[Row] = []
     for latency in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            told = [Path(folder) / "one", Path(folder) / "three"]
-            for path, factor in zip(told, (1.0, 3.0), strict=True):
-                anyio.run(_run, latency, factor, options.told, path, options)
+            told: list[Path] = []
+            seconds: dict[float, list[float]] = {factor: [] for factor in options.factors}
+            for number in range(options.rounds):  # all take turns, so that they see the same machine
+                for factor in (*_TOLD, *options.factors):
+                    path = Path(folder) / f"{number}-{factor:g}"
+                    batches = (options.told if factor in _TOLD else options.batches) * _TIMES.get(latency, 1)
+                    measured_seconds = anyio.run(_run, latency, factor, batches, path, options)
+                    print(f"{latency}, round {number}, factor {factor:g}: {measured_seconds:.3g} s", file=sys.stderr)
+                    if factor in _TOLD:
+                        told.append(path)
+                    else:
+                        seconds[factor].append(measured_seconds)
             workload = measured(told)
             for factor in options.factors:
                 found = plan(
@@ -103,29 +133,31 @@ def bench_plan(options: argparse.Namespace) -> list[dict[str, float | int | str]
                     servers=(),
                 )
                 (option,) = found.options
-                path = Path(folder) / f"factor-{factor:g}"
-                seconds = anyio.run(_run, latency, factor, options.batches, path, options)
-                rows.append(_row(latency, option, seconds))
+                rows.append(_row(latency, option, seconds[factor]))
     return rows
 
 
-def _row(latency: str, option: Option, seconds: float) -> dict[str, float | int | str]:
+def _row(latency: str, option: Option, measured_seconds: list[float]) -> Row:
+    seconds = statistics.fmean(measured_seconds)
     ratio = option.seconds / seconds
+    spread = f"{min(measured_seconds):.3g} to {max(measured_seconds):.3g} ({len(measured_seconds)})"
     good = abs(ratio - 1) <= TOLERANCE
     return {
         "latency": latency,
         "factor": f"{option.factor:g}",
         "predicted, s": option.seconds,
         "measured, s": seconds,
+        "lowest to highest (rounds)": spread,
         "predicted/measured": ratio,
         "within 20 %": "yes" if good else "NO",
     }
 
 
 def plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="of latency (default: %(default)s)")
+    parser.add_argument("--shapes", nargs="+", default=(*SHAPES, ENGINE), help="of latency, or engine (default: all)")
     parser.add_argument("--factors", type=float, nargs="+", default=[1.5, 2.0], help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="groups (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4, help="rollouts in a group (default: %(default)s)")
-    parser.add_argument("--told", type=int, default=6, help="batches of each run that is told (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=16, help="of each run that is predicted (default: %(default)s)")
+    parser.add_argument("--told", type=int, default=5, help="batches of each run that is told (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=8, help="of each run that is predicted (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")

@@ -160,6 +160,16 @@ async def test_many_samples_come_in_one_message() -> None:
     assert workers.rollouts / workers.messages >= 32
 
 
+async def test_what_a_sample_brings_is_bounded() -> None:
+    """Nine bytes a token, the words of its messages, and at most 700 bytes beside: nothing twice."""
+    config = attrs.evolve(games.config(), batch_size=16, n_samples_per_prompt=4)
+    async with local_workers(config, 1, at_least=32, linger=5.0) as (_, workers):
+        samples, _ = await games.batches(workers.config(config), 1)
+    tokens = sum(len(sample.tokens) for sample in samples)
+    words = sum(len(sample.response or "") + len(str(sample.messages)) for sample in samples)
+    assert workers.bytes <= 9 * tokens + words + 700 * len(samples)
+
+
 async def test_a_group_begins_with_one_message() -> None:
     """Requests that are made in one turn of the loop travel together."""
     config = games.config()

@@ -41,6 +41,33 @@ async def test_it_says_what_the_other_stub_says(url: str, budget: int, encode: C
     await transport.aclose()
 
 
+@pytest.mark.parametrize(("ids", "number"), [([1], 0), ([1, 70, 70], 0), ([1, 7, 2], 1), ([7, 3, 7], 2), ([7] * 5, 2)])
+async def test_a_mark_in_each_reply_makes_them_come_one_after_the_other(ids: list[int], number: int) -> None:
+    """The request has the replies before it, and their marks, among its ids; both stubs count them alike."""
+    canned = Canned([[7, 1], [7, 2], [7, 3]], texts=["one", "two", "three"], mark=7)
+    with canned_server(canned) as served:
+        transport = Transport(connect_seconds=5)
+        _, payload = await transport.post(f"{served}/generate", msgspec.json.encode(body(ids, 9)), {})
+        answer = msgspec.json.decode(payload)
+        assert (tuple(answer["output_ids"]), answer["text"]) == (canned.replies[number], canned.texts[number])
+        assert canned.script(ids, {})[0] == canned.replies[number]
+        await transport.aclose()
+
+
+async def test_vllm_would_say_the_same(url: str) -> None:
+    """Ids, logprobs and why it ended, in the form of vLLM's endpoint of ids."""
+    transport = Transport(connect_seconds=5)
+    for budget, ids, finish in ((3, [1, 2, 3], "stop"), (2, [1, 2], "length")):
+        asked = {"model": "m", "token_ids": [7, 8], "sampling_params": {"stop_token_ids": [3], "max_tokens": budget}}
+        _, payload = await transport.post(f"{url}/inference/v1/generate", msgspec.json.encode(asked), {})
+        (choice,) = msgspec.json.decode(payload)["choices"]
+        logprobs = CANNED.script([7, 8], {"max_new_tokens": budget})[1][:budget]
+        said = [(f"token_id:{token}", logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        assert [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]] == said
+        assert (choice["token_ids"], choice["finish_reason"]) == (ids, finish)
+    await transport.aclose()
+
+
 async def test_a_policy_takes_its_answers(url: str) -> None:
     """All checks of a real reply hold, over one connection or many."""
     async with SGLangPolicy(Endpoint(base_url=url)) as policy:
@@ -75,6 +102,25 @@ async def test_a_hung_generation_ends_with_its_abort() -> None:
         await transport.aclose()
 
 
+async def test_all_that_runs_can_be_aborted_at_once() -> None:
+    """Requests without a name of their own, too; a router would say where the server is."""
+    with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
+        transport = Transport(connect_seconds=5)
+        answers: list[tuple[int, bytes]] = []
+
+        async def ask() -> None:
+            answers.append(await transport.post(f"{served}/generate", b'{"input_ids": [1]}', {}))
+
+        _, workers = await transport.post(f"{served}/workers", b"", {})
+        assert msgspec.json.decode(workers) == {"workers": [{"url": served}]}
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(ask)
+            while len(answers) < 3:
+                await transport.post(f"{served}/abort_request", b'{"abort_all": true}', {}, fresh=True)
+        await transport.aclose()
+
+
 async def test_a_latency_is_waited_for() -> None:
     """An answer that takes for ever is not there when its caller gives up."""
     with canned_server(Canned([[1, 2]], latency=Latency(1000.0))) as served:
@@ -88,6 +134,7 @@ async def test_a_latency_is_waited_for() -> None:
     [
         ({"replies": []}, "Canned.replies"),
         ({"replies": [[1], [2]]}, "Canned.replies"),
+        ({"replies": [[1]], "texts": ["a", "b"]}, "Canned.texts"),
         ({"replies": [[1]], "faults": {"drip": 0.5}}, "Canned.faults"),
         ({"replies": [[1]], "faults": {"reset": 2}}, r"Canned.faults\['reset'\]"),
     ],

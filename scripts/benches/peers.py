@@ -1,0 +1,313 @@
+"""The same job through the loops of others: 256 episodes of 3 turns of 256 tokens with a calculator. Not in CI.
+
+Equal work: the same prompts with the schemas of the same tools, the same replies from the same server in a process of
+its own, calls read and run, the ids, mask and logprob of each token at hand afterwards, and a reward. No text of one
+round comes again in another. Only CPU time of the client's process is told; the loops take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+
+from rollouts.collecting import calm_collector
+from rollouts.dtypes import Endpoint, Limits, SamplingParams, Tool
+from rollouts.environments.base import ToolEnvironment, tool
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.testing.canned import Canned, canned_server
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from scripts.benches.workloads import default_tokenizer
+
+__all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "bench_peers", "calculated", "peers_options", "reward"]
+
+Row = dict[str, float | int | str]
+EPISODES, IN_FLIGHT, TURNS, REPLY = 256, 64, 3, 256
+ANSWER = "The answer is 8."
+SYSTEM = "Use the tools. Finish with: The answer is N."
+PEERS = {"strands-sglang": ("strands_sglang", "0.4.2", 3.5), "verifiers": ("verifiers", "0.4.0", 10.0)}
+"""Distribution to module, version, and how many times our CPU time it is to take at least."""
+
+_said = itertools.count()
+
+
+def calculated(value: float) -> str:
+    """What each loop's tools answer; never twice the same, so that nobody gains from having seen it before."""
+    return f"{value:g} (calculation {next(_said)})"
+
+
+class Calculator(ToolEnvironment):
+    """Ours, and the tools' schemas of all."""
+
+    system_prompt = SYSTEM
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return TOOLS
+
+    @tool
+    def add(self, a: float, b: float) -> str:
+        """Add b to a."""
+        return calculated(a + b)
+
+    @tool
+    def subtract(self, a: float, b: float) -> str:
+        """Subtract b from a."""
+        return calculated(a - b)
+
+    @tool
+    def multiply(self, a: float, b: float) -> str:
+        """Multiply a by b."""
+        return calculated(a * b)
+
+    @tool
+    def divide(self, a: float, b: float) -> str:
+        """Divide a by b."""
+        return calculated(a / b)
+
+
+def _described(one: Tool) -> Tool:
+    """With what strands would write into a schema that does not describe its arguments: the prompts are the same."""
+    arguments = one.parameters["properties"]
+    described = {name: {**schema, "description": f"Property {name}"} for name, schema in arguments.items()}
+    return attrs.evolve(one, parameters={**one.parameters, "properties": described})
+
+
+TOOLS = tuple(_described(one) for one in ToolEnvironment.tools.fget(Calculator()))  # type: ignore[attr-defined]
+
+
+@attrs.frozen
+class Job:
+    """What is played."""
+
+    folder: str
+    """Of the tokenizer and its template."""
+    renderer: Renderer
+    canned: Canned
+    """Two calls and an answer."""
+
+    @classmethod
+    def of(cls, folder: str) -> Job:
+        renderer = renderer_for(folder)
+        words = renderer.encode("One step after the other. " * 200).tolist()
+        (mark,) = renderer.encode("§").tolist()[-1:]
+        replies = []
+        for name in ("add", "multiply", None):
+            call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 2, "b": 4}}}}\n</tool_call>'
+            end = renderer.encode(call if name else ANSWER).tolist()
+            replies.append([mark, *words[: REPLY - len(end) - 2], *end, renderer.stop_token_ids[0]])
+        texts = [renderer.decode(reply[:-1]) for reply in replies]
+        return cls(folder, renderer, Canned(replies, texts=texts, mark=mark))
+
+    def prompts(self, number: int) -> list[str]:
+        """Of one round."""
+        return [f"Problem {number}-{episode}: what is (2 + 2) * 2?" for episode in range(EPISODES)]
+
+
+@attrs.frozen
+class Played:
+    """What a loop made of a round, so that it can be seen whether all did the same."""
+
+    cpu: float
+    tokens: int
+    """Of all samples; observations differ by a digit or two."""
+    trained: int
+    logprobs: int
+    rewards: float
+
+
+def reward(text: str) -> float:
+    """By the last message."""
+    return float(ANSWER in text)
+
+
+def timed(run: Callable[[], Awaitable[list[Any]]]) -> tuple[float, list[Any]]:
+    """CPU seconds of this process, all threads, and what came of them; every loop gets the calm collector."""
+    with calm_collector():
+        began = time.process_time()
+        done = anyio.run(run)
+        return time.process_time() - began, done
+
+
+def ours(job: Job, url: str, number: int) -> Played:
+    """Through the manager."""
+
+    async def scored(sample: Sample) -> float:
+        return reward(sample.messages[-1]["content"])
+
+    async def run() -> list[Sample]:
+        async with SGLangPolicy(Endpoint(base_url=url), vocab_size=job.renderer.vocab_size) as policy:
+            config = RolloutConfig(
+                batch_size=IN_FLIGHT,
+                n_samples_per_prompt=1,
+                over_sampling_factor=1,
+                reward_fn=scored,
+                generate_fn=functools.partial(
+                    generate_rollout_batch,
+                    environment_cls=Calculator,
+                    endpoint=Endpoint(base_url=url),
+                    tokenizer=job.renderer,
+                    policy=policy,
+                    limits=Limits(max_turns=TURNS + 2),
+                    sampling=SamplingParams(max_new_tokens=REPLY),
+                ),
+            )
+            samples: list[Sample] = []
+            async with AsyncRolloutManager(config, DataBuffer(job.prompts(number))) as manager:
+                while len(samples) < EPISODES:
+                    samples += await manager.generate_batch()
+            return samples
+
+    cpu, samples = timed(run)
+    return Played(
+        cpu,
+        sum(len(sample.token_column) for sample in samples),
+        sum(sum(sample.loss_mask) for sample in samples),
+        sum(len(sample.rollout_log_probs or ()) for sample in samples),
+        sum(float(sample.reward or 0) for sample in samples),
+    )
+
+
+def strands(job: Job, url: str, number: int) -> Played:
+    """An agent of strands for each episode; client and tokenizer shared, as the README of strands-sglang says."""
+    from strands import Agent
+    from strands import tool as strands_tool
+    from strands_sglang import SGLangClient, SGLangModel
+
+    def a_tool(name: str, description: str, schema: Any, value: Callable[[float, float], float]) -> Any:
+        async def calculate(a: float, b: float) -> str:  # async, so that it needs no thread
+            return calculated(value(a, b))
+
+        return strands_tool(name=name, description=description, inputSchema=schema)(calculate)
+
+    values = {"add": float.__add__, "subtract": float.__sub__, "multiply": float.__mul__, "divide": float.__truediv__}
+    tools = [
+        a_tool(
+            one.name, one.description, dict(one.parameters), lambda a, b, of=values[one.name]: of(float(a), float(b))
+        )
+        for one in TOOLS
+    ]
+    tokenizer = load_tokenizer(job.folder)
+
+    async def run() -> list[tuple[Any, float]]:
+        async with SGLangClient(url) as client:
+
+            async def one(prompt: str) -> tuple[Any, float]:
+                model = SGLangModel(client=client, tokenizer=tokenizer, sampling_params={"max_new_tokens": REPLY})
+                agent = Agent(model=model, tools=tools, system_prompt=SYSTEM, callback_handler=None)
+                await agent.invoke_async(prompt)
+                rollout = model.rollout
+                row = (list(rollout.token_ids), list(rollout.loss_mask), list(rollout.logprobs))
+                return row, reward(agent.messages[-1]["content"][0]["text"])
+
+            return await side_by_side(one, job.prompts(number))
+
+    cpu, done = timed(run)
+    return Played(
+        cpu,
+        sum(len(row[0]) for row, _ in done),
+        sum(sum(row[1]) for row, _ in done),
+        sum(len(row[2]) for row, _ in done),
+        sum(one for _, one in done),
+    )
+
+
+def verifiers(job: Job, url: str, number: int) -> Played:
+    """Environment, interception server, training client and renderer of verifiers; see ``peers_verifiers.py``."""
+    sys.path.insert(0, str(Path(__file__).parent))  # verifiers finds plug-ins by the name of a module
+    try:
+        module = importlib.import_module("peers_verifiers")
+    finally:
+        sys.path.pop(0)
+    cpu, rows = timed(functools.partial(module.play, job.folder, url, job.prompts(number), IN_FLIGHT, REPLY))
+    return Played(
+        cpu,
+        sum(len(tokens) for tokens, _, _, _ in rows),
+        sum(sum(mask) for _, mask, _, _ in rows),
+        sum(len(logprobs) for _, _, logprobs, _ in rows),
+        sum(scored for *_, scored in rows),
+    )
+
+
+async def side_by_side(one: Callable[[str], Awaitable[Any]], prompts: list[str]) -> list[Any]:
+    """All, so many at once as the job says, in order."""
+    done: list[Any] = [None] * len(prompts)
+    numbers = iter(range(len(prompts)))
+
+    async def work() -> None:
+        for number in numbers:
+            done[number] = await one(prompts[number])
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(IN_FLIGHT):
+            tasks.start_soon(work)
+    return done
+
+
+LOOPS: dict[str, Callable[[Job, str, int], Played]] = {
+    "ours": ours,
+    "strands-sglang": strands,
+    "verifiers": verifiers,
+}
+
+
+def bench_peers(options: argparse.Namespace) -> list[Row]:
+    """CPU time of an episode of 3 turns of 256 tokens with a calculator: ours, strands-sglang's and verifiers'."""
+    missing = [f"{name}=={PEERS[name][1]}" for name in options.peers if not importlib.util.find_spec(PEERS[name][0])]
+    if missing:
+        raise SystemExit(
+            f"not installed beside this Python: {', '.join(missing)}. Make an environment of its own "
+            f"(pip install -e . {' '.join(missing)}) and run scripts/bench with its Python, "
+            f"or choose with --peers"
+        )
+    job = Job.of(str(options.tokenizer or default_tokenizer()))
+    loops = {name: LOOPS[name] for name in ("ours", *options.peers)}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    work: dict[str, Played] = {}
+    with canned_server(job.canned) as url:
+        for number in range(options.rounds + 1):  # the first is to warm up
+            for name, loop in loops.items():
+                played = work[name] = loop(job, url, number)
+                if (played.trained, played.rewards) != (EPISODES * TURNS * REPLY, EPISODES):
+                    raise SystemExit(f"{name} did other work: {played}")
+                if (
+                    abs(played.tokens / work["ours"].tokens - 1) > 0.01
+                ):  # numbers of calculations have more or fewer digits
+                    raise SystemExit(f"{name} has other tokens: {played}, ours {work['ours']}")
+                times[name] += [played.cpu] * (number > 0)
+            told = ", ".join(
+                f"{name} {1000 * seconds[-1] / EPISODES:.2f}" for name, seconds in times.items() if seconds
+            )
+            print(f"round {number}: ms/episode {told or '(warming up)'}", file=sys.stderr)
+    return [_row(name, seconds, times["ours"], work[name]) for name, seconds in times.items()]
+
+
+def _row(name: str, seconds: list[float], ours: list[float], played: Played) -> Row:
+    ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
+    at_least = PEERS[name][2] if name in PEERS else None
+    return {
+        "loop": name,
+        "ms/episode": 1000 * statistics.median(seconds) / EPISODES,
+        "times ours": statistics.median(ratios),
+        "lowest to highest (rounds)": f"{min(ratios):.2f} to {max(ratios):.2f} ({len(ratios)})",
+        "target": "" if at_least is None else f"at least {at_least:g}",
+        "met": "" if at_least is None else "yes" if statistics.median(ratios) >= at_least else "NO",
+        "tokens/episode": played.tokens / EPISODES,
+    }
+
+
+def peers_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="(default: all)")
+    parser.add_argument("--tokenizer", help="folder or name (default: Qwen3's where the tests' assets are)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
