@@ -18,6 +18,7 @@ client = pytest.importorskip("prometheus_client", reason="prometheus-client is n
 
 pytestmark = pytest.mark.extra
 
+
 async def test_a_scrape_reads_the_numbers() -> None:
     """Names as Prometheus has them; what only grows is a counter."""
     from prometheus_client.parser import text_string_to_metric_families

@@ -21,6 +21,7 @@ sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk i
 
 pytestmark = pytest.mark.extra
 
+
 @pytest.fixture(scope="module")
 def exported() -> Any:
     """Where all spans of this process go from now on."""
