@@ -60,7 +60,7 @@ class Played:
 
 
 async def play_beside(bad: Bad, folder: Path) -> Played:
-    """A bad prompt and two sound ones; a batch is two groups of two rollouts."""
+    """A bad prompt and two sound ones; a batch is two groups of one rollout."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     failures: list[Failure] = []
     async with bad.world(folder) as world:
@@ -86,7 +86,7 @@ async def play_beside(bad: Bad, folder: Path) -> Played:
         async with StubServer(reply=reply) as server:
             config = RolloutConfig(
                 batch_size=2,
-                n_samples_per_prompt=2,
+                n_samples_per_prompt=1,  # one server that dies would be found dead by a second rollout
                 over_sampling_factor=1.0,  # so the third begins when the bad one has failed
                 max_attempts=1,
                 generate_fn=partial(
