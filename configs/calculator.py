@@ -3,15 +3,12 @@
 rollouts run configs/calculator.py --out runs/calculator
 """
 
-from functools import partial
 from itertools import islice
 
-import attrs
-
-from rollouts.dtypes import Endpoint, History, SamplingParams
+from rollouts.dtypes import Endpoint, History
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
-from rollouts.recipe import Recipe
-from rollouts.training import DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std, generate_rollout_batch
+from rollouts.recipe import Recipe, agent_recipe
+from rollouts.training import Sample
 
 
 def exact_answer_reward(sample: Sample) -> float:
@@ -37,31 +34,20 @@ def recipe(
     seed: int = 0,
 ) -> Recipe:
     """Generated problems in one or two steps; groups whose rewards do not differ are dropped."""
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    endpoint = attrs.evolve(endpoint, sampling=sampling)
-    generate_fn = partial(
-        generate_rollout_batch,
-        environment_cls=CalculatorEnvironment,
-        endpoint=endpoint,
-        tokenizer=endpoint.model,
+    return agent_recipe(
+        "calculator",
+        endpoint,
+        CalculatorEnvironment,
+        islice(calculator_prompts(seed, two_step_share=two_step_share), prompts),
+        reward_fn=exact_answer_reward,
+        batch_size=batch_size,
+        n_samples_per_prompt=n_samples_per_prompt,
+        over_sampling_factor=over_sampling_factor,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
         history=history,
-    )
-    problems = islice(calculator_prompts(seed, two_step_share=two_step_share), prompts)
-    return Recipe(
-        name="calculator",
-        config=RolloutConfig(
-            batch_size=batch_size,
-            n_samples_per_prompt=n_samples_per_prompt,
-            over_sampling_factor=over_sampling_factor,
-            generate_fn=generate_fn,
-            reward_fn=exact_answer_reward,
-            filter_fn=check_reward_nonzero_std,
-        ),
-        data_buffer=DataBuffer(problems, seed=seed, epochs=epochs),
-        endpoint=endpoint,
-        tokenizer=endpoint.model,
-        environment_cls=CalculatorEnvironment,
+        epochs=epochs,
         batches=batches,
         seed=seed,
     )

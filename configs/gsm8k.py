@@ -4,21 +4,12 @@
         --data gsm8k_train.jsonl --out runs/gsm8k
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import attrs
-
 from environments.gsm8k import CalculatorGSM8K, SingleTurnGSM8K, gsm8k_reward, load_gsm8k
-from rollouts.dtypes import Endpoint, History, SamplingParams
-from rollouts.recipe import Recipe
-from rollouts.training import (
-    DataBuffer,
-    RolloutConfig,
-    check_reward_nonzero_std,
-    generate_rollout_batch,
-)
+from rollouts.dtypes import Endpoint, History
+from rollouts.recipe import Recipe, agent_recipe
 
 ENVIRONMENTS = {"single_turn": SingleTurnGSM8K, "calculator": CalculatorGSM8K}
 
@@ -41,31 +32,20 @@ def recipe(
     seed: int = 0,
 ) -> Recipe:
     """GSM8K rows from ``data``; ``keep=all`` also takes groups whose rewards do not differ."""
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    endpoint = attrs.evolve(endpoint, sampling=sampling)
-    environment_cls = ENVIRONMENTS[variant]
-    generate_fn = partial(
-        generate_rollout_batch,
-        environment_cls=environment_cls,
-        endpoint=endpoint,
-        tokenizer=endpoint.model,
+    return agent_recipe(
+        f"gsm8k-{variant}",
+        endpoint,
+        ENVIRONMENTS[variant],
+        load_gsm8k(data, limit=limit),
+        reward_fn=gsm8k_reward,
+        batch_size=batch_size,
+        n_samples_per_prompt=n_samples_per_prompt,
+        over_sampling_factor=over_sampling_factor,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
+        keep=keep,
         history=history,
-    )
-    return Recipe(
-        name=f"gsm8k-{variant}",
-        config=RolloutConfig(
-            batch_size=batch_size,
-            n_samples_per_prompt=n_samples_per_prompt,
-            over_sampling_factor=over_sampling_factor,
-            generate_fn=generate_fn,
-            reward_fn=gsm8k_reward,
-            filter_fn=check_reward_nonzero_std if keep == "spread" else None,
-        ),
-        data_buffer=DataBuffer(load_gsm8k(data, limit=limit), seed=seed),
-        endpoint=endpoint,
-        tokenizer=endpoint.model,
-        environment_cls=environment_cls,
         batches=batches,
         seed=seed,
     )

@@ -6,7 +6,7 @@ rollouts run configs/guess.py --out runs/guess
 from itertools import islice
 from typing import Literal
 
-from environments.guess import GuessEnvironment, guess_prompts
+from environments.guess import GuessEnvironment, guess_prompts, guess_reward
 from rollouts.dtypes import Endpoint, History
 from rollouts.recipe import Recipe, agent_recipe
 
@@ -25,12 +25,13 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Made-up games; the environment's own rewards are summed."""
+    """Made-up games."""
     return agent_recipe(
         "guess",
         endpoint,
         GuessEnvironment,
         islice(guess_prompts(seed, high=high, guesses=guesses), prompts),
+        reward_fn=guess_reward,
         batch_size=batch_size,
         n_samples_per_prompt=n_samples_per_prompt,
         max_new_tokens=max_new_tokens,

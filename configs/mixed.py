@@ -9,7 +9,7 @@ from typing import Literal
 
 from configs.calculator import exact_answer_reward
 from environments.countdown import Countdown, countdown_prompts, countdown_reward
-from environments.guess import GuessEnvironment, guess_prompts
+from environments.guess import GuessEnvironment, guess_prompts, guess_reward
 from rollouts.dtypes import Endpoint, History
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.environments.mixed import MixedEnvironment
@@ -19,7 +19,7 @@ from rollouts.training.mixing import MixedReward, mixed_prompts
 
 ENVIRONMENTS = {"calculator": CalculatorEnvironment, "countdown": Countdown, "guess": GuessEnvironment}
 PROMPTS = {"calculator": calculator_prompts, "countdown": countdown_prompts, "guess": guess_prompts}
-REWARDS = {"calculator": exact_answer_reward, "countdown": countdown_reward, "guess": None}
+REWARDS = {"calculator": exact_answer_reward, "countdown": countdown_reward, "guess": guess_reward}
 
 
 def recipe(

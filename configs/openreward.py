@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from environments.openreward import KitEnvironment, Trajectories, generate, group_reward, load_settings, reward
+from environments.openreward import KitEnvironment, Trajectories, generate, group_reward, load_settings, own_reward
 from environments.openreward.config import KEY
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.environments.ors import ORSServer
@@ -55,7 +55,7 @@ def recipe(
                 tokenizer=endpoint.model,
                 trajectories=None if trajectories is None else Trajectories(trajectories, key=os.environ.get(KEY)),
             ),
-            reward_fn=partial(group_reward if compares else reward, settings=settings),
+            reward_fn=partial(group_reward if compares else own_reward, settings=settings),
             group_rm=compares,
         ),
         data_buffer=DataBuffer(prompts, seed=seed),

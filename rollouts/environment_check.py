@@ -7,6 +7,7 @@ finding is good, bad, or a note; what the environment raises is a finding with i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import statistics
@@ -109,6 +110,7 @@ async def examine(candidate: Candidate) -> list[Finding]:
     """Everything that playing the candidate shows, in a fixed order; raises as :func:`check_environment`."""
     factory, prompts = _loaded(candidate)
     check = _Check(candidate, factory, prompts)
+    await check.warm_up()
     async with StallWatch(candidate.stall_seconds) as watch:
         episodes = await check.run()
     if episodes:
@@ -155,6 +157,11 @@ class _Check:
 
     def found(self, about: str, verdict: Verdict, text: str) -> None:
         self.findings.append(Finding(about, verdict, text))
+
+    async def warm_up(self) -> None:
+        """Make one and close it: what a process pays once is not counted. What that raises, :meth:`run` finds."""
+        with contextlib.suppress(EnvironmentFailure):
+            await self._foreign("close", self._made().close())
 
     async def run(self) -> list[_Episode]:
         """Play it, alone; gives the episodes, none if it cannot be played."""

@@ -22,6 +22,19 @@ from aiohttp import web
 
 from rollouts import __version__
 from rollouts.dtypes import Limits, Tool
+from rollouts.environments.ors.answers import (
+    Refused,
+    Run,
+    body_of,
+    ending_of,
+    event,
+    json_answer,
+    number_of,
+    run_to_end,
+    send_events,
+    stream_of,
+    telling_refusals,
+)
 from rollouts.environments.ors.environment import CONTINUES
 from rollouts.environments.ors.wire import ORSError, blocks_of, messages_of
 from rollouts.errors import ConfigError, RolloutsError
@@ -33,7 +46,6 @@ __all__ = ["environment_server"]
 
 _KINDS = ("text", "image", "reasoning", "tool_call", "tool_result")
 _START_WAIT, _SILENCE, _LINGER, _PING, _ROUND = 25.0, 900.0, 60.0, 10.0, 5.0
-_CHUNK = 4096
 
 
 @contextlib.asynccontextmanager
@@ -79,23 +91,13 @@ async def environment_server(
 
 
 @attrs.define(eq=False)
-class _Run:
-    """A call under way, or its result."""
-
-    done: anyio.Event = attrs.field(factory=anyio.Event)
-    text: str = ""
-    error: str | None = None
-    ended: float | None = None
-
-
-@attrs.define(eq=False)
 class _Session:
     hosted: Hosted
     setup: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     ready: anyio.Event = attrs.field(factory=anyio.Event)
     error: str | None = None
     heard: float = attrs.field(factory=time.monotonic)
-    runs: dict[str, _Run] = attrs.field(factory=dict)
+    runs: dict[str, Run] = attrs.field(factory=dict)
 
 
 class _Server:
@@ -108,7 +110,7 @@ class _Server:
         self.sessions: dict[str, _Session] = {}
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 28, middlewares=[_told])
+        app = web.Application(client_max_size=1 << 28, middlewares=[telling_refusals])
         for method, path, handler in (
             ("GET", "/health", self.health),
             ("GET", "/version", self.version),
@@ -141,7 +143,7 @@ class _Server:
         async def checked(request: web.Request) -> web.StreamResponse:
             name = request.match_info["environment"]
             if name.lower() != self.name:
-                raise _Refused(404, f"unknown environment {name!r}; here is {self.name!r}")
+                raise Refused(404, f"unknown environment {name!r}; here is {self.name!r}")
             return await handler(request)
 
         return checked
@@ -149,43 +151,43 @@ class _Server:
     # -- what there is --
 
     async def health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def version(self, request: web.Request) -> web.Response:
-        return _json({"version": __version__})
+        return json_answer({"version": __version__})
 
     async def environments(self, request: web.Request) -> web.Response:
-        return _json([self.name])
+        return json_answer([self.name])
 
     async def splits(self, request: web.Request) -> web.Response:
         kind = self.split if self.split in ("train", "validation", "test") else "validation"
-        return _json([{"name": self.split, "type": kind}])
+        return json_answer([{"name": self.split, "type": kind}])
 
     async def task_list(self, request: web.Request) -> web.Response:
         await self._split(request)
-        return _json({"tasks": [self._spec(index) for index in range(len(self.prompts))], "env_name": self.name})
+        return json_answer({"tasks": [self._spec(index) for index in range(len(self.prompts))], "env_name": self.name})
 
     async def task_count(self, request: web.Request) -> web.Response:
         await self._split(request)
-        return _json({"num_tasks": len(self.prompts)})
+        return json_answer({"num_tasks": len(self.prompts)})
 
     async def task(self, request: web.Request) -> web.Response:
         body = await self._split(request)
-        return _json({"task": self._spec(self._index(body.get("index"))), "env_name": self.name})
+        return json_answer({"task": self._spec(self._index(body.get("index"))), "env_name": self.name})
 
     async def task_range(self, request: web.Request) -> web.Response:
         body = await self._split(request)
         start, stop = body.get("start"), body.get("stop")
         if not all(place is None or isinstance(place, int) for place in (start, stop)):
-            raise _Refused(400, "Invalid index range")
+            raise Refused(400, "Invalid index range")
         chosen = range(len(self.prompts))[start:stop]
-        return _json({"tasks": [self._spec(index) for index in chosen], "env_name": self.name})
+        return json_answer({"tasks": [self._spec(index) for index in chosen], "env_name": self.name})
 
     async def class_tools(self, request: web.Request) -> web.Response:
         """The tools of an environment that has no task yet."""
         environment = self.recipe.environment_cls()
         try:
-            return _json(self._listing(Hosted(self.recipe, self.prompts[0], tools=tuple(environment.tools))))
+            return json_answer(self._listing(Hosted(self.recipe, self.prompts[0], tools=tuple(environment.tools))))
         finally:
             await environment.close()
 
@@ -193,15 +195,15 @@ class _Server:
         return {"split": self.split, "index": index}
 
     async def _split(self, request: web.Request) -> dict[str, Any]:
-        body = await _body(request)
+        body = await body_of(request)
         if body.get("split") != self.split:
-            raise _Refused(400, "Invalid split")
+            raise Refused(400, "Invalid split")
         return body
 
     def _index(self, index: Any) -> int:
         size = len(self.prompts)
         if not isinstance(index, int) or isinstance(index, bool) or not -size <= index < size:
-            raise _Refused(400, "Invalid index")
+            raise Refused(400, "Invalid index")
         return index % size
 
     def _listing(self, hosted: Hosted) -> dict[str, Any]:
@@ -220,25 +222,25 @@ class _Server:
     # -- sessions --
 
     async def new_number(self, request: web.Request) -> web.StreamResponse:
-        return await _events(request, [("task_id", str(uuid.uuid4())), ("end", "")])
+        return await send_events(request, [("task_id", str(uuid.uuid4())), ("end", "")])
 
     async def forget_number(self, request: web.Request) -> web.Response:
-        return _json({"sid": _number(request)})
+        return json_answer({"sid": number_of(request)})
 
     async def create(self, request: web.Request) -> web.Response:
-        number, body = _number(request), await _body(request)
+        number, body = number_of(request), await body_of(request)
         if number in self.sessions:
-            raise _Refused(400, "Session already exists")
+            raise Refused(400, "Session already exists")
         name = body.get("env_name") or self.name
         if str(name).lower() != self.name:
-            raise _Refused(404, f"unknown environment {name!r}; here is {self.name!r}")
+            raise Refused(404, f"unknown environment {name!r}; here is {self.name!r}")
         place = body["task_spec"] if isinstance(body.get("task_spec"), dict) else body
         if place.get("split", self.split) != self.split:
-            raise _Refused(400, "Invalid split")
+            raise Refused(400, "Invalid split")
         prompt = self.prompts[self._index(place.get("index"))]
         self.sessions[number] = session = _Session(Hosted(self.recipe, prompt, self.limits))
         self.tasks.start_soon(self._set_up, session)
-        return _json({"sid": number})
+        return json_answer({"sid": number})
 
     async def _set_up(self, session: _Session) -> None:
         with session.setup:
@@ -250,30 +252,30 @@ class _Server:
                 session.ready.set()
 
     async def delete(self, request: web.Request) -> web.Response:
-        number = _number(request)
+        number = number_of(request)
         await self._close(number)
-        return _json({"sid": number})
+        return json_answer({"sid": number})
 
     async def ping(self, request: web.Request) -> web.Response:
         self._session(request)
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def tools(self, request: web.Request) -> web.Response:
-        return _json(self._listing((await self._ready(request)).hosted))
+        return json_answer(self._listing((await self._ready(request)).hosted))
 
     async def prompt(self, request: web.Request) -> web.Response:
         hosted = (await self._ready(request)).hosted
         texts = [message.content for message in hosted.messages[: hosted.opening] if message.content]
-        return _json([{"type": "text", "text": "\n\n".join(texts)}])
+        return json_answer([{"type": "text", "text": "\n\n".join(texts)}])
 
     async def messages(self, request: web.Request) -> web.Response:
         hosted = (await self._ready(request)).hosted
-        return _json(blocks_of([message.to_chat() for message in hosted.messages[: hosted.opening]], _KINDS))
+        return json_answer(blocks_of([message.to_chat() for message in hosted.messages[: hosted.opening]], _KINDS))
 
     def _session(self, request: web.Request) -> _Session:
-        session = self.sessions.get(_number(request))
+        session = self.sessions.get(number_of(request))
         if session is None:
-            raise _Refused(404, "Active environment not found")
+            raise Refused(404, "Active environment not found")
         session.heard = time.monotonic()
         return session
 
@@ -283,9 +285,9 @@ class _Server:
             await session.ready.wait()
         if not session.ready.is_set():
             headers = {"X-Backend-State": "starting", "Retry-After": "2"}
-            raise _Refused(503, "the environment is starting", headers)
+            raise Refused(503, "the environment is starting", headers)
         if session.error is not None:
-            raise _Refused(500, session.error)
+            raise Refused(500, session.error)
         return session
 
     async def _close(self, number: str) -> None:
@@ -316,10 +318,10 @@ class _Server:
     # -- calls --
 
     async def call(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._ready(request), await _body(request)
+        session, body = await self._ready(request), await body_of(request)
         name, arguments = body.get("name"), body.get("input")
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise _Refused(422, "got no name or no input; expected a tool's name and an object")
+            raise Refused(422, "got no name or no input; expected a tool's name and an object")
 
         async def work() -> str:
             step = await session.hosted.call(name, arguments)
@@ -328,17 +330,17 @@ class _Server:
         return await self._stream(request, session, body.get("task_id"), work)
 
     async def score_group(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._ready(request), await _body(request)
+        session, body = await self._ready(request), await body_of(request)
         reward_fn, hosted = self.recipe.config.reward_fn, session.hosted
         if not self.recipe.config.group_rm or reward_fn is None:
-            raise _Refused(404, f"environment {self.name!r} does not score groups")
+            raise Refused(404, f"environment {self.name!r} does not score groups")
         opening = hosted.messages[: hosted.opening]
         samples = []
         for number, candidate in enumerate(body.get("candidates") or ()):
             try:
                 replies, _ = messages_of(msgspec.json.encode(candidate["messages"]), f"candidate {number}")
             except (ORSError, KeyError, TypeError, ConfigError) as error:
-                raise _Refused(422, f"candidate {number}: {error}; expected an object with messages") from None
+                raise Refused(422, f"candidate {number}: {error}; expected an object with messages") from None
             samples.append(sample_of(hosted.prompt, [*opening, *replies]))
 
         async def work() -> str:
@@ -352,33 +354,23 @@ class _Server:
     ) -> web.StreamResponse:
         if task_id is None:
             task_id = uuid.uuid4().hex
-            session.runs[task_id] = run = _Run()
-            self.tasks.start_soon(_run, run, work)
+            session.runs[task_id] = run = Run()
+            self.tasks.start_soon(run_to_end, run, work)
         elif task_id in session.runs:
             run = session.runs[task_id]
         else:
-            return await _events(request, [("error", "unknown task_id")])
-        response = await _prepared(request)
+            return await send_events(request, [("error", "unknown task_id")])
+        response = await stream_of(request)
         with contextlib.suppress(ConnectionError):  # whoever left may come back for the result
-            await response.write(_event("task_id", task_id))
+            await response.write(event("task_id", task_id))
             while not run.done.is_set():
                 with anyio.move_on_after(_PING):
                     await run.done.wait()
                 if not run.done.is_set():
                     session.heard = time.monotonic()
                     await response.write(b": ping\r\n\r\n")
-            await response.write(b"".join(_ending(run)))
+            await response.write(b"".join(ending_of(run)))
         return response
-
-
-async def _run(run: _Run, work: Callable[[], Awaitable[str]]) -> None:
-    try:
-        run.text = await work()
-    except RolloutsError as error:
-        run.error = " ".join(str(error).split()) or type(error).__name__
-    finally:
-        run.ended = time.monotonic()
-        run.done.set()
 
 
 def _answer(step: HostedStep, *, is_reply: bool) -> dict[str, Any]:
@@ -395,75 +387,3 @@ def _answer(step: HostedStep, *, is_reply: bool) -> dict[str, Any]:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "input_schema": dict(tool.parameters)}
-
-
-# -- HTTP -------------------------------------------------------------------------------------------------------------
-
-
-class _Refused(Exception):
-    """An answer that is not 200."""
-
-    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(detail)
-        self.status, self.detail, self.headers = status, detail, headers
-
-
-@web.middleware
-async def _told(request: web.Request, handler: Any) -> web.StreamResponse:
-    try:
-        response: web.StreamResponse = await handler(request)
-        return response
-    except _Refused as refused:
-        return _json({"detail": refused.detail}, refused.status, refused.headers)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    body = msgspec.json.encode(value)
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(await request.read())
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise _Refused(422, "the body is no JSON object")
-    return body
-
-
-def _number(request: web.Request) -> str:
-    number = request.headers.get("X-Session-ID", "").strip()
-    if not number:
-        raise _Refused(400, "X-Session-ID header is required")
-    return number
-
-
-async def _prepared(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    return response
-
-
-async def _events(request: web.Request, events: list[tuple[str, str]]) -> web.StreamResponse:
-    response = await _prepared(request)
-    await response.write(b"".join(_event(name, data) for name, data in events))
-    return response
-
-
-def _event(name: str, data: str) -> bytes:
-    return f"event: {name}\r\ndata: {data}\r\n\r\n".encode()
-
-
-def _ending(run: _Run) -> list[bytes]:
-    """The result in pieces. None begins with a space, which some clients take for part of the format."""
-    if run.error is not None:
-        return [_event("error", run.error)]
-    pieces, start = [], 0
-    while start < len(run.text):
-        end = start + _CHUNK
-        while end < len(run.text) and run.text[end].isspace():
-            end += 1
-        pieces.append(run.text[start:end])
-        start = end
-    return [_event("chunk", piece) for piece in pieces[:-1]] + [_event("end", pieces[-1])]

@@ -17,10 +17,13 @@ from rollouts.cli import main
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
+from rollouts.environments.ors import ORSServer
 from rollouts.environments.python_tool import PythonLimits
 from rollouts.environments.sandbox.containment import containment_of
+from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
+from rollouts.serving_environments import environment_server
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Answer, Fault
 from rollouts.testing.server import StubServer
@@ -31,6 +34,8 @@ from rollouts.training.journal import Journal, read_journal
 from rollouts.training.sinks import RunWriter
 from rollouts.training.stored import load_run
 from rollouts.training.types import Group
+from tests import ors_recipe
+from tests.bad_worlds import BAD, Bad, play_beside
 from tests.stored_runs import some_sample
 
 __all__ = ["ROWS", "Row", "page", "said_of"]
@@ -48,6 +53,8 @@ class Row:
     """What is said, from its beginning; ``…`` stands for anything, and ``DIR`` for the folder."""
     provoke: Callable[[Path], Any]
     """Does it, in an empty folder; raises what is said, or returns it."""
+    needs: str = ""
+    """A package."""
 
 
 def said_of(row: Row, folder: Path) -> str:
@@ -62,6 +69,27 @@ def said_of(row: Row, folder: Path) -> str:
     except Exception as error:  # noqa: BLE001 - whatever it is, its words are compared
         text = str(error)
     return str(text).replace(str(folder), "DIR").replace(CALCULATOR, "calculator.py")
+
+
+def run_beside(bad: Bad) -> Callable[[Path], Any]:
+    """A run with sound prompts beside."""
+
+    async def run(folder: Path) -> Any:
+        return (await play_beside(bad, folder)).failures[0].message
+
+    return run
+
+
+async def wrong_split(folder: Path) -> Any:
+    """The tasks of an ORS server."""
+    async with environment_server(ors_recipe.recipe(Endpoint())) as url:
+        server = ORSServer(url)
+        try:
+            return await server.prompts("dev")
+        except ConfigError as error:  # past the server it would be one of a group
+            return error
+        finally:
+            await server.aclose()
 
 
 # -- how to provoke them ----------------------------------------------------------------------------------------------
@@ -239,6 +267,7 @@ async def empty(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 LINE, CONFIG, DATA = "The command line", "Recipes and configs", "Data"
+SERVED = "Environments and judges behind a server, of one prompt among sound ones"
 FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "What is on disk"
 RUN = ("run", CALCULATOR, "--out", "DIR/run")
 
@@ -282,6 +311,8 @@ ROWS = [
     Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
     Row(FOREIGN, "a filter that does not say yes or no", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),
     Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),
+    Row(SERVED, "a split that an ORS server does not have", "split: got 'dev'; expected one of train (http://…)", wrong_split),
+    *(Row(SERVED, bad.what, bad.message, run_beside(bad), bad.needs) for bad in BAD),
     Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),
     Row(SERVER, "a page of a proxy", "gave up after 1 attempts: status 200, but the body is not JSON: <html>", asked("not_json")),
     Row(SERVER, "an overloaded server", "gave up after 1 attempts: status 503: The request queue is full. (POST http://…/generate)", asked("error_503")),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
-__all__ = ["is_installed"]
+import pytest
+
+__all__ = ["is_installed", "needing"]
 
 
 def is_installed(distribution: str) -> bool:
@@ -14,3 +17,12 @@ def is_installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def needing(distribution: str, value: Any, name: str) -> Any:
+    """A parameter of a test, called ``name``; one that needs a package is skipped without it, and is marked."""
+    marks: list[Any] = []
+    if distribution:
+        reason = f"{distribution} is not installed"
+        marks = [pytest.mark.extra, pytest.mark.skipif(not is_installed(distribution), reason=reason)]
+    return pytest.param(value, id=name.replace(" ", "-"), marks=marks)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.bad_inputs import ROWS, Row, page, said_of
+from tests.packages import needing
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what.replace(" ", "-"))
+@pytest.mark.parametrize("row", [needing(row.needs, row, row.what) for row in ROWS])
 def test_it_is_said_as_the_table_says(row: Row, tmp_path: Path) -> None:
     """From its first word; where the table has dots, anything may stand."""
     said = said_of(row, tmp_path)

@@ -136,6 +136,16 @@ async def test_a_call_that_blocks_is_found_by_its_line(tmp_path: Path) -> None:
     assert "world.py:14 in look" in finding.text
 
 
+@pytest.mark.parametrize(("blocks", "verdict"), [("not MADE", "good"), ("True", "bad")], ids=["once", "each time"])
+async def test_what_a_process_pays_once_is_not_counted(blocks: str, verdict: str, tmp_path: Path) -> None:
+    """The first environment may load what all share; one that blocks whenever it is made is found."""
+    body = "    @tool\n    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
+    body += (
+        f"    def __init__(self) -> None:\n        if {blocks}: time.sleep(0.5)\n        MADE.append(1)\nMADE = []\n"
+    )
+    assert (await findings(body, tmp_path, stall_seconds=0.4))["blocking calls"].verdict == verdict
+
+
 async def test_no_snapshots_are_a_note(tmp_path: Path) -> None:
     """An episode that was interrupted starts again; that is no fault."""
     body = "    @tool\n    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"

@@ -51,6 +51,7 @@ def calls(*asked: tuple[str, dict[str, Any]]) -> Message:
     )
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("kind", ["openreward", "ors"])
 async def test_real_clients_play_it(kind: str, url: str) -> None:
     """Splits, tasks, tools, rewards, the end, errors and long results, as the clients of two SDKs see them."""

@@ -1,5 +1,6 @@
 """Function calling: the right call with the right arguments, on tasks of the Berkeley leaderboard."""
 
 from environments.function_calling.task import FunctionCalling, call_reward, load_calls
+from environments.function_calling.turns import CallsInTurns, load_turns, turns_reward
 
-__all__ = ["FunctionCalling", "call_reward", "load_calls"]
+__all__ = ["CallsInTurns", "FunctionCalling", "call_reward", "load_calls", "load_turns", "turns_reward"]

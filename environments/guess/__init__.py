@@ -1,5 +1,5 @@
 """Guess a number: a game with a state, and a reward for every step."""
 
-from environments.guess.task import GuessEnvironment, guess_prompts
+from environments.guess.task import GuessEnvironment, guess_prompts, guess_reward
 
-__all__ = ["GuessEnvironment", "guess_prompts"]
+__all__ = ["GuessEnvironment", "guess_prompts", "guess_reward"]

@@ -15,8 +15,10 @@ from typing import Any
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import StepResult
 from rollouts.errors import ConfigError
+from rollouts.training import Sample
+from rollouts.training.step_rewards import reduced
 
-__all__ = ["GuessEnvironment", "guess_prompts"]
+__all__ = ["GuessEnvironment", "guess_prompts", "guess_reward"]
 
 _NUMBER = re.compile(r"-?\d+")
 
@@ -84,6 +86,11 @@ class GuessEnvironment:
         if not self.left:
             return StepResult(done=True, reward=reward, metrics=metrics)
         return StepResult([Message("user", text)], reward=reward, metrics=metrics)
+
+
+def guess_reward(sample: Sample) -> float:
+    """The sum of the rewards of the steps; 0 for a game that was cut before its first guess."""
+    return reduced(sample.step_rewards)
 
 
 def guess_prompts(seed: int, *, high: int = 100, guesses: int = 8) -> Iterator[Prompt]:

@@ -2,7 +2,7 @@
 
 from environments.openreward.config import EnvironmentSettings, KitSettings, load_settings
 from environments.openreward.export import Trajectories, events_of
-from environments.openreward.rewards import group_reward, reward
+from environments.openreward.rewards import group_reward, own_reward, reward
 from environments.openreward.rollout import KitEnvironment, generate
 from environments.openreward.tasks import prepare_tasks
 
@@ -15,6 +15,7 @@ __all__ = [
     "generate",
     "group_reward",
     "load_settings",
+    "own_reward",
     "prepare_tasks",
     "reward",
 ]

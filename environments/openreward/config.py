@@ -18,6 +18,7 @@ import yaml
 
 from rollouts.environments.ors import ORSServer
 from rollouts.errors import ConfigError
+from rollouts.renderer import Renderer
 
 __all__ = ["KEY", "EnvironmentSettings", "KitSettings", "api_url", "load_settings"]
 
@@ -69,6 +70,8 @@ class KitSettings:
     thinking: bool = False
     run_name: str = "slime-training"
     _secrets: Mapping[str, str | None] = attrs.field(factory=dict, repr=False)
+    renderers: dict[Any, Renderer] = attrs.field(factory=dict, init=False, repr=False, eq=False)
+    """Those in use, by tokenizer."""
     _servers: dict[tuple[str, str | None], ORSServer] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
     @property

@@ -18,7 +18,7 @@ from environments.openreward.config import KitSettings
 from environments.openreward.export import Trajectories
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, StopReason, Tool
 from rollouts.environments.ors import ORSEnvironment, ORSServer
-from rollouts.renderer import renderer_for
+from rollouts.renderer import Renderer, renderer_for
 from rollouts.training import Sample, agent_rollout_to_samples
 
 __all__ = ["KitEnvironment", "generate"]
@@ -84,17 +84,11 @@ async def generate(
         made.append(KitEnvironment(server, settings.system_prompt_template))
         return made[-1]
 
-    make = functools.partial(
-        renderer_for,
-        tokenizer,
-        template_kwargs={"enable_thinking": settings.thinking},
-        tells_tools=not settings.tools_in_prompt,
-    )
     samples = await agent_rollout_to_samples(
         prompt,
         environment_cls=environment,
         endpoint=endpoint,
-        tokenizer=await anyio.to_thread.run_sync(make),
+        tokenizer=await _renderer(tokenizer, settings),
         limits=attrs.evolve(limits or Limits(), max_turns=entry.max_turns, last_calls="run"),
         **options,
     )
@@ -104,6 +98,19 @@ async def generate(
     if trajectories is not None:
         await trajectories.add(samples[-1], played.calls, run_name=settings.run_name)
     return samples
+
+
+async def _renderer(tokenizer: Any, settings: KitSettings) -> Renderer:
+    """The renderer of these settings, loaded in a worker thread by the first rollout that asks."""
+    if tokenizer not in settings.renderers:
+        make = functools.partial(
+            renderer_for,
+            tokenizer,
+            template_kwargs={"enable_thinking": settings.thinking},
+            tells_tools=not settings.tools_in_prompt,
+        )
+        settings.renderers[tokenizer] = await anyio.to_thread.run_sync(make)
+    return settings.renderers[tokenizer]
 
 
 def _outcome(sample: Sample, played: KitEnvironment) -> dict[str, Any]:

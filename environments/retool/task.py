@@ -22,6 +22,7 @@ from rollouts.errors import ConfigError
 __all__ = ["RetoolEnvironment", "load_maths"]
 
 _HUB = re.compile(r"hub:([^/]+/[^/]+)/(.+)")
+_KINDS = (".jsonl", ".parquet")
 _EXPECTED = "prompt and label, prompt and reward_model.ground_truth (DAPO), or problem and answer (AIME)"
 
 
@@ -38,8 +39,9 @@ def load_maths(source: str, *, limit: int | None = None) -> list[Prompt]:
     """Problems with final answers, from a file or the hub.
 
     Args:
-        source: a ``.jsonl`` or ``.parquet`` file, or ``hub:OWNER/DATASET/PATH`` for such a file of a data set on the
-            Hugging Face hub, e.g. ``hub:BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet``.
+        source: a ``.jsonl`` or ``.parquet`` file; a folder of them, as a data set of the Hugging Face hub is when it is
+            downloaded; or ``hub:OWNER/DATASET/PATH`` for such a file of a data set on the hub, e.g.
+            ``hub:BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet``.
         limit: the first so many different problems.
 
     Returns:
@@ -49,28 +51,32 @@ def load_maths(source: str, *, limit: int | None = None) -> list[Prompt]:
     Raises:
         ConfigError: no such file, it cannot be had from the hub, or a row of another shape, by its number.
     """
-    path = _file(source)
     prompts: dict[str, Prompt] = {}
-    for number, row in enumerate(_rows(path), 1):
-        if limit is not None and len(prompts) >= limit:
-            break
-        prompt = _prompt(row, f"{path}, row {number}")
-        prompts.setdefault("\n".join(message.content for message in prompt.messages), prompt)
+    for path in _files(source):
+        for number, row in enumerate(_rows(path), 1):
+            if limit is not None and len(prompts) >= limit:
+                break
+            prompt = _prompt(row, f"{path}, row {number}")
+            prompts.setdefault("\n".join(message.content for message in prompt.messages), prompt)
     if not prompts:
-        raise ConfigError.of("data", str(path), "at least one row")
+        raise ConfigError.of("data", str(source), "at least one row")
     return list(prompts.values())
 
 
-def _file(source: str) -> Path:
+def _files(source: str) -> list[Path]:
     named = _HUB.fullmatch(str(source))
     if named is None:
         path = Path(source)
-        if not path.is_file() or path.suffix not in (".jsonl", ".parquet"):
-            raise ConfigError.of("data", str(source), "a .jsonl or .parquet file, or hub:OWNER/DATASET/PATH of one")
-        return path
+        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found = [file for file in found if file.is_file() and file.suffix in _KINDS]
+        if not found:
+            raise ConfigError.of(
+                "data", str(source), "a .jsonl or .parquet file, a folder of them, or hub:OWNER/DATASET/PATH of one"
+            )
+        return found
     hub: Any = importlib.import_module("huggingface_hub")  # transformers brings it
     try:
-        return Path(hub.hf_hub_download(repo_id=named[1], filename=named[2], repo_type="dataset"))
+        return [Path(hub.hf_hub_download(repo_id=named[1], filename=named[2], repo_type="dataset"))]
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(f"data: got {source!r}, which the hub does not give ({reason})") from error

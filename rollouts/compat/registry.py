@@ -58,7 +58,7 @@ class Registry:
             raise ConfigError.of(self.kind, name, f"one of those registered ({there}), or package.module:attribute")
         try:
             return load()
-        except Exception as error:
+        except Exception as error:  # whatever an import of foreign code raises is why the name cannot be had
             raise ConfigError(f"{self.kind} {name!r} is unavailable because {type(error).__name__}: {error}") from error
 
     def unavailable(self) -> dict[str, str]:

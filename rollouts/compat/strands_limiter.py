@@ -61,10 +61,8 @@ class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where
         self.reset()
 
     def reset(self) -> None:
-        self.tool_iter_count = 0
-        self.tool_call_count = 0
-        self.message_count = 0
-        self.cancelled_tool_call_count = 0
+        """Begin to count anew."""
+        self.message_count = self.tool_iter_count = self.tool_call_count = self.cancelled_tool_call_count = 0
         self._parallel = 0
 
     def register_hooks(self, registry: HookRegistry, **_: Any) -> None:
@@ -73,26 +71,28 @@ class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where
 
     def _on_message(self, event: MessageAddedEvent) -> None:
         self.message_count += 1
-        calls = sum("toolUse" in block for block in event.message["content"])
         if event.message["role"] == "user":
-            if self.max_messages is not None and self.message_count >= self.max_messages:
-                raise MaxMessagesReachedError(f"{self.message_count} messages; the limit is {self.max_messages}")
-        elif calls:
+            _stop(MaxMessagesReachedError, "messages", self.message_count, self.max_messages)
+            return
+        calls = sum("toolUse" in block for block in event.message["content"])
+        if calls:
             self._parallel = 0
             self.tool_iter_count += 1
             self.tool_call_count += calls
-            if self.max_tool_iters is not None and self.tool_iter_count >= self.max_tool_iters:
-                raise MaxToolIterationsReachedError(f"reply {self.tool_iter_count} with calls; the limit is reached")
-            if self.max_tool_calls is not None and self.tool_call_count >= self.max_tool_calls:
-                raise MaxToolCallsReachedError(f"{self.tool_call_count} calls; the limit is {self.max_tool_calls}")
+            _stop(MaxToolIterationsReachedError, "replies with calls", self.tool_iter_count, self.max_tool_iters)
+            _stop(MaxToolCallsReachedError, "calls", self.tool_call_count, self.max_tool_calls)
 
     def _on_call(self, event: BeforeToolCallEvent) -> None:
         self._parallel += 1
-        if self.max_parallel_tool_calls is not None and self._parallel > self.max_parallel_tool_calls:
+        most = self.max_parallel_tool_calls
+        if most is not None and self._parallel > most:
+            event.cancel_tool = f"Error: at most {most} calls in one reply; this one did not run"
             self.cancelled_tool_call_count += 1
-            event.cancel_tool = (
-                f"Error: at most {self.max_parallel_tool_calls} calls in one reply; this one did not run"
-            )
+
+
+def _stop(error: type[LoopLimitReachedError], what: str, count: int, most: int | None) -> None:
+    if most is not None and count >= most:
+        raise error(f"{count} {what}; the limit is {most}")
 
 
 ToolLimiter = LoopLimiter

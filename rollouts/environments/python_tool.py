@@ -159,12 +159,19 @@ async def run_python(
     source, given = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
         with _lifeline() as (lifeline, end):
+            failed: SandboxError | None = None
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_hold, end)
-                answer, out, errors = await anyio.to_thread.run_sync(
-                    run_program, source, given, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
-                )
+                try:
+                    answer, out, errors = await anyio.to_thread.run_sync(
+                        run_program, source, given, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
+                    )
+                except SandboxError as error:
+                    failed = error
                 tasks.cancel_scope.cancel()
+            await anyio.lowlevel.checkpoint_if_cancelled()  # what we ended ourselves is neither answer nor failure
+            if failed is not None:  # raised here, where no task group wraps it
+                raise failed
     if set(answer.mechanisms) != set(known.mechanisms):
         raise SandboxError(f"it ran with {answer.mechanisms}; at the start that was {list(known.mechanisms)}")
     return Execution(

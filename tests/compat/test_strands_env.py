@@ -28,6 +28,8 @@ from rollouts.compat.strands_env import (  # noqa: E402 - after the check that i
 )
 from rollouts.compat.strands_sglang import SGLangClient  # noqa: E402
 
+pytestmark = pytest.mark.extra
+
 IMPORTS = "from rollouts.compat.strands_env import "
 
 

@@ -32,6 +32,8 @@ from rollouts.compat.strands_sglang import (  # noqa: E402
     get_tool_parser,
 )
 
+pytestmark = pytest.mark.extra
+
 RAN: list[int] = []
 
 

@@ -32,6 +32,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
+    pytest.mark.extra,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
 ]

@@ -30,6 +30,9 @@ pytest.importorskip("mcp")
 TOOLS = Path(__file__).with_name("mcp_tools.py")
 
 
+pytestmark = pytest.mark.extra
+
+
 def stdio(**options: Any) -> McpServer:
     return McpServer(command=(sys.executable, str(TOOLS)), **options)
 

@@ -489,6 +489,26 @@ async def test_a_cancelled_run_is_gone_when_the_cancellation_is(namespaces: bool
     assert named(mark) == []
 
 
+async def test_a_cancelled_run_is_no_failure_of_the_sandbox(namespaces: bool) -> None:
+    """It ends with the cancellation and with nothing else, so that nobody has to tell the two apart."""
+    mark = f"n{os.getpid()}-{namespaces:d}"
+    seen: list[type[BaseException]] = []
+
+    async def run() -> None:
+        try:
+            await ran(CALL_ME.format(name=mark) + "import time; time.sleep(100)", namespaces)
+        except BaseException as error:
+            seen.append(type(error))
+            raise
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.to_thread.run_sync(_until, lambda: bool(named(mark)))
+            tasks.cancel_scope.cancel()
+    assert seen == [anyio.get_cancelled_exc_class()]
+
+
 def test_a_run_dies_with_us(namespaces: bool) -> None:
     """Also when we are killed."""
     mark = f"k{os.getpid()}-{namespaces:d}"

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from environments.guess import GuessEnvironment, guess_prompts
+from environments.guess import GuessEnvironment, guess_prompts, guess_reward
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError
 from rollouts.testing.playing import play
+from rollouts.training import Sample
 
 
 def game(secret: int = 6, high: int = 8, guesses: int = 4) -> Prompt:
@@ -31,6 +32,12 @@ async def test_the_rewards_of_a_found_number_add_up_to_one() -> None:
     for replies in (["6"], ["1", "8", "2", "6"], ["7", "5", "6"]):
         assert sum((await play(GuessEnvironment(), game(), replies)).rewards) == pytest.approx(1)
     assert (await play(GuessEnvironment(), game(1, 1), ["1"])).rewards == [1.0]
+
+
+def test_a_game_that_was_cut_before_a_guess_earned_nothing() -> None:
+    """And is no failure; any other earned what its steps earned."""
+    assert guess_reward(Sample()) == 0.0
+    assert guess_reward(Sample(step_rewards=[0.25, 0.5])) == 0.75
 
 
 async def test_what_is_no_guess_earns_nothing_and_costs_one() -> None:

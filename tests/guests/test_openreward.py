@@ -366,6 +366,7 @@ async def test_what_was_not_confirmed_is_sent_again(tmp_path: Path) -> None:
     await api.runner.cleanup()
 
 
+@pytest.mark.extra
 def test_events_have_the_form_of_the_real_client(tmp_path: Path) -> None:
     """Field for field what ``openreward`` itself posts for the same conversation."""
     openreward = pytest.importorskip("openreward.api.rollouts.rollout", exc_type=ImportError)

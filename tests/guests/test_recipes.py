@@ -19,6 +19,7 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "countdown": (None, {}),
     "guess": (None, {"guesses": 3}),
     "function_calling": ("datasets/bfcl_simple_python.jsonl", {"limit": 20}),
+    "function_calling-turns": ("datasets/bfcl_multi_turn_base.jsonl", {"variant": "turns", "max_turns": 2}),
     "search": (None, {"max_turns": 3}),
     "retool": ("datasets/math500.jsonl", {"limit": 8, "max_turns": 2}),
     "mixed": (None, {"max_turns": 3, "weights": json.dumps({"calculator": 2, "countdown": 1, "guess": 1})}),
@@ -31,7 +32,7 @@ def run(name: str, asset: Callable[[str], Path], engine_url: str, out: Path) -> 
     options = {"keep": "all", "batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 24, **options}
     arguments = ["--data", str(asset(data))] if data else []
     arguments += [text for option, value in options.items() for text in ("--set", f"{option}={value}")]
-    recipe = str(CONFIGS / f"{name}.py")
+    recipe = str(CONFIGS / f"{name.partition('-')[0]}.py")
     assert main(["run", recipe, "--endpoint", engine_url, "--out", str(out), "--format", "jsonl", *arguments]) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,52 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
         load_maths(str(path))
 
 
+def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Parts in their order beside a card that is no data; the two data sets of ReTool, by their own columns."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    dapo = [{"prompt": [{"role": "user", "content": f"Solve {n}"}], "label": str(n)} for n in range(5)]
+    aime = [
+        {"id": n, "problem": f"Find {n}", "solution": "…", "answer": str(n), "url": "", "year": "2024"} for n in (7, 8)
+    ]
+    for name, rows, parts in (("dapo-math-17k", dapo, 2), ("aime-2024", aime, 1)):
+        folder = tmp_path / name / "data"
+        folder.mkdir(parents=True)
+        (tmp_path / name / "README.md").write_text("a card")
+        for part in range(parts):
+            table = pyarrow.Table.from_pylist(rows[part * 3 : (part + 1) * 3])
+            parquet.write_table(table, folder / f"train-{part:05}-of-{parts:05}.parquet")
+        loaded = load_maths(str(tmp_path / name))
+        assert [prompt.label for prompt in loaded] == [str(row.get("label", row.get("answer"))) for row in rows]
+        assert [len(prompt.messages) for prompt in loaded] == [1] * len(rows)
+    assert [prompt.label for prompt in load_maths(str(tmp_path / "dapo-math-17k"), limit=4)] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.extra
+def test_what_the_guide_writes_is_read(
+    asset: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guide's own lines fetch both data sets and write them as rows; here they find them in a folder."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pytest.importorskip("datasets")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = asset("../source-documents/001_23c2aad6707c266b.txt").read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    rows = {
+        "dapo-math-17k": {"prompt": [{"role": "user", "content": "Solve: 1+1"}], "label": "2"},
+        "aime-2024": {"prompt": [{"role": "user", "content": "Find x."}], "label": "204"},
+    }
+    assert len(snippets) == len(rows)
+    for code, (name, row) in zip(snippets, rows.items(), strict=True):
+        (tmp_path / name / "data").mkdir(parents=True)
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name / "data" / "train-00000-of-00001.parquet")
+        here = code.replace(f"zhuzilin/{name}", str(tmp_path / name)).replace("~/data", str(tmp_path))
+        assert here.count(str(tmp_path)) == 2
+        exec(compile(here, "the guide", "exec"), {})
+        (prompt,) = load_maths(str(tmp_path / f"{name}.jsonl"))
+        assert (prompt.messages[0].content, prompt.label) == (row["prompt"][0]["content"], row["label"])
+
+
 def test_real_rows_load(asset: Callable[[str], Path]) -> None:
     """MATH-500, whole."""
     assert len(load_maths(str(asset("datasets/math500.jsonl")))) == 500
@@ -78,6 +125,7 @@ def test_rows_that_are_none_are_refused(text: str, words: str, tmp_path: Path) -
 
 def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
     """With what a source may be."""
+    (tmp_path / "card.md").write_text("?")
     for source in (str(tmp_path / "none.jsonl"), "hub:aime", str(tmp_path)):
         with pytest.raises(ConfigError, match="hub:OWNER/DATASET/PATH"):
             load_maths(source)

@@ -28,6 +28,8 @@ from rollouts.training import load_prompts
 from tests.integration.test_ors import toys
 from tests.worlds import Speller
 
+pytestmark = pytest.mark.extra
+
 KIT = Path(__file__).with_name("openreward_kit.py")
 HEAD = """
 environments:

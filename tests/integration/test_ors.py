@@ -26,6 +26,8 @@ from rollouts.testing.policy import ScriptedPolicy
 from tests.integration.ors_words import LONG
 from tests.packages import is_installed
 
+pytestmark = pytest.mark.extra
+
 TOYS = Path(__file__).with_name("ors_toys.py")
 
 

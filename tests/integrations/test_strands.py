@@ -32,6 +32,8 @@ strands = pytest.importorskip("strands")
 
 from rollouts.integrations.strands import StrandsEnvironment  # noqa: E402 - after the check that it can be imported
 
+pytestmark = pytest.mark.extra
+
 SYSTEM = "You are a careful assistant."
 RAN: list[str] = []
 

@@ -16,6 +16,9 @@ from rollouts.training.verify import verify_run
 client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: prometheus)")
 
 
+pytestmark = pytest.mark.extra
+
+
 async def test_a_scrape_reads_the_numbers() -> None:
     """Names as Prometheus has them; what only grows is a counter."""
     from prometheus_client.parser import text_string_to_metric_families

@@ -19,6 +19,9 @@ from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, ge
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
 
 
+pytestmark = pytest.mark.extra
+
+
 @pytest.fixture(scope="module")
 def exported() -> Any:
     """Where all spans of this process go from now on."""

@@ -40,6 +40,7 @@ async def test_an_export_holds_the_rows_of_the_run(tmp_path: Path, kind: Kind, f
         assert msgspec.json.encode(read(out, kind)) == msgspec.json.encode(stored)
 
 
+@pytest.mark.extra
 async def test_datasets_loads_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``datasets.load_dataset(OUT)`` finds every shard, and a sample comes back out of it as it was."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -63,6 +63,7 @@ class Connection:
         if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
             raise ConfigError.of("ORSServer.base_url", base_url, "a URL that starts with http:// or https://")
         self.url = base_url.rstrip("/")
+        self._shown = without_password(self.url)
         self.deployment = deployment
         self._api_key = api_key
         self._secrets = dict(secrets)
@@ -71,7 +72,7 @@ class Connection:
         self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Transport] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
-        return f"<Connection to {without_password(self.url)}>"
+        return f"<Connection to {self._shown}>"
 
     @property
     def has_key(self) -> bool:
@@ -98,7 +99,7 @@ class Connection:
             ORSError: it was refused, or there is no answer after all attempts.
         """
         retry = _Retry(self._starting_seconds)
-        what = f"{method} {without_password(self.url)}{path}"
+        what = f"{method} {self._shown}{path}"
         headers = self.headers(session, secret=path == "/create")
         data = b"" if body is None else msgspec.json.encode(body)
         while True:
@@ -126,7 +127,7 @@ class Connection:
             ORSError: it was refused, what it started raised, or it cannot be resumed.
         """
         retry = _Retry(self._starting_seconds)
-        what = f"POST {without_password(self.url)}{path}"
+        what = f"POST {self._shown}{path}"
         headers = {**self.headers(session), "Accept": "text/event-stream"}
         task_id: str | None = None
         while True:
@@ -141,7 +142,9 @@ class Connection:
                             events = Events()
                             patience.deadline = anyio.current_time() + _SILENCE
                             while more := await answer.some():
-                                patience.deadline = anyio.current_time() + _SILENCE
+                                now = anyio.current_time()
+                                if patience.deadline < now + _SILENCE - 1.0:  # setting it costs as much as reading
+                                    patience.deadline = now + _SILENCE
                                 for event, text in events.feed(more):
                                     if event == "task_id":
                                         task_id, retry.failures = text.strip(), 0

@@ -7,6 +7,7 @@ callers'. It knows no trajectory and no sample.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import random
@@ -174,8 +175,8 @@ class ORSServer:
         try:
             await session.create({**task.to_wire(), **await self._secrets_in_body()})
         except BaseException:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-                await session.close()
+            with anyio.CancelScope(shield=True), anyio.move_on_after(5), contextlib.suppress(ORSError):
+                await session.close()  # what it says is not why the session could not be made
             raise
         return session
 

@@ -279,6 +279,7 @@ class Pipeline:
         return changed
 
 
+@functools.lru_cache(maxsize=64)
 def _takes_a_policy(function: Callable[..., Any]) -> bool:
     """Whether it passes ``policy`` and ``sampling`` on to our agent loop, as ``generate_rollout_batch`` does."""
     parameters = inspect.signature(function).parameters

@@ -65,9 +65,8 @@ async def code_tests(
             try:
                 passed[number] = await _passes(code, wanted[number], limits)
             except SandboxError as error:
-                if not tasks.cancel_scope.cancel_called:  # else it is one that was ended because another failed
-                    errors.append(error)
-                    tasks.cancel_scope.cancel()
+                errors.append(error)
+                tasks.cancel_scope.cancel()
             if not share and not passed.get(number):
                 tasks.cancel_scope.cancel()
 

@@ -29,6 +29,8 @@ from rollouts.integrations.slime.settings import OWN_KEYS
 from rollouts.training import Prompt, Sample
 from tests.integrations.slime.launches import Launch, made_sample
 
+pytestmark = pytest.mark.extra
+
 ROOT = Path(__file__).parents[3]
 DOOR = "rollouts.integrations.slime"
 

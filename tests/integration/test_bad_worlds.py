@@ -1,0 +1,23 @@
+"""What is wrong with one environment is a failure of its own prompt, in words, and the run goes on with the others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.bad_worlds import BAD, Bad, play_beside
+from tests.packages import needing
+
+
+@pytest.mark.parametrize("bad", [needing(bad.needs, bad, bad.what) for bad in BAD])
+async def test_the_run_goes_on(bad: Bad, tmp_path: Path) -> None:
+    """The bad group is recorded with class, cause and message; the batch is of the sound ones, and the sum is right."""
+    played = await play_beside(bad, tmp_path)
+    assert {(failure.kind, failure.cause) for failure in played.failures} == {(bad.kind, bad.cause)}
+    for failure in played.failures:
+        said = failure.message
+        assert re.match("(?s:.*)".join(map(re.escape, bad.message.split("…"))), said), said
+    assert [sample.metadata["environment"] for sample in played.kept] == ["good"] * 2
+    assert (played.accounting.in_batch, played.accounting.failed, played.accounting.in_flight) == (2, 1, 0)
