@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ByteTable"]
+__all__ = ["BYTES", "ByteTable"]
 
 
 class ByteTable:
@@ -55,7 +55,7 @@ _MADE: weakref.WeakKeyDictionary[Any, tuple[int, ByteTable | None]] = weakref.We
 def _bytes_of(text: str) -> bytes:
     """A token as bytes: each character stands for one; where one does not, the token is text as it is."""
     try:
-        return bytes(map(_BYTES.__getitem__, text))
+        return bytes(map(BYTES.__getitem__, text))
     except KeyError:
         return text.encode()
 
@@ -67,4 +67,5 @@ def _alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTES = _alphabet()
+BYTES = _alphabet()
+"""The byte that each character of a byte-level vocabulary stands for."""

@@ -149,6 +149,12 @@ class Renderer:
             mine.set_exception(error)
         return mine.result()
 
+    def forget(self) -> None:
+        """Keep no opening and no word, as if nothing had been rendered yet."""
+        with self._lock:
+            self._openings.clear()
+        self._codec.forget()
+
     def bridge(
         self,
         history: Sequence[Message],

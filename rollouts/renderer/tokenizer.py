@@ -14,6 +14,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
+from rollouts.renderer.words import Words
 
 __all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 
@@ -113,6 +114,7 @@ class Codec:
         self._raw = getattr(tokenizer, "backend_tokenizer", None)
         self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
         self._bytes = ByteTable.of(tokenizer) if self._slow is None else None
+        self._words = Words.of(self._raw) if self._slow is None else None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that came out of :meth:`encode` so far."""
@@ -123,10 +125,11 @@ class Codec:
         """Ids of a text. Special tokens written in it become their ids; none is added."""
         if not text:
             return []
+        ids: list[int] | None
         if self._slow is not None:
             with self._lock:
                 ids = list(self._slow.encode(text, add_special_tokens=False))
-        else:
+        elif self._words is None or (ids := self._words.encode(text)) is None:
             # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
             # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
             assert self._raw is not None
@@ -139,6 +142,11 @@ class Codec:
                 self.encoded_tokens += len(ids)
                 self.encoded_characters += len(text)
         return ids
+
+    def forget(self) -> None:
+        """Know no word any more, as before the first text."""
+        if self._words is not None:
+            self._words.forget()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens written out, spaces left as they are."""

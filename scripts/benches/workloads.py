@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics  # type: ignore[import-untyped]  # prose with code in it, on every machine
 
 import attrs
 import numpy as np
@@ -96,18 +96,20 @@ class Play:
     """What stands between a reply and the next, by turn."""
 
     @classmethod
-    def of(cls, workload: Workload, renderer: Renderer, seed: int = 0) -> Play:
-        rng = random.Random(seed)
-        words = sorted({word for word in (ROOT / "README.md").read_text().split() if word.isalpha()})
+    def of(cls, workload: Workload, renderer: Renderer) -> Play:
+        book, at = "\n".join(topics.values()), 0
 
         def text(tokens: int) -> str:
-            drawn = rng.choices(words, k=tokens)
-            while len(renderer.encode(" ".join(drawn))) > tokens:
-                drawn = drawn[: -max(1, len(drawn) // 20)]
-            return " ".join(drawn)
+            """What comes next in the book, which begins anew at its end."""
+            nonlocal at
+            length = 4 * tokens
+            while len(renderer.encode(book[at : at + length])) > tokens:
+                length = int(0.97 * length)
+            found = book[at : at + length]
+            at = (at + length) % (len(book) - 80_000)
+            return found
 
-        asks = text(workload.prompt - 60)
-        prompts = tuple(Prompt(f"{number} {asks}") for number in range(workload.samples))
+        prompts = tuple(Prompt(f"{number} {text(workload.prompt - 60)}") for number in range(workload.samples))
         observations = tuple(f"{_NUMBER} {text(workload.observation - 25)}" for _ in range(workload.turns - 1)) or ("",)
         call = '<tool_call>\n{"name": "look", "arguments": {"at": "north"}}\n</tool_call>'
         end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
