@@ -142,7 +142,7 @@ class Renderer:
             return known.result()
         try:
             text = self._template.render(messages, tools)
-            mine.set_result(_packed(self._codec.encode(text)))
+            mine.set_result(self._codec.encode(text))
         except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
             with self._lock:
                 self._openings.pop(key, None)
@@ -189,7 +189,7 @@ class Renderer:
                 )
         ids = self._codec.encode(text)
         last = int(tail[-1]) if len(tail) else None
-        return _packed(ids[1:] if self._is_spent(ids, last) else ids)
+        return ids[1:] if self._is_spent(ids, last) else ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
@@ -201,7 +201,7 @@ class Renderer:
 
     def encode(self, text: str) -> TokenColumn:
         """Ids of a text that the template wrote; int32, read-only."""
-        return _packed(self._codec.encode(text))
+        return self._codec.encode(text)
 
     def rewriting(
         self,
@@ -237,11 +237,12 @@ class Renderer:
         why = rewriting(before, after.removesuffix(text), history[-1], kept=kept, closing=closing)
         return why, len(ids)
 
-    def _is_spent(self, ids: Sequence[int], last: int | None) -> bool:
+    def _is_spent(self, ids: TokenColumn, last: int | None) -> bool:
         """Whether the bridge's first id is one that the sampled stop token already stands for."""
-        if not ids or last not in self.stop_token_ids:
+        if not len(ids) or last not in self.stop_token_ids:
             return False
-        return ids[0] == last or (self._closes_turns and ids[0] in self._special)
+        first = int(ids[0])
+        return first == last or (self._closes_turns and first in self._special)
 
     @functools.cached_property
     def _closes_turns(self) -> bool:
@@ -320,12 +321,6 @@ class Renderer:
         except ConfigError:
             return True
         return "argumentone" not in written or bool(self.dialect.parse(written, tools=tools).tool_calls)
-
-
-def _packed(ids: list[int]) -> TokenColumn:
-    column = np.array(ids, np.int32)  # a tokenizer's ids need no check
-    column.flags.writeable = False
-    return column
 
 
 def _is_refused_at_once(found: SelfTest) -> bool:

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rollouts.dtypes import TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
 from rollouts.renderer.words import Words
@@ -121,26 +124,34 @@ class Codec:
         self.encoded_characters = 0
         """Characters that went into :meth:`encode` so far."""
 
-    def encode(self, text: str, *, counted: bool = True) -> list[int]:
-        """Ids of a text. Special tokens written in it become their ids; none is added."""
-        if not text:
-            return []
-        ids: list[int] | None
-        if self._slow is not None:
-            with self._lock:
-                ids = list(self._slow.encode(text, add_special_tokens=False))
-        elif self._words is None or (ids := self._words.encode(text)) is None:
-            # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
-            # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
-            assert self._raw is not None
-            if len(text) < _SHORT_TEXT:
-                ids = self._raw.encode(text, add_special_tokens=False).ids
-            else:
-                ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
+        """Ids of a text, read-only. Special tokens written in it become their ids; none is added."""
+        ids = self._words.encode(text) if self._words is not None else None
+        if ids is None:
+            ids = np.array(self._encoded(text), np.int32)  # a tokenizer's ids need no check
+            ids.flags.writeable = False
         if counted:
             with self._lock:
                 self.encoded_tokens += len(ids)
                 self.encoded_characters += len(text)
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        """As the tokenizer does it."""
+        if not text:
+            return []
+        ids: list[int]
+        if self._slow is not None:
+            with self._lock:
+                ids = list(self._slow.encode(text, add_special_tokens=False))
+            return ids
+        # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
+        # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
+        assert self._raw is not None
+        if len(text) < _SHORT_TEXT:
+            ids = self._raw.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def forget(self) -> None:

@@ -19,6 +19,9 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from rollouts.dtypes import TokenColumn
 from rollouts.renderer.byte_level import BYTES
 
 __all__ = ["Words"]
@@ -38,10 +41,10 @@ class Words:
         self._size = raw.get_vocab_size()
         self._model = raw.model
         self._cut = words.findall
-        self._special = special
+        self._special = {text: _column([number]) for text, number in special.items()}
         longest_first = sorted(special, key=len, reverse=True)
         self._between = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")").split if special else None
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known: dict[str, bytes] = {}
 
     def __repr__(self) -> str:
         return f"<Words: {len(self._known)} known>"
@@ -66,7 +69,7 @@ class Words:
         marks = [*made._special][:8]
         texts = [*_HARD, *(f"{one}{text}{two}" for text in _HARD for one, two in zip(marks, marks[::-1], strict=True))]
         same = (
-            made.encode(text) == ids.ids
+            (found := made.encode(text)) is not None and found.tolist() == ids.ids
             for text, ids in zip(texts, raw.encode_batch_fast(texts, add_special_tokens=False), strict=True)
         )
         return made if all(same) else None
@@ -75,24 +78,24 @@ class Words:
         """Know no word any more."""
         self._known.clear()
 
-    def encode(self, text: str) -> list[int] | None:
-        """Ids of a text; ``None`` if it is the tokenizer's to encode."""
+    def encode(self, text: str) -> TokenColumn | None:
+        """Ids of a text, read-only; ``None`` if it is the tokenizer's to encode."""
         if self._raw.get_vocab_size() != self._size:  # somebody has added tokens
             return None
         parts = [text] if self._between is None else self._between(text)
-        ids: list[int] = []
+        columns: list[bytes] = []
         for place, part in enumerate(parts):
             if place % 2:
-                ids.append(self._special[part])
+                columns.append(self._special[part])
             elif part:
                 words = self._words_of(part)
                 if words is None:
                     return None
-                found = list(map(self._known.get, words))
-                if None in found:
-                    found = list(map(self._ids_of, words))
-                ids.extend(itertools.chain.from_iterable(found))  # type: ignore[arg-type]  # none is missing
-        return ids
+                try:
+                    columns.append(b"".join(map(self._known.__getitem__, words)))
+                except KeyError:
+                    columns.extend(map(self._ids_of, words))
+        return np.frombuffer(b"".join(columns), np.int32)
 
     def _words_of(self, part: str) -> list[str] | None:
         """The words of a text without special tokens; ``None`` if they are the tokenizer's to find."""
@@ -111,15 +114,20 @@ class Words:
             words[place - 1] = part[ends[place - 1] : ends[place]]
         return words
 
-    def _ids_of(self, word: str) -> tuple[int, ...]:
+    def _ids_of(self, word: str) -> bytes:
         ids = self._known.get(word)
         if ids is None:
-            ids = tuple(token.id for token in self._model.tokenize("".join(map(_AS_TEXT.__getitem__, word.encode()))))
+            pieces = self._model.tokenize("".join(map(_AS_TEXT.__getitem__, word.encode())))
+            ids = _column([piece.id for piece in pieces])
             if len(word) < _LONG_WORD:
                 if len(self._known) >= _KEPT:
                     self._known.clear()
                 self._known[word] = ids
         return ids
+
+
+def _column(ids: list[int]) -> bytes:
+    return np.array(ids, np.int32).tobytes()
 
 
 _AS_TEXT = {byte: text for text, byte in BYTES.items()}
