@@ -64,7 +64,7 @@ class Leash:
     def __await__(self) -> Generator[Any, Any, Any]:
         inner: Any = self.awaitable.__await__()
         error: BaseException | None = None
-        self._look()
+        looked = False
         try:
             while True:
                 try:
@@ -84,6 +84,9 @@ class Leash:
                         raise error
                     break
                 error = None
+                if not looked:  # what never waits needs no timer
+                    looked = True
+                    self._look()
                 try:
                     yield self._waits_for
                 except BaseException as thrown:  # noqa: BLE001 - thrown on into the coroutine

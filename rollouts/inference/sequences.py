@@ -112,6 +112,8 @@ class SequenceCache:
         """
         ids = np.asarray(ids)
         limit = _LARGEST_ID + 1 if self.vocab_size is None else min(self.vocab_size, _LARGEST_ID + 1)
+        if ids.dtype == np.int32 and ids.size and int(np.maximum.reduce(ids.view(np.uint32))) < limit:
+            return  # a negative id is a large one there
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise ConfigError(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -115,6 +115,7 @@ class SGLangPolicy:
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
         self._sound_stops: set[tuple[int, ...]] = set()
+        self._last_options: tuple[SamplingParams | None, tuple[int, ...], bytes] = (None, (), b"")
         self._one_long_reply = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
         """By rid, what was sent and is not answered yet."""
@@ -180,7 +181,7 @@ class SGLangPolicy:
         self.totals.encoded_tokens = self._sequences.encoded
         call = _Call(
             ids=ids,
-            options=wire.request_options(sampling, stop_token_ids),
+            options=self._options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
             sampling=sampling,
@@ -194,6 +195,14 @@ class SGLangPolicy:
             if error.__cause__ is None and call.last not in (None, error):
                 raise error from call.last  # too late: say what went wrong before
             raise
+
+    def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
+        """What stands behind the ids; made again only where it differs from the call before."""
+        known_sampling, known_stops, options = self._last_options
+        if sampling is not known_sampling or stop_token_ids is not known_stops:
+            options = wire.request_options(sampling, stop_token_ids)
+            self._last_options = (sampling, stop_token_ids, options)
+        return options
 
     async def interrupt(self) -> None:
         """Abort what is in flight, each by its rid: it is answered at once with what it has; nobody else's is touched.
@@ -284,7 +293,7 @@ class SGLangPolicy:
             worker.pace.unseen()
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
-        rid = uuid.uuid4().hex  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
@@ -259,7 +258,7 @@ class Renderer:
 
     def decode(self, tokens: Sequence[int] | TokenColumn) -> str:
         """Text of ids, special tokens written out."""
-        return self._codec.decode(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+        return self._codec.decode(tokens)
 
     def parse(
         self,

@@ -159,13 +159,14 @@ class Codec:
         if self._words is not None:
             self._words.forget()
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | TokenColumn) -> str:
         """Text of ids, special tokens written out, spaces left as they are."""
-        if self._slow is not None:
-            with self._lock:
-                return str(self._slow.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         text = None if self._bytes is None else self._bytes.decode(ids)
         if text is not None:
             return text
+        listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if self._slow is not None:
+            with self._lock:
+                return str(self._slow.decode(listed, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         assert self._raw is not None
-        return str(self._raw.decode(list(ids), skip_special_tokens=False))
+        return str(self._raw.decode(listed, skip_special_tokens=False))
