@@ -11,6 +11,7 @@ This module knows no messages and counts nothing.
 
 from __future__ import annotations
 
+import array
 import bisect
 import itertools
 import json
@@ -94,7 +95,8 @@ class Words:
                 try:
                     columns.append(b"".join(map(self._known.__getitem__, words)))
                 except KeyError:
-                    columns.extend(map(self._ids_of, words))
+                    new = {word: self._ids_of(word) for word in set(words).difference(self._known)}
+                    columns.extend(new.get(word) or self._ids_of(word) for word in words)
         return np.frombuffer(b"".join(columns), np.int32)
 
     def _words_of(self, part: str) -> list[str] | None:
@@ -127,7 +129,7 @@ class Words:
 
 
 def _column(ids: list[int]) -> bytes:
-    return np.array(ids, np.int32).tobytes()
+    return array.array("i", ids).tobytes()
 
 
 _AS_TEXT = {byte: text for text, byte in BYTES.items()}
