@@ -294,14 +294,14 @@ class SGLangPolicy:
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        body, start = wire.request_body(rid, call.ids, call.options)
+        call.ids = self._sequences.held_in(body, start, call.ids, call.session)
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1
         self._running[rid] = worker
         try:
-            status, payload = await self._transport.post(
-                f"{worker.url}/generate", wire.request_body(rid, call.ids, call.options), call.headers, fresh=fresh
-            )
+            status, payload = await self._transport.post(f"{worker.url}/generate", body, call.headers, fresh=fresh)
         except Unsent:
             call.running = None
             worker.suspect()

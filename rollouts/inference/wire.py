@@ -105,9 +105,10 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
     )
 
 
-def request_body(rid: str, ids: EncodedIds, options: bytes) -> bytes:
-    """The body of one attempt: each has a rid of its own."""
-    return b"".join((b'{"rid":"', rid.encode(), b'","input_ids":[', ids.text, options))
+def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
+    """The body of one attempt, each of which has a rid of its own; and where the text of its ids begins."""
+    head = b'{"rid":"%b","input_ids":[' % rid.encode()
+    return b"".join((head, ids.text, options)), len(head)
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------

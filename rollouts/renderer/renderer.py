@@ -14,6 +14,7 @@ import collections
 import concurrent.futures
 import datetime
 import functools
+import hashlib
 import re
 import threading
 import weakref
@@ -128,7 +129,8 @@ class Renderer:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        key = (repr(tuple(messages)), repr(tuple(tools)))
+        asked = f"{tuple(messages)!r}{tuple(tools)!r}".encode("utf-8", "surrogatepass")
+        key = hashlib.blake2b(asked, digest_size=32).digest()  # the texts themselves may be long
         with self._lock:
             known = self._openings.get(key)
             if known is not None:

@@ -34,7 +34,7 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
     """
     assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
     first = trajectory.calls[0].start if trajectory.calls else len(trajectory)
-    return Sample(
+    sample = Sample(
         prompt=prompt.prompt,
         response=decode(trajectory.tokens[first:]),
         tokens=trajectory.tokens,
@@ -56,6 +56,7 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         history=trajectory.history,
         step_rewards=list(trajectory.step_rewards),
     )
+    return sample.keep(first, decode)
 
 
 def trajectory_to_samples(
