@@ -177,16 +177,15 @@ class SGLangPolicy:
         if stop_token_ids not in self._sound_stops:
             self._sequences.check(stop_token_ids, "stop_token_ids")
             self._sound_stops = {tuple(stop_token_ids)}
-        ids = self._sequences.encode(tokens, session)
-        self.totals.encoded_tokens = self._sequences.encoded
         call = _Call(
-            ids=ids,
+            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see held_in
             options=self._options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
             sampling=sampling,
             stop_token_ids=stop_token_ids,
         )
+        self.totals.encoded_tokens = self._sequences.encoded
         worker = self._workers.of(session)
         try:
             with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
