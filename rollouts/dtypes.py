@@ -37,6 +37,7 @@ __all__ = [
     "ToolCall",
     "VersionSpan",
     "as_messages",
+    "is_frozen",
     "packed_logprobs",
     "packed_tokens",
     "without_password",
@@ -78,6 +79,12 @@ def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     if kinds == "iu" and given.size and given.dtype != dtype and not np.array_equal(column, given):
         raise ValueError(f"a token id fits {np.dtype(dtype)}, got {given.min()} to {given.max()}")
     return _frozen(column)
+
+
+def is_frozen(column: npt.NDArray[Any]) -> bool:
+    """Whether nobody can change a column: neither through it nor through the one that it is a view of."""
+    base = column.base
+    return not column.flags.writeable and (base is None or (isinstance(base, np.ndarray) and not base.flags.writeable))
 
 
 def _frozen(column: npt.NDArray[Any]) -> npt.NDArray[Any]:

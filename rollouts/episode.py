@@ -47,8 +47,10 @@ OnStep = Callable[[Trajectory], None]
 _PROMPT_END = 16
 """Last tokens of a prompt that tell whether it opened a thinking block."""
 
-_LONG_TEXT = 2000
-"""Characters from which on rendering goes to a worker thread (about 500 tokens)."""
+_LONG_TEXT = 8000
+"""Characters from which on rendering goes to a worker thread: some 2,000 tokens, or a few milliseconds at the worst."""
+
+_UNREAD = Message("assistant")
 
 Rendered = TypeVar("Rendered")
 
@@ -330,7 +332,7 @@ class Episode:
 
     def _add_reply(self, completion: Completion, tools: Sequence[Tool]) -> Message:
         """Store the sampled tokens, and read the reply that they end."""
-        self.trajectory.add_reply(completion, Message("assistant"))
+        self.trajectory.add_reply(completion, _UNREAD)
         reply, counts = self._read(tools)
         self.trajectory.messages[-1] = reply
         for name in counts:
@@ -358,7 +360,7 @@ class Episode:
                 there = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
                 call = attrs.evolve(call, error=f"there is no tool {call.name!r}; {there}")
             calls.append(call)
-        return attrs.evolve(reply, tool_calls=tuple(calls)), counts
+        return (attrs.evolve(reply, tool_calls=tuple(calls)) if calls else reply), counts
 
     def _ended(self, completion: Completion, reply: Message, turn: int, cut_by: StopReason | None) -> StopReason | None:
         """Why the episode ends at this reply, before anything is done with it; ``None`` if it goes on."""

@@ -38,7 +38,10 @@ __all__ = ["Call", "Segment", "Trajectory", "digest"]
 
 def digest(tokens: TokenColumn, start: int = 0) -> int:
     """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
-    return zlib.crc32(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), start)
+    return zlib.crc32(np.ascontiguousarray(tokens, _ON_THE_WIRE).data, start)
+
+
+_ON_THE_WIRE = np.dtype("<i4")
 
 
 @attrs.frozen

@@ -127,40 +127,58 @@ class Transport:
     async def _request(
         self, method: str, url: str, data: Any, headers: Mapping[str, str], fresh: bool
     ) -> tuple[int, bytes]:
-        async with self.open(method, url, headers, data, fresh=fresh) as answer:
-            return answer.status, await answer.read()
+        # As `open`, without its context: this is what a turn waits in.
+        session = await self._session_for(fresh)
+        answered, began = False, time.monotonic()
+        try:
+            async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer:
+                answered = True
+                payload = await answer.content.read()
+                if not fresh:
+                    self._kept_until = time.monotonic() + KEEPALIVE_SECONDS
+                return answer.status, payload
+        except (aiohttp.ClientError, OSError) as error:
+            told, cause = self._told(error, method, url, fresh=fresh, answered=answered, began=began)
+            raise told from cause
 
     @contextlib.asynccontextmanager
     async def open(
         self, method: str, url: str, headers: Mapping[str, str], data: Any = None, *, fresh: bool = False
     ) -> AsyncIterator[Answer]:
         """Send one request and read its answer piece by piece inside the context; raises as :meth:`post` does."""
-        kept, single = self._sessions or await self._open()
-        if self._loop is not asyncio.get_running_loop():
-            raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
+        session = await self._session_for(fresh)
         answered, began = False, time.monotonic()
         try:
-            async with (single if fresh else kept).request(
-                method, url, data=data, headers=headers, allow_redirects=False
-            ) as answer:
+            async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer:
                 answered = True
                 yield Answer(answer.status, answer.headers, answer.content)
                 if not fresh:
                     self._kept_until = time.monotonic() + KEEPALIVE_SECONDS
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            refused = getattr(error, "errno", None) == errno.ECONNREFUSED
-            raise Unsent(f"{_what(method, url)}: cannot connect: {_said(error)}", refused=refused) from error
-        except aiohttp.InvalidURL as error:
-            raise ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host") from error
-        except aiohttp.ClientResponseError as error:
-            # Not chained: this error carries the request's headers, and with them the key.
-            raise Garbled(f"{_what(method, url)}: not an HTTP answer: {error.message}", stale=False) from None
         except (aiohttp.ClientError, OSError) as error:
-            stale = not fresh and not answered and began < self._kept_until
-            where = "in the middle of" if answered else "before"
-            raise Lost(
-                f"{_what(method, url)}: connection broke {where} the answer: {_said(error)}", stale=stale
-            ) from error
+            told, cause = self._told(error, method, url, fresh=fresh, answered=answered, began=began)
+            raise told from cause
+
+    async def _session_for(self, fresh: bool) -> aiohttp.ClientSession:
+        kept, single = self._sessions or await self._open()
+        if self._loop is not asyncio.get_running_loop():
+            raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
+        return single if fresh else kept
+
+    def _told(
+        self, error: Exception, method: str, url: str, *, fresh: bool, answered: bool, began: float
+    ) -> tuple[Exception, Exception | None]:
+        """What an error of the library says of the request, and what it is to be raised from."""
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            refused = getattr(error, "errno", None) == errno.ECONNREFUSED
+            return Unsent(f"{_what(method, url)}: cannot connect: {_said(error)}", refused=refused), error
+        if isinstance(error, aiohttp.InvalidURL):
+            return ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host"), error
+        if isinstance(error, aiohttp.ClientResponseError):
+            # Not chained: this error carries the request's headers, and with them the key.
+            return Garbled(f"{_what(method, url)}: not an HTTP answer: {error.message}", stale=False), None
+        stale = not fresh and not answered and began < self._kept_until
+        where = "in the middle of" if answered else "before"
+        return Lost(f"{_what(method, url)}: connection broke {where} the answer: {_said(error)}", stale=stale), error
 
     async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
         # No await reaches the loop between the test and the assignment: many first uses open one pool.

@@ -36,6 +36,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.episode": (4, 0),
     "rollouts.agent": (4, 1),
     "rollouts.testing": (4, 0),
+    "rollouts.training.told": (5, 0),
     "rollouts.training.types": (5, 1),
     "rollouts.training.samples": (5, 2),
     "rollouts.training.rewards": (5, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,18 @@ async def test_the_disk_is_waited_for_once_a_batch(renderer: Renderer, tmp_path:
     assert segments > 2
     assert cut.journal.syncs <= 1 + segments
     assert sum(entry.kind == "sample" for entry in read_journal(tmp_path / "cut" / "journal")) == GROUPS * N
+
+
+async def test_a_finished_sample_is_few_objects(renderer: Renderer, tmp_path: Path) -> None:
+    """At most eight that the garbage collector has to walk, although it has messages, calls and versions."""
+    played = await play(renderer, tmp_path)
+    assert all(len(sample.read("messages")) == 2 * TURNS for sample in played.samples)
+    gc.collect()
+    with_samples = len(gc.get_objects())
+    count = len(played.samples)
+    played.samples.clear()
+    gc.collect()
+    assert 0 < (with_samples - len(gc.get_objects())) / count <= 8
 
 
 def test_the_page_has_every_benchmark() -> None:

@@ -29,7 +29,7 @@ _LARGEST_ID = 2**31 - 1
 class EncodedIds:
     """Token ids as they go over the wire."""
 
-    text: bytes
+    text: bytes | memoryview
     """Decimal ids with commas between them."""
     count: int
     digest: int
@@ -38,7 +38,7 @@ class EncodedIds:
 
 @attrs.define
 class _Kept:
-    text: bytes
+    text: bytes | memoryview
     count: int
     digest: int
     used: float = 0.0
@@ -102,6 +102,21 @@ class SequenceCache:
             self._keep(session, kept)
         return EncodedIds(kept.text, len(column), kept.digest)
 
+    def held_in(self, body: bytes, start: int, ids: EncodedIds, session: str) -> EncodedIds:
+        """Let the text of ids be the part of a request's body where it stands, so that it is in memory once only.
+
+        Args:
+            body: has the text, from ``start`` on.
+            start: where.
+            ids: what :meth:`encode` gave.
+            session: the one that it was given for.
+        """
+        text = memoryview(body)[start : start + len(ids.text)]
+        kept = self._kept.get(session)
+        if kept is not None and kept.text is ids.text:
+            kept.text = text
+        return EncodedIds(text, ids.count, ids.digest)
+
     def check(self, ids: Any, field: str, start: int = 0) -> None:
         """Check that ids are of the vocabulary.
 
@@ -112,6 +127,8 @@ class SequenceCache:
         """
         ids = np.asarray(ids)
         limit = _LARGEST_ID + 1 if self.vocab_size is None else min(self.vocab_size, _LARGEST_ID + 1)
+        if ids.dtype == np.int32 and ids.size and int(np.maximum.reduce(ids.view(np.uint32))) < limit:
+            return  # a negative id is a large one there
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise ConfigError(

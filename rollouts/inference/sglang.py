@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -116,6 +116,7 @@ class SGLangPolicy:
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = Transport(connect_seconds=endpoint.connect_seconds)
         self._sound_stops: set[tuple[int, ...]] = set()
+        self._last_options: tuple[SamplingParams | None, tuple[int, ...], bytes] = (None, (), b"")
         self._one_long_reply = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
         """By rid, what was sent and is not answered yet."""
@@ -177,16 +178,15 @@ class SGLangPolicy:
         if stop_token_ids not in self._sound_stops:
             self._sequences.check(stop_token_ids, "stop_token_ids")
             self._sound_stops = {tuple(stop_token_ids)}
-        ids = self._sequences.encode(tokens, session)
-        self.totals.encoded_tokens = self._sequences.encoded
         call = _Call(
-            ids=ids,
-            options=wire.request_options(sampling, stop_token_ids),
+            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see held_in
+            options=self._options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
             sampling=sampling,
             stop_token_ids=stop_token_ids,
         )
+        self.totals.encoded_tokens = self._sequences.encoded
         worker = self._workers.of(session)
         try:
             with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
@@ -197,6 +197,14 @@ class SGLangPolicy:
             raise
         finally:
             call.last = None  # its traceback holds the call: nothing but a collector would free the two
+
+    def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
+        """What stands behind the ids; made again only where it differs from the call before."""
+        known_sampling, known_stops, options = self._last_options
+        if sampling is not known_sampling or stop_token_ids is not known_stops:
+            options = wire.request_options(sampling, stop_token_ids)
+            self._last_options = (sampling, stop_token_ids, options)
+        return options
 
     async def interrupt(self) -> None:
         """Abort what is in flight, each by its rid: it is answered at once with what it has; nobody else's is touched.
@@ -294,16 +302,16 @@ class SGLangPolicy:
             worker.pace.unseen()
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
-        rid = uuid.uuid4().hex  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        body, start = wire.request_body(rid, call.ids, call.options)
+        call.ids = self._sequences.held_in(body, start, call.ids, call.session)
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1
         self._running[rid] = worker
         clocks = worker.pause.entered()
         try:
-            status, payload = await self._transport.post(
-                f"{worker.url}/generate", wire.request_body(rid, call.ids, call.options), call.headers, fresh=fresh
-            )
+            status, payload = await self._transport.post(f"{worker.url}/generate", body, call.headers, fresh=fresh)
         except Unsent:
             call.running = None
             worker.suspect()

@@ -105,9 +105,10 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
     )
 
 
-def request_body(rid: str, ids: EncodedIds, options: bytes) -> bytes:
-    """The body of one attempt: each has a rid of its own."""
-    return b"".join((b'{"rid":"', rid.encode(), b'","input_ids":[', ids.text, options))
+def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
+    """The body of one attempt, each of which has a rid of its own; and where the text of its ids begins."""
+    head = b'{"rid":"%b","input_ids":[' % rid.encode()
+    return b"".join((head, ids.text, options)), len(head)
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
@@ -181,8 +182,9 @@ def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_id
         raise EndpointRefused(
             f"max_new_tokens: {sampling.max_new_tokens} ids were asked for, {len(tokens)} came: {lost}"
         )
+    before_the_end = tokens[:-1]
     for stop in stop_token_ids:
-        if (tokens[:-1] == stop).any():
+        if np.count_nonzero(before_the_end == stop):
             raise EndpointRefused(f"stop_token_ids: the reply goes on after its stop id {stop}: {lost}")
 
 
@@ -200,7 +202,9 @@ def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
         raise EndpointRefused(
             f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
         )
-    return _ids(sampled), _finite([triple.logprob for triple in triples])
+    # Ids of output_ids were checked as they were read.
+    ids = _ids(sampled) if reply.output_ids is None else _frozen(np.array(sampled, np.int32))
+    return ids, _finite([triple.logprob for triple in triples])
 
 
 def _ids(sampled: list[int]) -> TokenColumn:
@@ -216,7 +220,7 @@ def _ids(sampled: list[int]) -> TokenColumn:
 def _finite(values: list[float | None]) -> LogprobColumn:
     # null, which is how NaN and infinity come over the wire, becomes NaN here; NaN is less than nothing.
     logprobs = np.array(values, np.float64)
-    if logprobs.size and not (logprobs.min() > -_LARGEST and logprobs.max() < _LARGEST):
+    if logprobs.size and not (np.minimum.reduce(logprobs) > -_LARGEST and np.maximum.reduce(logprobs) < _LARGEST):
         at = int(np.flatnonzero(~(np.abs(logprobs) < _LARGEST))[0])
         raise BrokenNumbers(f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a finite number")
     return _frozen(logprobs.astype(np.float32))

@@ -21,6 +21,7 @@ from rollouts.renderer.template import ChatTemplate
 __all__ = ["STRATEGIES", "Strategy", "bridge_text", "closes_turns"]
 
 _SENTINEL = "qz7sentinelqz7"
+_ASKED = Message("user", "U")
 
 Strategy = Callable[[Sequence[Message]], list[Message]]
 """What the dummy has between the system prompt and its last turn, given the real history."""
@@ -28,7 +29,7 @@ Strategy = Callable[[Sequence[Message]], list[Message]]
 
 def short(history: Sequence[Message]) -> list[Message]:
     """One user turn."""
-    return [Message("user", "U")]
+    return [_ASKED]
 
 
 def one_round(history: Sequence[Message]) -> list[Message]:

@@ -10,7 +10,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ByteTable"]
+import numpy as np
+
+from rollouts.dtypes import TokenColumn
+
+__all__ = ["BYTES", "ByteTable"]
 
 
 class ByteTable:
@@ -18,6 +22,9 @@ class ByteTable:
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
+        self._all = np.frombuffer(b"".join(table), np.uint8)
+        self._lengths = np.array([len(text) for text in table], np.int32)
+        self._starts = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteTable | None:
@@ -38,16 +45,36 @@ class ByteTable:
             table[token] = _bytes_of(text)
         made = cls(table)
         every = list(range(len(table)))
-        same = (made.decode(ids) == raw.decode(ids, skip_special_tokens=False) for ids in (every, every[::-1]))
+        same = (
+            said == made.decode(ids) == made.decode(np.array(ids, np.int32))
+            for ids in (every, every[::-1])
+            for said in [raw.decode(ids, skip_special_tokens=False)]
+        )
         return made if all(same) else None
 
-    def decode(self, ids: Sequence[int]) -> str | None:
+    def decode(self, ids: Sequence[int] | TokenColumn) -> str | None:
         """Text of ids, none of them negative; ``None`` if there is one that the tokenizer did not have."""
+        if isinstance(ids, np.ndarray):
+            if len(ids) >= _MANY:
+                return self._gathered(ids)
+            ids = ids.tolist()
         try:
             return b"".join(map(self._table.__getitem__, ids)).decode("utf-8", "replace")
         except IndexError:
             return None
 
+    def _gathered(self, ids: TokenColumn) -> str | None:
+        if np.maximum.reduce(ids) >= len(self._table):
+            return None
+        lengths = self._lengths[ids]
+        ends = np.cumsum(lengths)
+        # Where each byte of the text stands among those of all ids: where its id's begin, and how far it is from there.
+        places = np.repeat(self._starts[ids] - (ends - lengths), lengths) + np.arange(ends[-1])
+        return str(self._all[places].tobytes(), "utf-8", "replace")
+
+
+_MANY = 256
+"""Ids from which on their bytes are gathered from one piece of memory, which is nearer at hand than as many objects."""
 
 _MADE: weakref.WeakKeyDictionary[Any, tuple[int, ByteTable | None]] = weakref.WeakKeyDictionary()
 
@@ -55,7 +82,7 @@ _MADE: weakref.WeakKeyDictionary[Any, tuple[int, ByteTable | None]] = weakref.We
 def _bytes_of(text: str) -> bytes:
     """A token as bytes: each character stands for one; where one does not, the token is text as it is."""
     try:
-        return bytes(map(_BYTES.__getitem__, text))
+        return bytes(map(BYTES.__getitem__, text))
     except KeyError:
         return text.encode()
 
@@ -67,4 +94,5 @@ def _alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-_BYTES = _alphabet()
+BYTES = _alphabet()
+"""The byte that each character of a byte-level vocabulary stands for."""

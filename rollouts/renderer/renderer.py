@@ -14,6 +14,7 @@ import collections
 import concurrent.futures
 import datetime
 import functools
+import hashlib
 import re
 import threading
 import weakref
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
@@ -129,7 +129,8 @@ class Renderer:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        key = (repr(tuple(messages)), repr(tuple(tools)))
+        asked = f"{tuple(messages)!r}{tuple(tools)!r}".encode("utf-8", "surrogatepass")
+        key = hashlib.blake2b(asked, digest_size=32).digest()  # the texts themselves may be long
         with self._lock:
             known = self._openings.get(key)
             if known is not None:
@@ -142,12 +143,18 @@ class Renderer:
             return known.result()
         try:
             text = self._template.render(messages, tools)
-            mine.set_result(_packed(self._codec.encode(text)))
+            mine.set_result(self._codec.encode(text))
         except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
             with self._lock:
                 self._openings.pop(key, None)
             mine.set_exception(error)
         return mine.result()
+
+    def forget(self) -> None:
+        """Keep no opening and no word, as if nothing had been rendered yet."""
+        with self._lock:
+            self._openings.clear()
+        self._codec.forget()
 
     def bridge(
         self,
@@ -183,7 +190,7 @@ class Renderer:
                 )
         ids = self._codec.encode(text)
         last = int(tail[-1]) if len(tail) else None
-        return _packed(ids[1:] if self._is_spent(ids, last) else ids)
+        return ids[1:] if self._is_spent(ids, last) else ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
@@ -195,7 +202,7 @@ class Renderer:
 
     def encode(self, text: str) -> TokenColumn:
         """Ids of a text that the template wrote; int32, read-only."""
-        return _packed(self._codec.encode(text))
+        return self._codec.encode(text)
 
     def rewriting(
         self,
@@ -231,11 +238,12 @@ class Renderer:
         why = rewriting(before, after.removesuffix(text), history[-1], kept=kept, closing=closing)
         return why, len(ids)
 
-    def _is_spent(self, ids: Sequence[int], last: int | None) -> bool:
+    def _is_spent(self, ids: TokenColumn, last: int | None) -> bool:
         """Whether the bridge's first id is one that the sampled stop token already stands for."""
-        if not ids or last not in self.stop_token_ids:
+        if not len(ids) or last not in self.stop_token_ids:
             return False
-        return ids[0] == last or (self._closes_turns and ids[0] in self._special)
+        first = int(ids[0])
+        return first == last or (self._closes_turns and first in self._special)
 
     @functools.cached_property
     def _closes_turns(self) -> bool:
@@ -252,7 +260,7 @@ class Renderer:
 
     def decode(self, tokens: Sequence[int] | TokenColumn) -> str:
         """Text of ids, special tokens written out."""
-        return self._codec.decode(tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+        return self._codec.decode(tokens)
 
     def parse(
         self,
@@ -314,12 +322,6 @@ class Renderer:
         except ConfigError:
             return True
         return "argumentone" not in written or bool(self.dialect.parse(written, tools=tools).tool_calls)
-
-
-def _packed(ids: list[int]) -> TokenColumn:
-    column = np.array(ids, np.int32)  # a tokenizer's ids need no check
-    column.flags.writeable = False
-    return column
 
 
 def _is_refused_at_once(found: SelfTest) -> bool:

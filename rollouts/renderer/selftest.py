@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
+import numpy as np
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import Strategy, bridge_text
 from rollouts.renderer.rewriting import shared
@@ -88,7 +89,7 @@ class _Turn:
 def run_self_test(
     template: ChatTemplate,
     strategy: tuple[str, Strategy],
-    encode: Callable[[str], list[int]],
+    encode: Callable[[str], TokenColumn],
     stops: Sequence[str],
     tools: Sequence[Tool],
     system: str | None,
@@ -187,7 +188,7 @@ def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: 
 def _judge(
     template: ChatTemplate,
     strategy: Strategy,
-    encode: Callable[[str], list[int]],
+    encode: Callable[[str], TokenColumn],
     stops: Sequence[str],
     tools: Sequence[Tool],
     opening: Sequence[Message],
@@ -232,7 +233,7 @@ def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, st
 
 
 def _bridge_verdict(
-    whole: str, bridge: str, turn: _Turn, encode: Callable[[str], list[int]], stops: Sequence[str]
+    whole: str, bridge: str, turn: _Turn, encode: Callable[[str], TokenColumn], stops: Sequence[str]
 ) -> tuple[Verdict, str]:
     if not whole.endswith(bridge):
         stop = next((stop for stop in stops if bridge.startswith(stop) and whole.endswith(bridge[len(stop) :])), None)
@@ -242,7 +243,7 @@ def _bridge_verdict(
         at = len(bridge) - end
         return "refused", f"the template writes …{written[:at][-40:]!r} where the bridge has …{bridge[:at][-40:]!r}"
     ids = encode(bridge)
-    if encode(whole)[-len(ids) :] != ids:
+    if not np.array_equal(encode(whole)[-len(ids) :], ids):
         return "refused", "the bridge's text has other ids in its place than alone"
     if any(mark not in whole for mark in turn.marks):
         return "forks", "the template leaves calls out of the history"

@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rollouts.dtypes import TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
+from rollouts.renderer.words import Words
 
 __all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 
@@ -113,40 +117,56 @@ class Codec:
         self._raw = getattr(tokenizer, "backend_tokenizer", None)
         self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
         self._bytes = ByteTable.of(tokenizer) if self._slow is None else None
+        self._words = Words.of(self._raw) if self._slow is None else None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that came out of :meth:`encode` so far."""
         self.encoded_characters = 0
         """Characters that went into :meth:`encode` so far."""
 
-    def encode(self, text: str, *, counted: bool = True) -> list[int]:
-        """Ids of a text. Special tokens written in it become their ids; none is added."""
-        if not text:
-            return []
-        if self._slow is not None:
-            with self._lock:
-                ids = list(self._slow.encode(text, add_special_tokens=False))
-        else:
-            # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
-            # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
-            assert self._raw is not None
-            if len(text) < _SHORT_TEXT:
-                ids = self._raw.encode(text, add_special_tokens=False).ids
-            else:
-                ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
+        """Ids of a text, read-only. Special tokens written in it become their ids; none is added."""
+        ids = self._words.encode(text) if self._words is not None else None
+        if ids is None:
+            ids = np.array(self._encoded(text), np.int32)  # a tokenizer's ids need no check
+            ids.flags.writeable = False
         if counted:
             with self._lock:
                 self.encoded_tokens += len(ids)
                 self.encoded_characters += len(text)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens written out, spaces left as they are."""
+    def _encoded(self, text: str) -> list[int]:
+        """As the tokenizer does it."""
+        if not text:
+            return []
+        ids: list[int]
         if self._slow is not None:
             with self._lock:
-                return str(self._slow.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                ids = list(self._slow.encode(text, add_special_tokens=False))
+            return ids
+        # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
+        # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
+        assert self._raw is not None
+        if len(text) < _SHORT_TEXT:
+            ids = self._raw.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def forget(self) -> None:
+        """Know no word any more, as before the first text."""
+        if self._words is not None:
+            self._words.forget()
+
+    def decode(self, ids: Sequence[int] | TokenColumn) -> str:
+        """Text of ids, special tokens written out, spaces left as they are."""
         text = None if self._bytes is None else self._bytes.decode(ids)
         if text is not None:
             return text
+        listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if self._slow is not None:
+            with self._lock:
+                return str(self._slow.decode(listed, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         assert self._raw is not None
-        return str(self._raw.decode(list(ids), skip_special_tokens=False))
+        return str(self._raw.decode(listed, skip_special_tokens=False))

@@ -152,14 +152,14 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "response_length/mean": _mean(sample.response_length for sample in samples),
         "response_length/max": max(sample.response_length for sample in samples),
         "sampled_tokens/mean": _mean(int(sample.mask_column.sum()) for sample in samples),
-        "turns/mean": _mean(len(sample.calls) for sample in samples),
+        "turns/mean": _mean(len(sample.read("calls")) for sample in samples),
         "policy_versions": len({version for sample in samples for version in sample.weight_versions}),
     }
     for status, count in sorted(Counter(sample.status.value for sample in samples).items()):
         numbers[f"status/{status}"] = count / len(samples)
-    prompted = sum(call.start for sample in samples for call in sample.calls)
+    prompted = sum(call.start for sample in samples for call in sample.read("calls"))
     if prompted:
-        cached = sum(call.cached_tokens for sample in samples for call in sample.calls)
+        cached = sum(call.cached_tokens for sample in samples for call in sample.read("calls"))
         numbers["prefix_cache_hit_rate"] = cached / prompted
     numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
     duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
@@ -176,7 +176,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             "share": len(own) / len(samples),
             "reward/mean": _mean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "turns/mean": _mean(len(sample.calls) for sample in own),
+            "turns/mean": _mean(len(sample.read("calls")) for sample in own),
             "response_length/mean": _mean(sample.response_length for sample in own),
         }
         numbers.update({f"environment/{name}/{key}": value for key, value in of_one.items()})

@@ -30,11 +30,12 @@ def status_of(stop_reason: StopReason | None) -> Status:
 def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callable[[TokenColumn], str]) -> Sample:
     """One sealed trajectory as a sample.
 
-    The reward is the sum of the environment's step rewards, ``None`` where it gave none: a reward function sets it.
+    The reward is the sum of the environment's step rewards, ``None`` where it gave none: a reward function sets it. The
+    sample holds on to ``decode``, which gives the same text for the same ids, and makes its response when it is read.
     """
     assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
     first = trajectory.calls[0].start if trajectory.calls else len(trajectory)
-    return Sample(
+    sample = Sample(
         prompt=prompt.prompt,
         response=decode(trajectory.tokens[first:]),
         tokens=trajectory.tokens,
@@ -56,6 +57,7 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         history=trajectory.history,
         step_rewards=list(trajectory.step_rewards),
     )
+    return sample.keep(first, decode)
 
 
 def trajectory_to_samples(

@@ -84,7 +84,7 @@ class Staleness:
         if not self._numbers:
             return tokens
         for sample in samples:
-            for span in sample.versions:
+            for span in sample.read("versions"):
                 number = self._numbers.get(span.version)
                 if number is None:
                     known = list(self._numbers)[-3:]

@@ -15,8 +15,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import ChatDict, History, Message, Prompt, StopReason, VersionSpan
+from rollouts.dtypes import ChatDict, History, Message, Prompt, StopReason, TokenColumn, VersionSpan, is_frozen
 from rollouts.errors import ConfigError, Failure
+from rollouts.training.told import Told
 from rollouts.trajectory import Call
 
 __all__ = ["FilterFn", "GenerateFn", "Group", "Outcome", "Prompt", "RewardFn", "Sample", "Status"]
@@ -45,6 +46,26 @@ def _column(name: str, doc: str) -> Any:
 
     def put(sample: Sample, value: Any) -> None:
         setattr(sample, slot, _held(value))
+
+    return property(get, put, doc=doc)
+
+
+_KEPT: Any = type("_Kept", (), {"__repr__": lambda self: "<kept>"})()
+"""In place of a value that is as :class:`Told` has it."""
+
+
+def _record(name: str, doc: str) -> Any:
+    """A text, or a list that may be changed in place: held small until somebody asks for it."""
+    slot = f"_{name}"
+
+    def get(sample: Sample) -> Any:
+        value = sample.read(name)
+        if name != "response":  # a text cannot be changed: it is made anew each time, and takes no room
+            setattr(sample, slot, value)
+        return value
+
+    def put(sample: Sample, value: Any) -> None:
+        setattr(sample, slot, value)
 
     return property(get, put, doc=doc)
 
@@ -97,8 +118,7 @@ class Sample:
 
     prompt: str | Sequence[Message | ChatDict] = ""
     """What was asked, as the data set has it."""
-    response: str = ""
-    """Text of everything after the first prompt: replies and what the environment said between them."""
+    _response: Any = attrs.field(default="", alias="response")
     _tokens: Any = attrs.field(factory=list, alias="tokens")
     _loss_mask: Any = attrs.field(default=None, alias="loss_mask")
     reward: float | None = None
@@ -114,14 +134,11 @@ class Sample:
     """Running number of the rollout in the run."""
     rollout_id: int | None = None
     """One number for all branches of one rollout."""
-    versions: list[VersionSpan] = attrs.field(factory=list)
-    """Which policy version sampled which positions of ``tokens``; covers exactly the mask when given."""
-    messages: list[ChatDict] = attrs.field(factory=list)
-    """The whole conversation, as chat dicts."""
+    _versions: Any = attrs.field(factory=list, alias="versions")
+    _messages: Any = attrs.field(factory=list, alias="messages")
     stop_reason: StopReason | None = None
     failure: Failure | None = None
-    calls: list[Call] = attrs.field(factory=list)
-    """The completions that sampled its replies."""
+    _calls: Any = attrs.field(factory=list, alias="calls")
     metrics: dict[str, float] = attrs.field(factory=dict)
     """Numbers counted during the episode: turns, tool calls, malformed calls, seconds in the environment."""
     history: History | None = None
@@ -129,9 +146,23 @@ class Sample:
     step_rewards: list[float] = attrs.field(factory=list)
     """Rewards of the environment's steps, in order."""
 
+    _told: Told | None = attrs.field(default=None, init=False)
+    """What it says, held small; of each record that is still as it was."""
+
     tokens = _column("tokens", "Prompt and response ids, in the order the model saw them.")
     loss_mask = _column("loss_mask", "1 where the token was sampled by the policy; as wide as ``tokens``.")
     rollout_log_probs = _column("rollout_log_probs", "Logprob of each sampled id, 0 elsewhere; or ``None``.")
+
+    response = _record(
+        "response", "Text of everything after the first prompt: replies and what the environment said between them."
+    )
+    messages = _record("messages", "The whole conversation, as a list of chat dicts.")
+    calls = _record("calls", "The completions that sampled its replies, a list of ``Call``.")
+    versions = _record(
+        "versions",
+        "Which policy version sampled which positions of ``tokens``, a list of ``VersionSpan``; covers exactly the "
+        "mask when given.",
+    )
 
     def __attrs_post_init__(self) -> None:
         self._tokens, self._loss_mask = _held(self._tokens), _held(self._loss_mask)
@@ -186,10 +217,55 @@ class Sample:
     @property
     def weight_versions(self) -> list[str]:
         """The policy versions that took part, in the order of their first token."""
-        return list(dict.fromkeys(span.version for span in self.versions))
+        return list(dict.fromkeys(span.version for span in self.read("versions")))
+
+    def read(self, name: str) -> Any:
+        """Look at ``response``, ``messages``, ``calls`` or ``versions`` without changing it: the sample stays small."""
+        value = getattr(self, f"_{name}")
+        return getattr(self._told, name)() if value is _KEPT else value
+
+    def keep(self, first: int, decode: Callable[[TokenColumn], str]) -> Sample:
+        """Hold what it says small, as places in what its tokens say.
+
+        Args:
+            first: where the response begins: it is what ``decode`` gave for the tokens from there on.
+            decode: always gives the same text for the same ids.
+        """
+        columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
+        if all(isinstance(column, np.ndarray) and is_frozen(column) for column in columns):
+            self._told = Told.of(
+                columns, first, decode, self.response, self.read("messages"), self.read("calls"), self.read("versions")
+            )
+            if self._told is not None:
+                self._response = self._messages = self._calls = self._versions = _KEPT
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and for other processes: everything as it reads."""
+        state = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
+        return {**state, **{f"_{name}": self.read(name) for name in _RECORDED}, "_told": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+    def _is_as_it_was(self) -> bool:
+        """Whether columns and versions are those that were checked when it was made."""
+        told, columns = self._told, (self._tokens, self._loss_mask, self._rollout_log_probs)
+        return (
+            told is not None
+            and self._versions is _KEPT
+            and all(mine is its and is_frozen(mine) for mine, its in zip(columns, told.columns, strict=True))
+        )
 
     def pack(self) -> Sample:
-        """Check the sample and hold its columns packed."""
+        """Check the sample and hold its columns packed, and records small that nobody has changed."""
+        for name in ("calls", "versions", "messages"):
+            value = getattr(self, f"_{name}")
+            if self._told is not None and value is not _KEPT and value == getattr(self._told, name)():
+                setattr(self, f"_{name}", _KEPT)
+        if self._is_as_it_was():
+            return self._check_records()
         self._tokens, self._loss_mask, self._rollout_log_probs = (
             self.token_column,
             self.mask_column,
@@ -207,16 +283,22 @@ class Sample:
         }
         if len(set(lengths.values())) != 1:
             raise ConfigError.of("Sample", lengths, "columns of one length")
-        if self.versions and not self._versions_cover_the_mask():
-            raise ConfigError.of("Sample.versions", self.versions, "spans that cover exactly the mask, each token once")
+        versions = self.read("versions")
+        if versions and not self._cover_the_mask(versions):
+            raise ConfigError.of("Sample.versions", versions, "spans that cover exactly the mask, each token once")
+        return self._check_records()
+
+    def _check_records(self) -> Sample:
         for name, good, expected in _RECORDS:
+            if name == "calls" and self._calls is _KEPT:
+                continue
             if not good(getattr(self, name)):
                 raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)
         return self
 
-    def _versions_cover_the_mask(self) -> bool:
+    def _cover_the_mask(self, versions: Sequence[VersionSpan]) -> bool:
         covered = np.zeros(len(self), np.int32)
-        for span in self.versions:
+        for span in versions:
             if not isinstance(span, VersionSpan) or not 0 <= span.start < span.stop <= len(self):
                 return False
             covered[span.start : span.stop] += 1
@@ -241,7 +323,7 @@ class Sample:
             "prompt": prompt
             if isinstance(prompt, str)
             else [entry.to_chat() if isinstance(entry, Message) else dict(entry) for entry in prompt],
-            "response": self.response,
+            "response": self.read("response"),
             "response_length": self.response_length,
             "reward": self.reward,
             "metadata": self.metadata,
@@ -251,9 +333,9 @@ class Sample:
             "rollout_id": self.rollout_id,
             "status": self.status.value,
             "stop_reason": self.stop_reason and self.stop_reason.value,
-            "versions": [[span.version, span.start, span.stop] for span in self.versions],
-            "messages": self.messages,
-            "calls": [call.to_dict() for call in self.calls],
+            "versions": [[span.version, span.start, span.stop] for span in self.read("versions")],
+            "messages": self.read("messages"),
+            "calls": [call.to_dict() for call in self.read("calls")],
             "metrics": self.metrics,
             "failure": self.failure and attrs.asdict(self.failure),
             "history": self.history,
@@ -268,7 +350,7 @@ class Sample:
             ConfigError: an unknown field, or one that is not as it was written.
         """
         values = {key: value for key, value in data.items() if key != "response_length"}
-        unknown = values.keys() - {field.alias for field in attrs.fields(cls)}
+        unknown = values.keys() - {field.alias for field in attrs.fields(cls) if field.init}
         if unknown:
             raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
         for name, read in _READERS.items():
@@ -280,6 +362,7 @@ class Sample:
         return cls(**values)
 
 
+_RECORDED = ("response", "messages", "calls", "versions")
 _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     (

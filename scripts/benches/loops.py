@@ -127,7 +127,7 @@ def lean(play: Play, url: str) -> Round:
             logprobs.extend([triple.logprob for triple in triples])
             mask += b"\1" * len(reply)
             if turn + 1 < play.workload.turns:
-                bridge = tokenise(play.bridges[turn])
+                bridge = tokenise(play.bridge(number, turn))
                 tokens.extend(bridge)
                 logprobs.frombytes(bytes(4 * len(bridge)))
                 mask += bytes(len(bridge))
@@ -170,7 +170,7 @@ def naive(play: Play, url: str) -> Round:
             logprobs += [logprob for logprob, _, _ in triples]
             mask += [1] * len(triples)
             if turn + 1 < play.workload.turns:
-                bridge = play.renderer.encode(play.bridges[turn]).tolist()
+                bridge = play.renderer.encode(play.bridge(number, turn)).tolist()
                 tokens, mask, logprobs = tokens + bridge, mask + [0] * len(bridge), logprobs + [0.0] * len(bridge)
         row = {"tokens": tokens, "loss_mask": mask, "rollout_log_probs": logprobs}
         await anyio.to_thread.run_sync(file.write, json.dumps(row) + "\n")

@@ -26,6 +26,7 @@ TARGETS = {"S": 1.5, "L": 1.5, "A": 1.6, "H": None}
 def played(play: Play, url: str, **options: Any) -> loops.Round:
     """One round of ours, with its journal in a folder that is gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="rollouts-bench-"))
+    play.renderer.forget()  # as every other loop, it meets each text of each round for the first time
     try:
         return loops.ours(play, url, folder / "journal", **options)
     finally:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics  # type: ignore[import-untyped]  # prose with code in it, on every machine
 
 import attrs
 import numpy as np
@@ -49,6 +49,13 @@ WORKLOADS = {
 """``S``: a short agent; ``L``: one long thought; ``A``: many small turns; ``H``: small turns behind a long history."""
 
 
+_NUMBER = "NUMBER"
+
+
+def _numbered(text: str, number: int) -> str:
+    return text.replace(_NUMBER, str(number), 1)
+
+
 class Looker(ToolEnvironment):
     """Answers each call with an observation that was written before; the episode is over after so many replies."""
 
@@ -60,7 +67,11 @@ class Looker(ToolEnvironment):
     @tool
     def look(self, at: str) -> str:
         """Looks into a direction and tells what is there."""
-        return self._observations[(self._turn - 1) % len(self._observations)]
+        return _numbered(self._observations[(self._turn - 1) % len(self._observations)], self._number)
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self._number = int(str(prompt.prompt).partition(" ")[0])
+        return await super().start(prompt)
 
     async def step(self, reply: Message) -> StepResult:
         self._turn += 1
@@ -85,19 +96,21 @@ class Play:
     """What stands between a reply and the next, by turn."""
 
     @classmethod
-    def of(cls, workload: Workload, renderer: Renderer, seed: int = 0) -> Play:
-        rng = random.Random(seed)
-        words = sorted({word for word in (ROOT / "README.md").read_text().split() if word.isalpha()})
+    def of(cls, workload: Workload, renderer: Renderer) -> Play:
+        book, at = "\n".join(topics.values()), 0
 
         def text(tokens: int) -> str:
-            drawn = rng.choices(words, k=tokens)
-            while len(renderer.encode(" ".join(drawn))) > tokens:
-                drawn = drawn[: -max(1, len(drawn) // 20)]
-            return " ".join(drawn)
+            """What comes next in the book, which begins anew at its end."""
+            nonlocal at
+            length = 4 * tokens
+            while len(renderer.encode(book[at : at + length])) > tokens:
+                length = int(0.97 * length)
+            found = book[at : at + length]
+            at = (at + length) % (len(book) - 80_000)
+            return found
 
-        asks = text(workload.prompt - 60)
-        prompts = tuple(Prompt(f"{number} {asks}") for number in range(workload.samples))
-        observations = tuple(text(workload.observation - 20) for _ in range(workload.turns - 1)) or ("",)
+        prompts = tuple(Prompt(f"{number} {text(workload.prompt - 60)}") for number in range(workload.samples))
+        observations = tuple(f"{_NUMBER} {text(workload.observation - 25)}" for _ in range(workload.turns - 1)) or ("",)
         call = '<tool_call>\n{"name": "look", "arguments": {"at": "north"}}\n</tool_call>'
         end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
         if len(end) > workload.reply:
@@ -121,6 +134,10 @@ class Play:
             bridges=tuple(renderer.decode(bridge) for bridge in bridges),
         )
 
+    def bridge(self, number: int, turn: int) -> str:
+        """What stands between a reply of a sample and the next; no two are the same."""
+        return _numbered(self.bridges[turn], number)
+
     @property
     def environment_cls(self) -> functools.partial[Looker]:
         return functools.partial(Looker, self.observations, self.workload.turns)
@@ -134,8 +151,8 @@ class Play:
         """The ids that every loop must end with, of one sample."""
         encode = self.renderer.encode
         parts = [encode(self.openings[number]), np.array(self.reply, np.int32)]
-        for bridge in self.bridges[: self.workload.turns - 1]:
-            parts += [encode(bridge), np.array(self.reply, np.int32)]
+        for turn in range(self.workload.turns - 1):
+            parts += [encode(self.bridge(number, turn)), np.array(self.reply, np.int32)]
         return np.concatenate(parts)
 
 

@@ -100,3 +100,26 @@ def test_a_vocabulary_has_a_size() -> None:
     """Zero is no size, and no way to say that it is not known."""
     with pytest.raises(ConfigError, match="vocab_size"):
         SequenceCache(0)
+
+
+def test_a_text_is_in_memory_once() -> None:
+    """While its request is on its way, what is kept is a part of the request; what is encoded next is right."""
+    cache = SequenceCache()
+    first = cache.encode(np.array([1, 22, 333], np.int32), "a")
+    body = b'{"ids":[1,22,333],"more":1}'
+    held = cache.held_in(body, body.index(b"1,22"), first, "a")
+    assert held == first
+    assert isinstance(held.text, memoryview)
+    assert cache._kept["a"].text is held.text
+    grown = cache.encode(np.array([1, 22, 333, 4], np.int32), "a")
+    assert grown == from_scratch([1, 22, 333, 4])
+    assert cache.encoded == 4
+
+
+def test_a_body_of_another_time_is_not_kept() -> None:
+    """A session that has grown meanwhile keeps what it has."""
+    cache = SequenceCache()
+    first = cache.encode(np.array([1], np.int32), "a")
+    cache.encode(np.array([1, 2], np.int32), "a")
+    assert cache.held_in(b"[1]", 1, first, "a") == first
+    assert cache.encode(np.array([1, 2, 3], np.int32), "a") == from_scratch([1, 2, 3])

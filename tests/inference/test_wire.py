@@ -39,13 +39,13 @@ def read(payload: bytes, **options: Any) -> Completion:
 
 def test_a_body_is_one_json_object() -> None:
     """Made of the ids' text, the parameters and the rid."""
-    body = loads(request_body("abc", IDS, request_options(SamplingParams(), ())))
+    body = loads(request_body("abc", IDS, request_options(SamplingParams(), ()))[0])
     assert (body["rid"], body["input_ids"]) == ("abc", [1, 2, 3, 4, 5])
 
 
 def test_stop_ids_may_come_from_a_column() -> None:
     """NumPy's integers are integers."""
-    assert loads(request_body("r", IDS, request_options(SamplingParams(), np.array([4]))))["sampling_params"][
+    assert loads(request_body("r", IDS, request_options(SamplingParams(), np.array([4])))[0])["sampling_params"][
         "stop_token_ids"
     ] == [4]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ def test_the_table_says_what_the_tokenizer_says(ids: list[int]) -> None:
     table = ByteTable.of(DEMO)
     assert table is not None
     assert table.decode(ids) == said(DEMO, ids)
+    many = ids * 300
+    assert table.decode(np.array(many, np.int32)) == said(DEMO, many)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "deepseek_v3", "gptoss"])
@@ -37,6 +40,7 @@ def test_real_tokenizers_have_a_table(name: str, tokenizer: Callable[..., Any]) 
     for step in (1, 7, 101, 9973):
         ids = [(step * number) % len(real) for number in range(5000)]
         assert table.decode(ids) == said(real, ids)
+        assert table.decode(np.array(ids, np.int32)) == said(real, ids)
 
 
 def test_an_id_that_was_not_there_is_not_decoded_here() -> None:
@@ -46,6 +50,7 @@ def test_an_id_that_was_not_there_is_not_decoded_here() -> None:
     new = len(grown)
     assert old is not None
     assert old.decode([new]) is None
+    assert old.decode(np.full(1000, new, np.int32)) is None
     grown.add_tokens(["<|new|>"], special_tokens=True)
     again = ByteTable.of(grown)
     assert again is not None
