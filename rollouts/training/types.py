@@ -50,12 +50,8 @@ def _column(name: str, doc: str) -> Any:
     return property(get, put, doc=doc)
 
 
-_KEPT: Any = type("_Kept", (), {"__repr__": lambda self: "<kept>"})()
-"""In place of a value that is as :class:`Told` has it."""
-
-
 def _record(name: str, doc: str) -> Any:
-    """A text, or a list that may be changed in place: held small until somebody asks for it."""
+    """A text, or a list that may be changed in place. As long as a :class:`Told` has it, that stands in its slot."""
     slot = f"_{name}"
 
     def get(sample: Sample) -> Any:
@@ -222,7 +218,7 @@ class Sample:
     def read(self, name: str) -> Any:
         """Look at ``response``, ``messages``, ``calls`` or ``versions`` without changing it: the sample stays small."""
         value = getattr(self, f"_{name}")
-        return getattr(self._told, name)() if value is _KEPT else value
+        return getattr(value, name)() if type(value) is Told else value
 
     def keep(self, first: int, decode: Callable[[TokenColumn], str]) -> Sample:
         """Hold what it says small, as places in what its tokens say.
@@ -237,7 +233,7 @@ class Sample:
                 columns, first, decode, self.response, self.read("messages"), self.read("calls"), self.read("versions")
             )
             if self._told is not None:
-                self._response = self._messages = self._calls = self._versions = _KEPT
+                self._response = self._messages = self._calls = self._versions = self._told
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -254,7 +250,7 @@ class Sample:
         told, columns = self._told, (self._tokens, self._loss_mask, self._rollout_log_probs)
         return (
             told is not None
-            and self._versions is _KEPT
+            and self._versions is told
             and all(mine is its and is_frozen(mine) for mine, its in zip(columns, told.columns, strict=True))
         )
 
@@ -262,8 +258,8 @@ class Sample:
         """Check the sample and hold its columns packed, and records small that nobody has changed."""
         for name in ("calls", "versions", "messages"):
             value = getattr(self, f"_{name}")
-            if self._told is not None and value is not _KEPT and value == getattr(self._told, name)():
-                setattr(self, f"_{name}", _KEPT)
+            if self._told is not None and type(value) is not Told and value == getattr(self._told, name)():
+                setattr(self, f"_{name}", self._told)
         if self._is_as_it_was():
             return self._check_records()
         self._tokens, self._loss_mask, self._rollout_log_probs = (
@@ -290,7 +286,7 @@ class Sample:
 
     def _check_records(self) -> Sample:
         for name, good, expected in _RECORDS:
-            if name == "calls" and self._calls is _KEPT:
+            if name == "calls" and type(self._calls) is Told:
                 continue
             if not good(getattr(self, name)):
                 raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from rollouts.dtypes import Completion, Message, Prompt, StopReason, ToolCall, VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.training.samples import trajectory_to_sample
-from rollouts.training.types import _KEPT, Sample
+from rollouts.training.told import Told
+from rollouts.training.types import Sample
 from rollouts.trajectory import Trajectory, digest
 
 LONG = "a text that is so long that it is worth a place of its own"
@@ -60,7 +62,7 @@ TRAJECTORY = played([(f"first {LONG}", f"result {LONG}"), (f"second {LONG}", "ok
 
 
 def is_small(sample: Sample) -> bool:
-    return all(getattr(sample, f"_{name}") is _KEPT for name in ("response", "messages", "calls", "versions"))
+    return all(isinstance(getattr(sample, f"_{name}"), Told) for name in ("response", "messages", "calls", "versions"))
 
 
 def check(sample: Sample, trajectory: Trajectory) -> None:
@@ -83,6 +85,16 @@ def test_what_is_read_is_what_was_given(turns: list[tuple[str, str]], prompt: st
     assert is_small(sample)
     check(sample, trajectory)
     check(sample.pack(), trajectory)
+
+
+def test_a_copy_with_other_values_reads_the_same() -> None:
+    """``attrs.evolve`` takes what is held over; with other columns it is checked against those."""
+    sample = sample_of(TRAJECTORY)
+    other = attrs.evolve(sample, reward=1.0)
+    assert (other.reward, other.response, other.messages) == (1.0, sample.response, sample.messages)
+    assert (other.calls, other.versions, other.tokens) == (sample.calls, sample.versions, sample.tokens)
+    with pytest.raises(ConfigError, match=r"Sample\.versions"):
+        attrs.evolve(sample_of(TRAJECTORY), loss_mask=[0] * len(sample))
 
 
 def test_a_sample_stays_small_while_it_is_only_looked_at() -> None:
