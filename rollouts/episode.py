@@ -47,8 +47,8 @@ OnStep = Callable[[Trajectory], None]
 _PROMPT_END = 16
 """Last tokens of a prompt that tell whether it opened a thinking block."""
 
-_LONG_TEXT = 8000
-"""Characters from which on rendering goes to a worker thread: some 2,000 tokens, or a few milliseconds at the worst."""
+_LONG_TEXT = 2000
+"""Characters from which on rendering goes to a worker thread (about 500 tokens)."""
 
 _UNREAD = Message("assistant")
 
