@@ -2,7 +2,9 @@
 
 Invariant: what is encoded is exactly what was asked for. Kept text is used only where it was made of as many ids with
 the same checksum, the one by which a trajectory proves its requests; a sequence that did not merely grow is encoded
-anew. Memory is bounded, by size and by age.
+anew. A read-only view of the very memory that the call before viewed, as of a trajectory that grows in place, is taken
+to begin with the same ids: looking through them again would cost each turn time in proportion to the history. Memory is
+bounded, by size and by age.
 
 This module knows nothing of requests, servers or what the ids mean.
 """
@@ -10,8 +12,10 @@ This module knows nothing of requests, servers or what the ids mean.
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -36,12 +40,18 @@ class EncodedIds:
     """CRC-32 of the ids as little-endian int32."""
 
 
+def _nothing() -> None:
+    return None
+
+
 @attrs.define
 class _Kept:
     text: bytes | memoryview
     count: int
     digest: int
     used: float = 0.0
+    viewed: Callable[[], Any] = _nothing
+    """The array whose memory the sequence was a read-only view of, if there is one still."""
 
 
 class SequenceCache:
@@ -87,7 +97,7 @@ class SequenceCache:
             shape = f"{column.dtype} of shape {column.shape}"
             raise ConfigError(f"tokens: got {shape}; expected integers of shape (n,), n >= 1")
         kept = self._forget(session) if session else None
-        if kept is None or kept.count > len(column) or _digest(column[: kept.count]) != kept.digest:
+        if kept is None or kept.count > len(column) or not (_grew_in_place(kept, column) or _is_same(kept, column)):
             kept = _Kept(b"", 0, 0)
         start = kept.count
         if start < len(column):
@@ -99,6 +109,8 @@ class SequenceCache:
             kept.digest, kept.count = zlib.crc32(new.data, kept.digest), len(column)
             self.encoded += len(new)
         if session:
+            owner = _viewed(column)
+            kept.viewed = _nothing if owner is None else weakref.ref(owner)
             self._keep(session, kept)
         return EncodedIds(kept.text, len(column), kept.digest)
 
@@ -153,5 +165,23 @@ class SequenceCache:
             self._forget(oldest)
 
 
-def _digest(ids: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(ids, "<i4").data)
+def _is_same(kept: _Kept, column: Any) -> bool:
+    return zlib.crc32(np.ascontiguousarray(column[: kept.count], "<i4").data) == kept.digest
+
+
+def _grew_in_place(kept: _Kept, column: Any) -> bool:
+    owner = _viewed(column)
+    return owner is not None and owner is kept.viewed()
+
+
+def _viewed(column: Any) -> Any:
+    """The array that a column is a read-only view of, from its first element on; ``None`` if it is none."""
+    owner = column.base
+    if column.flags.writeable or not isinstance(owner, np.ndarray):
+        return None
+    same = owner.dtype == column.dtype and owner.strides == column.strides
+    return owner if same and _address(owner) == _address(column) else None
+
+
+def _address(column: Any) -> int:
+    return int(column.__array_interface__["data"][0])

@@ -48,6 +48,23 @@ def test_a_buffer_that_changes_later_changes_nothing_here() -> None:
     assert first == from_scratch([0, 1, 2, 3])
 
 
+def test_what_grows_in_place_is_right_wherever_it_is_viewed_from() -> None:
+    """Read-only views of one memory: longer, shorter, from another place; of another memory, of another session."""
+    cache = SequenceCache()
+    memory, other = np.arange(100, dtype=np.int32), np.arange(50, 150, dtype=np.int32)
+
+    def said(column: np.ndarray, session: str = "s") -> str:
+        column.flags.writeable = False
+        return bytes(cache.encode(column, session).text).decode()
+
+    for column in (memory[:10], memory[:30], memory[5:40], memory[:20], memory[:60:2], other[:40], memory[:40]):
+        assert said(column) == ",".join(map(str, column.tolist()))
+    assert said(memory[:50], "t") == ",".join(map(str, range(50)))
+    encoded = cache.encoded
+    assert said(memory[:60]) == ",".join(map(str, range(60)))
+    assert cache.encoded - encoded == 20
+
+
 def test_memory_is_bounded_by_size() -> None:
     """The least recently used session goes first."""
     cache = SequenceCache(max_bytes=2 * 5)
