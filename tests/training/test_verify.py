@@ -265,7 +265,8 @@ async def _store_forks(path: Path) -> None:
             sample.history = "fork"
         return [first, second]
 
-    config = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate, reward_fn=_by_length)
+    sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0}
+    config = RolloutConfig(**sizes, generate_fn=generate, reward_fn=_by_length)  # type: ignore[arg-type]
     writer = RunWriter(path, {"config": config.describe()}, format="jsonl")
     async with AsyncRolloutManager(config, DataBuffer(["a", "b", "c"]), on_group=writer.on_group) as manager:
         writer.write_batch(await manager.generate_batch(), manager.metrics, manager.accounting)

@@ -121,6 +121,8 @@ def test_finished_rollouts_survive_a_restart() -> None:
             await anyio.sleep_forever()
         if held and prompt.index == 0:
             await both.wait()
+        if prompt.group_index >= 4:  # beyond what was handed back: not to be sooner
+            await anyio.sleep_forever()
         return [made_sample(prompt, reply=prompt.index + 1)]
 
     async def reward(sample: Sample) -> float:
@@ -143,6 +145,7 @@ def test_finished_rollouts_survive_a_restart() -> None:
     assert {index: after[index].tokens for index in before} == before
     assert {after[index].metadata["start_rollout_id"] for index in before} == {0}
     assert len(after) == 4
+    close_rollouts()
 
 
 def test_the_loop_lives_in_one_thread() -> None:
