@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RewardFailure, boundary, function_name
 from rollouts.launching import Aim, aimed
 from rollouts.recipe import Recipe, preflight
-from rollouts.renderer import renderer_for
+from rollouts.renderer import load_tokenizer, renderer_for
+from rollouts.renderer.tokenizer import Codec
 from rollouts.training.rewards import score
 from rollouts.training.run_folder import Row, Which, read_info, read_rows
 from rollouts.training.types import Sample
@@ -96,11 +96,10 @@ def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Samp
 
 
 def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # looking at a file must not wait for the network
     try:
         if not isinstance(tokenizer, str):
             raise ConfigError.of("tokenizer", tokenizer, "a name or a folder: --tokenizer gives one")
-        return renderer_for(tokenizer).decode
+        return Codec(load_tokenizer(tokenizer, local_files_only=True)).decode  # a look must not wait for the network
     except ConfigError as error:
         console.print(f"messages instead of tokens: {error}", style="yellow", markup=False, soft_wrap=True)
         return None

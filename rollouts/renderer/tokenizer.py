@@ -24,8 +24,12 @@ __all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 _IMPORTING = threading.Lock()
 
 
-def load_tokenizer(path_or_name: str | Path) -> Any:
+def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) -> Any:
     """Load a tokenizer from a folder, or by its name on the Hugging Face Hub.
+
+    Args:
+        path_or_name: where from.
+        local_files_only: ask no hub; a name is looked for among what was loaded before.
 
     Raises:
         ConfigError: there is no tokenizer there that can be loaded.
@@ -37,7 +41,7 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     if isinstance(path_or_name, Path) and not path_or_name.is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
     try:
-        return AutoTokenizer.from_pretrained(str(path_or_name))
+        return AutoTokenizer.from_pretrained(str(path_or_name), local_files_only=local_files_only)
     except Exception as error:  # the loader raises whatever the files make it raise
         raise ConfigError(
             f"tokenizer: {str(path_or_name)!r} does not load ({_first_line(error)}); expected {expected}"
