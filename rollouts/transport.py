@@ -10,12 +10,13 @@ This module sets no deadlines (its callers hold anyio scopes) and knows nothing 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import io
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -76,6 +77,57 @@ class Answer:
         return await self._content.readany()
 
 
+class _Exchange:
+    """One request and its answer: no generator, since every turn goes through here several times."""
+
+    __slots__ = ("_answer", "_answered", "_began", "_request", "_transport")
+
+    def __init__(
+        self, transport: Transport, method: str, url: str, headers: Mapping[str, str], data: Any, fresh: bool
+    ) -> None:
+        self._transport = transport
+        self._request = (method, url, headers, data, fresh)
+        self._answered = False
+
+    async def __aenter__(self) -> Answer:
+        method, url, headers, data, fresh = self._request
+        session = await self._transport.session_for(fresh)
+        self._began = time.monotonic()
+        try:
+            self._answer = await session.request(method, url, data=data, headers=headers, allow_redirects=False)
+        except (aiohttp.ClientError, OSError) as error:
+            told, cause = self._told(error)
+            raise told from cause
+        self._answered = True
+        return Answer(self._answer.status, self._answer.headers, self._answer.content)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._answer.__aexit__(kind, error, trace)
+        if error is None:
+            if not self._request[-1]:
+                self._transport.kept_until = time.monotonic() + KEEPALIVE_SECONDS
+        elif isinstance(error, aiohttp.ClientError | OSError):
+            told, cause = self._told(error)
+            raise told from cause
+
+    def _told(self, error: Exception) -> tuple[Exception, Exception | None]:
+        """What an error of the library says of the request, and what it is to be raised from."""
+        method, url, _, _, fresh = self._request
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            refused = getattr(error, "errno", None) == errno.ECONNREFUSED
+            return Unsent(f"{_what(method, url)}: cannot connect: {_said(error)}", refused=refused), error
+        if isinstance(error, aiohttp.InvalidURL):
+            return ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host"), error
+        if isinstance(error, aiohttp.ClientResponseError):
+            # Not chained: this error carries the request's headers, and with them the key.
+            return Garbled(f"{_what(method, url)}: not an HTTP answer: {error.message}", stale=False), None
+        stale = not fresh and not self._answered and self._began < self._transport.kept_until
+        where = "in the middle of" if self._answered else "before"
+        return Lost(f"{_what(method, url)}: connection broke {where} the answer: {_said(error)}", stale=stale), error
+
+
 class Transport:
     """A pool of kept connections, and single-use ones beside it. Opens at first use; after a close, at the next use."""
 
@@ -84,7 +136,7 @@ class Transport:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
         self._holder: AsyncGenerator[None, None] | None = None
-        self._kept_until = -math.inf
+        self.kept_until = -math.inf
         """``time.monotonic()`` until which a connection may be kept. Asking the library which one was taken costs a
         sixth of a turn, so a break before the answer is taken for that of a kept one while there may be any."""
         self.opened = 0
@@ -127,58 +179,21 @@ class Transport:
     async def _request(
         self, method: str, url: str, data: Any, headers: Mapping[str, str], fresh: bool
     ) -> tuple[int, bytes]:
-        # As `open`, without its context: this is what a turn waits in.
-        session = await self._session_for(fresh)
-        answered, began = False, time.monotonic()
-        try:
-            async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer:
-                answered = True
-                payload = await answer.content.read()
-                if not fresh:
-                    self._kept_until = time.monotonic() + KEEPALIVE_SECONDS
-                return answer.status, payload
-        except (aiohttp.ClientError, OSError) as error:
-            told, cause = self._told(error, method, url, fresh=fresh, answered=answered, began=began)
-            raise told from cause
+        async with self.open(method, url, headers, data, fresh=fresh) as answer:
+            return answer.status, await answer.read()
 
-    @contextlib.asynccontextmanager
-    async def open(
+    def open(
         self, method: str, url: str, headers: Mapping[str, str], data: Any = None, *, fresh: bool = False
-    ) -> AsyncIterator[Answer]:
+    ) -> AbstractAsyncContextManager[Answer]:
         """Send one request and read its answer piece by piece inside the context; raises as :meth:`post` does."""
-        session = await self._session_for(fresh)
-        answered, began = False, time.monotonic()
-        try:
-            async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as answer:
-                answered = True
-                yield Answer(answer.status, answer.headers, answer.content)
-                if not fresh:
-                    self._kept_until = time.monotonic() + KEEPALIVE_SECONDS
-        except (aiohttp.ClientError, OSError) as error:
-            told, cause = self._told(error, method, url, fresh=fresh, answered=answered, began=began)
-            raise told from cause
+        return _Exchange(self, method, url, headers, data, fresh)
 
-    async def _session_for(self, fresh: bool) -> aiohttp.ClientSession:
+    async def session_for(self, fresh: bool) -> aiohttp.ClientSession:
+        """The pool of kept connections, or that of single-use ones."""
         kept, single = self._sessions or await self._open()
         if self._loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
         return single if fresh else kept
-
-    def _told(
-        self, error: Exception, method: str, url: str, *, fresh: bool, answered: bool, began: float
-    ) -> tuple[Exception, Exception | None]:
-        """What an error of the library says of the request, and what it is to be raised from."""
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            refused = getattr(error, "errno", None) == errno.ECONNREFUSED
-            return Unsent(f"{_what(method, url)}: cannot connect: {_said(error)}", refused=refused), error
-        if isinstance(error, aiohttp.InvalidURL):
-            return ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host"), error
-        if isinstance(error, aiohttp.ClientResponseError):
-            # Not chained: this error carries the request's headers, and with them the key.
-            return Garbled(f"{_what(method, url)}: not an HTTP answer: {error.message}", stale=False), None
-        stale = not fresh and not answered and began < self._kept_until
-        where = "in the middle of" if answered else "before"
-        return Lost(f"{_what(method, url)}: connection broke {where} the answer: {_said(error)}", stale=stale), error
 
     async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
         # No await reaches the loop between the test and the assignment: many first uses open one pool.
