@@ -30,6 +30,9 @@ LINGER_SECONDS = 0.5
 """How long what has ended waits for company; it is lost with its actor, and played again."""
 
 _START_SECONDS = 300.0
+_STARTS = 6
+_PAUSE_SECONDS = 2.0
+"""Between two starts: Ray takes some seconds to see that a node is gone, and until then may choose it."""
 _END_SECONDS = 15.0
 
 
@@ -133,18 +136,31 @@ def _first_line(error: Exception) -> str:
 
 
 async def _start(ray: Any, actors: Any, factory: ConfigFactory, number: int) -> Link:
+    """An actor that works. One that dies at its start, with its node and by no fault of the factory, has a successor.
+
+    Raises:
+        ConfigError: the factory cannot be sent or fails there, or no node keeps it alive.
+    """
     name = f"worker {number}"
-    try:
-        link = _ActorLink(ray, actors.remote(factory), name)
-    except Exception as error:  # what pickle raises is anything
-        raise ConfigError.of("the factory of workers", factory, f"one that Ray can send ({error})") from error
     why = f"no node had room for it within {_START_SECONDS:g} s"
     with anyio.move_on_after(_START_SECONDS):
-        try:
-            await link.ready()
-            return link
-        except LinkLost as error:
-            why = str(error)
-    with anyio.CancelScope(shield=True):
-        await link.aclose()
+        for _ in range(_STARTS):
+            try:
+                link = _ActorLink(ray, actors.remote(factory), name)
+            except Exception as error:  # what pickle raises is anything
+                raise ConfigError.of("the factory of workers", factory, f"one that Ray can send ({error})") from error
+            began = False
+            try:
+                await link.ready()
+                began = True
+                return link
+            except LinkLost as error:
+                why = str(error)
+                if getattr(error.__cause__, "actor_init_failed", True):
+                    break
+            finally:
+                if not began:
+                    with anyio.CancelScope(shield=True):
+                        await link.aclose()
+            await anyio.sleep(_PAUSE_SECONDS)
     raise ConfigError(f"{name} cannot start: {why}")

@@ -88,6 +88,15 @@ def deadly(tombs: Path) -> RolloutConfig:
     )
 
 
+def stillborn(tombs: Path) -> RolloutConfig:
+    """The first process that asks for it dies at once, as with its node."""
+    tomb = tombs / "stillborn"
+    if not tomb.exists():
+        tomb.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return config()
+
+
 def located(folder: Path) -> RolloutConfig:
     """Leaves a file named after each node of a Ray cluster that plays."""
 

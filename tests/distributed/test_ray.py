@@ -135,6 +135,14 @@ async def test_messages_are_of_many_samples(cluster: Any) -> None:
     assert workers.messages <= workers.rollouts / 32 + 2
 
 
+async def test_an_actor_that_dies_at_its_start_has_a_successor(cluster: Any, tmp_path: Path) -> None:
+    """Ray may have chosen a node that is gone, and that it does not know to be."""
+    async with in_actors(functools.partial(games.stillborn, tmp_path), 1) as workers:
+        samples, _ = await games.batches(workers.config(games.config()), 1)
+    assert (tmp_path / "stillborn").exists()
+    assert len({sample.index for sample in samples}) == 12
+
+
 async def test_a_factory_that_fails_in_an_actor_is_told(cluster: Any) -> None:
     """With what it raised."""
     with pytest.raises(ConfigError, match=r"worker 0 cannot start: .*ValueError: no data"):
