@@ -100,4 +100,5 @@ same machine; absolute times in the last column belong to this machine and this 
   that all the loops share keeps what it keeps.
 - The journal has the texts of a sample as they are, so with it on each response is decoded once more than the replies.
 - Counters that do not depend on a machine are tests: `tests/test_costs.py`.
+- `docs/peers.md` has the same jobs played by strands-sglang, verifiers and slime's own loop.
 """
