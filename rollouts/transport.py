@@ -80,21 +80,22 @@ class Answer:
 class _Exchange:
     """One request and its answer: no generator, since every turn goes through here several times."""
 
-    __slots__ = ("_answer", "_answered", "_began", "_request", "_transport")
+    __slots__ = ("_answer", "_answered", "_began", "_data", "_fresh", "_headers", "_method", "_transport", "_url")
 
     def __init__(
         self, transport: Transport, method: str, url: str, headers: Mapping[str, str], data: Any, fresh: bool
     ) -> None:
         self._transport = transport
-        self._request = (method, url, headers, data, fresh)
+        self._method, self._url, self._headers, self._data, self._fresh = method, url, headers, data, fresh
         self._answered = False
 
     async def __aenter__(self) -> Answer:
-        method, url, headers, data, fresh = self._request
-        session = await self._transport.session_for(fresh)
+        session = await self._transport.session_for(self._fresh)
         self._began = time.monotonic()
         try:
-            self._answer = await session.request(method, url, data=data, headers=headers, allow_redirects=False)
+            self._answer = await session.request(
+                self._method, self._url, data=self._data, headers=self._headers, allow_redirects=False
+            )
         except (aiohttp.ClientError, OSError) as error:
             told, cause = self._told(error)
             raise told from cause
@@ -106,7 +107,7 @@ class _Exchange:
     ) -> None:
         await self._answer.__aexit__(kind, error, trace)
         if error is None:
-            if not self._request[-1]:
+            if not self._fresh:
                 self._transport.kept_until = time.monotonic() + KEEPALIVE_SECONDS
         elif isinstance(error, aiohttp.ClientError | OSError):
             told, cause = self._told(error)
@@ -114,18 +115,18 @@ class _Exchange:
 
     def _told(self, error: Exception) -> tuple[Exception, Exception | None]:
         """What an error of the library says of the request, and what it is to be raised from."""
-        method, url, _, _, fresh = self._request
+        what = _what(self._method, self._url)
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             refused = getattr(error, "errno", None) == errno.ECONNREFUSED
-            return Unsent(f"{_what(method, url)}: cannot connect: {_said(error)}", refused=refused), error
+            return Unsent(f"{what}: cannot connect: {_said(error)}", refused=refused), error
         if isinstance(error, aiohttp.InvalidURL):
-            return ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host"), error
+            return ConfigError.of("Endpoint.base_url", without_password(self._url), "a URL with a host"), error
         if isinstance(error, aiohttp.ClientResponseError):
             # Not chained: this error carries the request's headers, and with them the key.
-            return Garbled(f"{_what(method, url)}: not an HTTP answer: {error.message}", stale=False), None
-        stale = not fresh and not self._answered and self._began < self._transport.kept_until
+            return Garbled(f"{what}: not an HTTP answer: {error.message}", stale=False), None
+        stale = not self._fresh and not self._answered and self._began < self._transport.kept_until
         where = "in the middle of" if self._answered else "before"
-        return Lost(f"{_what(method, url)}: connection broke {where} the answer: {_said(error)}", stale=stale), error
+        return Lost(f"{what}: connection broke {where} the answer: {_said(error)}", stale=stale), error
 
 
 class Transport:

@@ -28,6 +28,7 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.testing.canned import Canned, canned_server
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training.types import GenerateFn
 from scripts.benches.workloads import default_tokenizer
 
 __all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "bench_peers", "calculated", "peers_options", "reward"]
@@ -140,6 +141,19 @@ def timed(run: Callable[[], Awaitable[list[Any]]]) -> tuple[float, list[Any]]:
         return time.process_time() - began, done
 
 
+def agents(job: Job, url: str, policy: SGLangPolicy) -> GenerateFn:
+    """Our agents that play the job."""
+    return functools.partial(
+        generate_rollout_batch,
+        environment_cls=Calculator,
+        endpoint=Endpoint(base_url=url),
+        tokenizer=job.renderer,
+        policy=policy,
+        limits=Limits(max_turns=TURNS + 2),
+        sampling=SamplingParams(max_new_tokens=REPLY),
+    )
+
+
 def ours(job: Job, url: str, number: int) -> Played:
     """Through the manager."""
 
@@ -153,15 +167,7 @@ def ours(job: Job, url: str, number: int) -> Played:
                 n_samples_per_prompt=1,
                 over_sampling_factor=1,
                 reward_fn=scored,
-                generate_fn=functools.partial(
-                    generate_rollout_batch,
-                    environment_cls=Calculator,
-                    endpoint=Endpoint(base_url=url),
-                    tokenizer=job.renderer,
-                    policy=policy,
-                    limits=Limits(max_turns=TURNS + 2),
-                    sampling=SamplingParams(max_new_tokens=REPLY),
-                ),
+                generate_fn=agents(job, url, policy),
             )
             samples: list[Sample] = []
             async with AsyncRolloutManager(config, DataBuffer(job.prompts(number))) as manager:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -35,16 +34,16 @@ import attrs
 import msgspec
 
 from rollouts.collecting import calm_collector
-from rollouts.dtypes import Endpoint, Limits, SamplingParams
+from rollouts.dtypes import Endpoint
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.canned import canned_server
 from rollouts.testing.latency import Latency
 from rollouts.testing.replies import Request, reply_body
-from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.journal import Journal
 from rollouts.training.ledger import Ledger
-from scripts.benches.peers import REPLY, SYSTEM, TOOLS, TURNS, Calculator, Job, calculated, reward
+from scripts.benches.peers import REPLY, SYSTEM, TOOLS, TURNS, Job, agents, calculated, reward
 from scripts.benches.workloads import default_tokenizer
 
 __all__ = ["bench_slime", "custom_generate", "custom_reward", "slime_options"]
@@ -97,15 +96,7 @@ def ours(job: Job, url: str, number: int, options: argparse.Namespace, loads: fl
                 over_sampling_factor=options.factor,
                 reward_fn=scored,
                 filter_fn=check_reward_nonzero_std,
-                generate_fn=functools.partial(
-                    generate_rollout_batch,
-                    environment_cls=Calculator,
-                    endpoint=Endpoint(base_url=url),
-                    tokenizer=job.renderer,
-                    policy=policy,
-                    limits=Limits(max_turns=TURNS + 2),
-                    sampling=SamplingParams(max_new_tokens=REPLY),
-                ),
+                generate_fn=agents(job, url, policy),
             )
             buffer = DataBuffer(list(itertools.islice(prompts(number), options.groups * (options.batches + 3) * 3)))
             kept = 0
