@@ -22,9 +22,8 @@ class ByteTable:
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
-        self._all = np.frombuffer(b"".join(table), np.uint8)
         self._lengths = np.array([len(text) for text in table], np.int32)
-        self._starts = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
+        self._rows = np.array(table, f"S{_ROW}").view(f"V{_ROW}")
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteTable | None:
@@ -54,27 +53,34 @@ class ByteTable:
 
     def decode(self, ids: Sequence[int] | TokenColumn) -> str | None:
         """Text of ids, none of them negative; ``None`` if there is one that the tokenizer did not have."""
-        if isinstance(ids, np.ndarray):
-            if len(ids) >= _MANY:
-                return self._gathered(ids)
-            ids = ids.tolist()
         try:
+            if isinstance(ids, np.ndarray):
+                if len(ids) >= _MANY:
+                    return self._in_rows(ids)
+                ids = ids.tolist()
             return b"".join(map(self._table.__getitem__, ids)).decode("utf-8", "replace")
         except IndexError:
             return None
 
-    def _gathered(self, ids: TokenColumn) -> str | None:
-        if np.maximum.reduce(ids) >= len(self._table):
-            return None
-        lengths = self._lengths[ids]
-        ends = np.cumsum(lengths)
-        # Where each byte of the text stands among those of all ids: where its id's begin, and how far it is from there.
-        places = np.repeat(self._starts[ids] - (ends - lengths), lengths) + np.arange(ends[-1])
-        return str(self._all[places].tobytes(), "utf-8", "replace")
+    def _in_rows(self, ids: TokenColumn) -> str:
+        """Write a whole row for each id, one behind the other: where a text ends before its row, the next is written.
+
+        That a later row is the one that stays is numpy's order of assignment, which making the table has tried out.
+        """
+        lengths = self._lengths.take(ids)
+        ends = lengths.cumsum(dtype=np.intp)
+        starts, size = ends - lengths, int(ends[-1])
+        written = bytearray(size + _ROW)
+        np.ndarray(size + 1, self._rows.dtype, written, strides=(1,))[starts] = self._rows.take(ids)
+        for place in (lengths > _ROW).nonzero()[0].tolist():
+            written[starts[place] : ends[place]] = self._table[ids[place]]
+        return str(memoryview(written)[:size], "utf-8", "replace")
 
 
-_MANY = 256
-"""Ids from which on their bytes are gathered from one piece of memory, which is nearer at hand than as many objects."""
+_ROW = 16
+"""Bytes; few tokens that a model says have more."""
+_MANY = 128
+"""Ids from which on their bytes are read from one piece of memory, which is nearer at hand than as many objects."""
 
 _MADE: weakref.WeakKeyDictionary[Any, tuple[int, ByteTable | None]] = weakref.WeakKeyDictionary()
 
