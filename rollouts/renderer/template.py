@@ -123,6 +123,7 @@ class ChatTemplate:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template {self.name}: it does not compile: {error}") from error
+        self._compiled.globals = dict(self._compiled.globals)  # each rendering copies them, out of a chain otherwise
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """The conversation as text.

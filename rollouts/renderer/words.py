@@ -12,12 +12,11 @@ This module knows no messages and counts nothing.
 from __future__ import annotations
 
 import array
-import bisect
-import itertools
 import json
+import operator
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,8 @@ __all__ = ["Words"]
 
 _KEPT = 1 << 15
 """Words whose ids are kept; then all are forgotten, and those that are still in use come back first."""
-_LONG_WORD = 48
+_LONG_WORD = 160
+"""Characters; most rules and edges of tables have fewer."""
 _LONG_TEXT = 1 << 16
 """Characters between two special tokens from which on the tokenizer works alone: it lets other threads run."""
 
@@ -42,10 +42,10 @@ class Words:
         self._size = raw.get_vocab_size()
         self._model = raw.model
         self._cut = words.findall
-        self._special = {text: _column([number]) for text, number in special.items()}
+        self._special = {"": b""} | {text: _column([number]) for text, number in special.items()}
         longest_first = sorted(special, key=len, reverse=True)
         self._between = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")").split if special else None
-        self._known: dict[str, bytes] = {}
+        self._known = dict(self._special)
 
     def __repr__(self) -> str:
         return f"<Words: {len(self._known)} known>"
@@ -66,8 +66,9 @@ class Words:
             or any(getattr(token, flag) for token in added.values() for flag in flags)
         ):
             return None
-        made = cls(raw, words, {token.content: number for number, token in added.items() if token.content})
-        marks = [*made._special][:8]
+        special = {token.content: number for number, token in added.items() if token.content}
+        made = cls(raw, words, special)
+        marks = [*special][:8]
         texts = [*_HARD, *(f"{one}{text}{two}" for text in _HARD for one, two in zip(marks, marks[::-1], strict=True))]
         same = (
             (found := made.encode(text)) is not None and found.tolist() == ids.ids
@@ -77,44 +78,29 @@ class Words:
 
     def forget(self) -> None:
         """Know no word any more."""
-        self._known.clear()
+        self._known = dict(self._special)
 
     def encode(self, text: str) -> TokenColumn | None:
         """Ids of a text, read-only; ``None`` if it is the tokenizer's to encode."""
         if self._raw.get_vocab_size() != self._size:  # somebody has added tokens
             return None
-        parts = [text] if self._between is None else self._between(text)
-        columns: list[bytes] = []
-        for place, part in enumerate(parts):
+        words: list[str] = []
+        for place, part in enumerate([text] if self._between is None else self._between(text)):
             if place % 2:
-                columns.append(self._special[part])
-            elif part:
-                words = self._words_of(part)
-                if words is None:
-                    return None
-                try:
-                    columns.append(b"".join(map(self._known.__getitem__, words)))
-                except KeyError:
-                    new = {word: self._ids_of(word) for word in set(words).difference(self._known)}
-                    columns.extend(new.get(word) or self._ids_of(word) for word in words)
+                words.append(part)  # a special token
+            elif len(part) > _LONG_TEXT or not (part.isascii() or _OTHER(part) is None):
+                return None
+            else:
+                words += self._cut(part)
+        if len("".join(words)) != len(text):
+            return None  # what is between two words is a word, too
+        try:
+            columns: Iterable[bytes] = operator.itemgetter("", *words)(self._known)  # all at once
+        except KeyError:
+            known = self._known.get
+            ids = {word: known(word) or self._ids_of(word) for word in dict.fromkeys(words)}
+            columns = map(ids.__getitem__, words)
         return np.frombuffer(b"".join(columns), np.int32)
-
-    def _words_of(self, part: str) -> list[str] | None:
-        """The words of a text without special tokens; ``None`` if they are the tokenizer's to find."""
-        if part.isascii():
-            words: list[str] = self._cut(part) if len(part) <= _LONG_TEXT else []
-            return words if len("".join(words)) == len(part) else None  # else what is between two is a word, too
-        plain = _BEYOND_ASCII.sub(_stand_in, part)
-        if len(part) > _LONG_TEXT or not plain.isascii():
-            return None
-        words = self._cut(plain)
-        ends = list(itertools.accumulate(map(len, words), initial=0))
-        if ends[-1] != len(part):
-            return None
-        for found in _BEYOND_ASCII.finditer(part):
-            place = bisect.bisect(ends, found.start())
-            words[place - 1] = part[ends[place - 1] : ends[place]]
-        return words
 
     def _ids_of(self, word: str) -> bytes:
         ids = self._known.get(word)
@@ -122,8 +108,8 @@ class Words:
             pieces = self._model.tokenize("".join(map(_AS_TEXT.__getitem__, word.encode())))
             ids = _column([piece.id for piece in pieces])
             if len(word) < _LONG_WORD:
-                if len(self._known) >= _KEPT:
-                    self._known.clear()
+                if len(self._known) >= _KEPT + len(self._special):
+                    self.forget()
                 self._known[word] = ids
         return ids
 
@@ -156,22 +142,14 @@ _SIGNS = (
 """Punctuation, arrows, mathematics, boxes and pictures, among other things."""
 
 
-def _stand_ins() -> dict[str, str]:
-    """Characters beyond ASCII, each with one of ASCII that no rule here tells from it."""
-    letters = [chr(code) for codes in _ACCENTED for code in codes]
-    signs = [chr(code) for codes in _SIGNS for code in codes]
-    return {
-        **{letter: "a" if letter.islower() else "A" for letter in letters if letter.isalpha()},
-        **{sign: "#" for sign in signs if unicodedata.category(sign)[0] in "PS"},
-    }
+def _of_kind(ranges: Iterable[range], *kinds: str) -> str:
+    """The characters of these ranges whose category begins so."""
+    return "".join(one for codes in ranges for one in map(chr, codes) if unicodedata.category(one).startswith(kinds))
 
 
-_STAND_INS = _stand_ins()
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
-
-
-def _stand_in(found: re.Match[str]) -> str:
-    return _STAND_INS.get(found[0], found[0])
+_UPPER, _LOWER = _of_kind(_ACCENTED, "Lu"), _of_kind(_ACCENTED, "Ll")
+_BEYOND_ASCII = _UPPER + _LOWER + _of_kind(_SIGNS, "P", "S")
+_OTHER = re.compile(f"[^\\x00-\\x7f{re.escape(_BEYOND_ASCII)}]").search
 
 
 # -- the rule by which a tokenizer cuts words -------------------------------------------------------------------------
@@ -183,34 +161,35 @@ def _described(component: Any) -> Any:
 
 
 def _word_pattern(pre_tokenizer: Any) -> re.Pattern[str] | None:
-    """The rule of a pre-tokenizer that cuts with one expression and then writes bytes, as one for ASCII."""
+    """The rule of a pre-tokenizer that cuts with one expression and then writes bytes, for Python."""
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if isinstance(pre_tokenizer, dict) else []
     byte_level = parts[-1] if parts else {}
     if byte_level.get("type") != "ByteLevel" or byte_level["add_prefix_space"] is not False:
         return None
     if len(parts) == 1 and byte_level["use_regex"]:
-        return _for_ascii(_GPT2)
+        return _translated(_GPT2)
     if len(parts) != 2 or byte_level["use_regex"] or parts[0].get("type") != "Split":
         return None
     split = parts[0]
     expression = split["pattern"].get("Regex")
-    return _for_ascii(expression) if (split["behavior"], split["invert"], bool(expression)) == _CUTS else None
+    return _translated(expression) if (split["behavior"], split["invert"], bool(expression)) == _CUTS else None
 
 
 _CUTS = ("Isolated", False, True)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What a ``ByteLevel`` that cuts by itself cuts with."""
-_PROPERTIES = {"L": "a-zA-Z", "Ll": "a-z", "Lu": "A-Z", "N": "0-9", "Lt": "", "Lm": "", "Lo": "", "M": ""}
-"""The ASCII characters that have a property."""
+_LETTERS = {"L": f"a-zA-Z{_LOWER}{_UPPER}", "Ll": f"a-z{_LOWER}", "Lu": f"A-Z{_UPPER}"}
+_PROPERTIES = {**_LETTERS, "N": "0-9", "Lt": "", "Lm": "", "Lo": "", "M": ""}
+"""The characters that have a property, of those that occur here."""
 _ELEMENT = re.compile(
-    r"\\p\{(?P<property>\w+)\}|(?P<open>\[\^?)|(?P<close>\])|(?P<same>\\[rnsS]|\(\?i:|\(\?!|\(\?:|[()|]|\{\d(,\d?)?\}"
+    r"\\p\{(?P<property>\w+)\}|(?P<open>\[\^?)|(?P<close>\])|(?P<same>\\[rnsS]|\(\?i:['delmrstv|]+\)|\(\?!|\(\?:|[()|]|\{\d(,\d?)?\}"
     r"|[?*+]\+?|['delmrstv /])"
 )
-"""What an expression may be made of; it names no letter and no sign that is a stand-in."""
+"""What an expression may be made of; case is ignored in what is all ASCII, and nowhere else."""
 
 
-def _for_ascii(expression: str) -> re.Pattern[str] | None:
-    """A tokenizer's expression as one that cuts ASCII in the same way; ``None`` if something in it is not known."""
+def _translated(expression: str) -> re.Pattern[str] | None:
+    """A tokenizer's expression as one that cuts in the same way what occurs here; ``None`` if a part is not known."""
     written: list[str] = []
     at, inside, empty = 0, False, False
     while at < len(expression):
