@@ -19,6 +19,7 @@ class DeepSeekV31(SectionDialect):
     """``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>``."""
 
     name = "deepseek_v3_1"
+    marks = (_BEGIN, _CALL)
     block = section(_BEGIN, _END, _CALL)
     call = re.compile(
         f"{_CALL}(?P<head>.*?)(?:<｜tool▁sep｜>(?P<rest>.*?))?(?:(?P<close>{_CALL_END})|(?={_CALL})|\\Z)", re.DOTALL
@@ -66,6 +67,7 @@ class DeepSeekV32(SectionDialect):
     """``<｜DSML｜invoke name="...">`` with parameters that say whether they are strings or JSON."""
 
     name = "deepseek_v3_2"
+    marks = ("<｜DSML｜function_calls>", "<｜DSML｜invoke ")
     block = section("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "<｜DSML｜invoke ")
     call = re.compile(
         r'<｜DSML｜invoke name="(?P<name>[^"\n]*)">(?P<body>.*?)'

@@ -22,6 +22,7 @@ class Gemma(BlockDialect):
     """``<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>``; keys bare, strings between marks."""
 
     name = "gemma"
+    marks = ("<|tool_call>",)
     block = re.compile(r"<\|tool_call>(?P<body>.*?)(?:(?P<close><tool_call\|>)|(?=<\|tool_call>)|\Z)", re.DOTALL)
     reasoning = ("<|channel>thought", "<channel|>")
 

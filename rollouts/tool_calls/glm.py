@@ -22,6 +22,7 @@ class Glm(BlockDialect):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``; strings without quotes."""
 
     name = "glm"
+    marks = ("<tool_call>",)
     block = re.compile(r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:

@@ -16,6 +16,7 @@ class Granite(BlockDialect):
     """``<|tool_call|>[{"name": ..., "arguments": {...}}]``."""
 
     name = "granite"
+    marks = ("<|tool_call|>",)
     block = re.compile(r"<\|tool_call\|>\s*(?P<body>.*?)(?=<\|tool_call\|>|\Z)", re.DOTALL)
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:

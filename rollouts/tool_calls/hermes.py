@@ -16,6 +16,7 @@ class Hermes(BlockDialect):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one object in each pair of tags."""
 
     name = "hermes"
+    marks = ("<tool_call>",)
     # A second opening tag ends an unclosed block, so that one lost tag does not swallow the calls after it.
     block = re.compile(r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
 

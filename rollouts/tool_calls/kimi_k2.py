@@ -18,6 +18,7 @@ class KimiK2(SectionDialect):
     """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``."""
 
     name = "kimi_k2"
+    marks = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     block = section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>")
     call = re.compile(
         r"<\|tool_call_begin\|>(?P<id>.*?)(?:<\|tool_call_argument_begin\|>(?P<arguments>.*?))?"

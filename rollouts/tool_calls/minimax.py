@@ -20,6 +20,7 @@ class MiniMax(SectionDialect):
     """``<minimax:tool_call><invoke name="f"><parameter name="key">value</parameter></invoke></minimax:tool_call>``."""
 
     name = "minimax"
+    marks = ("<minimax:tool_call>", '<invoke name="')
     block = section("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="')
     call = re.compile(
         r'<invoke name="(?P<name>[^"\n]*)">(?P<body>.*?)(?:(?P<close></invoke>)|(?=<invoke )|\Z)', re.DOTALL

@@ -18,6 +18,7 @@ class Mistral(BlockDialect):
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`` or ``[TOOL_CALLS]name[ARGS]{...}``."""
 
     name = "mistral"
+    marks = ("[TOOL_CALLS]",)
     block = re.compile(r"\[TOOL_CALLS\](?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
     reasoning = ("[THINK]", "[/THINK]")
 

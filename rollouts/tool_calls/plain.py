@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-
-from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
 
 __all__ = ["Plain"]
@@ -15,7 +11,6 @@ class Plain(BlockDialect):
     """No calls at all."""
 
     name = "plain"
-    block = re.compile(r"(?!)")
 
-    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
-        return ()
+    def first(self, text: str, at: int) -> None:
+        return None

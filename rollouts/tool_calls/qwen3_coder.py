@@ -27,6 +27,7 @@ class Qwen3Coder(BlockDialect):
     """
 
     name = "qwen3_coder"
+    marks = ("<tool_call>", "<function=")
     # The model is known to leave the outer tag out: that is a malformed call, not text.
     block = re.compile(
         r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)"

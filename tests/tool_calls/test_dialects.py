@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import time
 
 import hypothesis
@@ -206,6 +207,29 @@ def test_what_the_template_writes_is_read_back(template: str, tokenizer, chat_te
     marker = "<|start|>assistant" if "gpt-oss" in template else "QUESTION"
     reply = renderer.dialect.parse(text[text.index(marker) + len(marker) :], tools=TOOLS)
     assert ("weather", arguments, None) in brief(reply.tool_calls)
+
+
+MARKED = sorted(name for name, dialect in DIALECTS.items() if getattr(dialect, "marks", ()))
+PIECES = sorted({piece for name in MARKED for piece in re.findall(r"[<\[{][^<>\]]*[>\]]?|\w+", WRITTEN[name])})
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_looking_for_the_marks_first_changes_nothing(name: str) -> None:
+    """Whatever stands where; the judge is the same dialect without marks."""
+    dialect = DIALECTS[name]
+    kind = type(dialect)
+    whole = type("Whole", (kind,), {"block": kind.block})()
+    assert (whole.marks, bool(dialect.marks)) == ((), True)
+    own = [piece for piece in PIECES if piece in WRITTEN[name]]
+
+    @hypothesis.given(st.lists(st.sampled_from([*dialect.marks, *own, *PIECES, "<think>", "</think>", "\n"])))
+    def play(pieces: list[str]) -> None:
+        text = "".join(pieces)
+        for opened in (None, True, False):
+            read = [one.parse(text, tools=TOOLS, reasoning_open=opened) for one in (dialect, whole)]
+            assert read[0] == read[1]
+
+    play()
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
