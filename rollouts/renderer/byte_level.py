@@ -72,8 +72,9 @@ class ByteTable:
         starts, size = ends - lengths, int(ends[-1])
         written = bytearray(size + _ROW)
         np.ndarray(size + 1, self._rows.dtype, written, strides=(1,))[starts] = self._rows.take(ids)
-        for place in (lengths > _ROW).nonzero()[0].tolist():
-            written[starts[place] : ends[place]] = self._table[ids[place]]
+        longer = (lengths > _ROW).nonzero()[0]
+        for start, token in zip(starts[longer].tolist(), ids[longer].tolist(), strict=True):
+            written[start : start + len(self._table[token])] = self._table[token]
         return str(memoryview(written)[:size], "utf-8", "replace")
 
 
