@@ -14,7 +14,6 @@ import collections
 import concurrent.futures
 import datetime
 import functools
-import hashlib
 import re
 import threading
 import weakref
@@ -99,6 +98,7 @@ class Renderer:
             collections.OrderedDict()
         )
         self._self_tests: dict[object, SelfTest] = {}
+        self._tools: tuple[tuple[Tool, ...], str] = ((), "()")
 
     def __repr__(self) -> str:
         stops = ", ".join(f"{i} {text!r}" for i, text in zip(self.stop_token_ids, self._stops, strict=True))
@@ -129,8 +129,9 @@ class Renderer:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        asked = f"{tuple(messages)!r}{tuple(tools)!r}".encode("utf-8", "surrogatepass")
-        key = hashlib.blake2b(asked, digest_size=32).digest()  # the texts themselves may be long
+        # Arguments of calls are compared as they are written: True is not 1 to a template.
+        called = any(message.tool_calls for message in messages)
+        key = (repr(tuple(messages)) if called else tuple(messages), self._described(tools))
         with self._lock:
             known = self._openings.get(key)
             if known is not None:
@@ -149,6 +150,13 @@ class Renderer:
                 self._openings.pop(key, None)
             mine.set_exception(error)
         return mine.result()
+
+    def _described(self, tools: Sequence[Tool]) -> str:
+        """All that there is to know of the tools, which are the same again and again."""
+        held, text = self._tools
+        if len(held) != len(tools) or any(mine is not its for mine, its in zip(held, tools, strict=True)):
+            held, text = self._tools = tuple(tools), repr(tuple(tools))
+        return text
 
     def forget(self) -> None:
         """Keep no opening and no word, as if nothing had been rendered yet."""
@@ -291,7 +299,7 @@ class Renderer:
         Steps with tools are tested when there are tools. A template that takes no system prompt is tested without one,
         unless one is given. The result is remembered for the same arguments.
         """
-        key = (repr(tuple(tools)), system)
+        key = (self._described(tools), system)
         found = self._self_tests.get(key)
         if found is None:
             found = self._tested(self._strategy, tools, system)

@@ -1,0 +1,64 @@
+"""Which openings are one: those whose messages and tools a template cannot tell apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.engine import DEMO_MODEL
+from rollouts.renderer import Renderer, load_tokenizer
+
+DEMO = load_tokenizer(DEMO_MODEL)
+USER = Message("user", "What is it?")
+ADD = Tool("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer", "default": 1}}})
+
+
+@pytest.fixture
+def renderer() -> Renderer:
+    """One of its own: its counter is read."""
+    return Renderer(DEMO)
+
+
+def called(argument: Any) -> list[Message]:
+    return [USER, Message("assistant", tool_calls=(ToolCall("add", {"a": argument}, id="c"),)), Message("tool", "2")]
+
+
+def asked(messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[Tool]]:
+    """The same words, as other objects."""
+    return [attrs.evolve(message) for message in messages], [attrs.evolve(tool) for tool in tools]
+
+
+@pytest.mark.parametrize("messages", [[USER], called(1)])
+@pytest.mark.parametrize("tools", [[], [ADD]])
+def test_equal_messages_and_tools_are_encoded_once(renderer: Renderer, messages: Any, tools: Any) -> None:
+    """Also when they are other objects."""
+    first = renderer.opening(messages, tools)
+    encoded = renderer.encoded_tokens
+    assert renderer.opening(*asked(messages, tools)) is first
+    assert renderer.opening(tuple(messages), tuple(tools)) is first
+    assert renderer.encoded_tokens == encoded
+
+
+def test_what_differs_in_anything_is_an_opening_of_its_own(renderer: Renderer) -> None:
+    """Values that are equal to Python and not to a template, the order of keys, a name, a thought; tools likewise."""
+    other = attrs.evolve(ADD, parameters={**ADD.parameters, "properties": {"a": {"type": "integer", "default": True}}})
+    conversations = [
+        [USER], [attrs.evolve(USER, name="u")], [USER, USER], [Message("system", USER.content)],
+        [USER, Message("assistant", "A", reasoning=None)], [USER, Message("assistant", "A", reasoning="")],
+        *map(called, (1, True, 1.0, {"a": 1, "b": 2}, {"b": 2, "a": 1})),
+    ]  # fmt: skip
+    tools: list[list[Tool]] = [[], [ADD], [other], [ADD, other], [other, ADD]]
+    openings = [renderer.opening(messages, told) for messages in conversations for told in tools]
+    assert len({id(opening) for opening in openings}) == len(openings)
+    again = [renderer.opening(messages, told) for messages in conversations for told in tools]
+    assert all(one is two for one, two in zip(openings, again, strict=True))
+
+
+def test_an_opening_is_what_the_template_writes_whatever_was_asked_before(renderer: Renderer) -> None:
+    """Arguments that are equal to Python and are written otherwise."""
+    for argument in (1, True, 1.0):
+        messages = called(argument)
+        assert renderer.decode(renderer.opening(messages, [ADD])) == renderer.render(messages, [ADD])
