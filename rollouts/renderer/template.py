@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
@@ -44,7 +45,10 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:  # a key, there or not
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
         if kind in _HARMLESS and attribute in _HARMLESS[kind]:
             return getattr(obj, attribute)  # an attribute that is public and changes nothing
         if kind is jinja2.utils.Namespace and attribute[:1] != "_":
@@ -52,6 +56,13 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if value is not _NOTHING:
                 return value
         return super().getattr(obj, attribute)
+
+    def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
+        if obj is jinja2.utils.Namespace or (type(obj) is BuiltinMethodType and type(obj.__self__) is str):
+            options.pop("_loop_vars", None)  # what only those are given that ask for the context
+            options.pop("_block_vars", None)
+            return obj(*arguments, **options)
+        return super().call(context, obj, *arguments, **options)
 
 
 _NOTHING = object()
@@ -75,6 +86,10 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False).encode
+"""The same without arguments."""
 
 
 def _parts(text: str) -> list[ChatDict]:
@@ -143,10 +158,12 @@ class ChatTemplate:
         return list(chats)
 
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
-        known = self._tool_texts.get(id(value))
-        if known is None or known[0] is not value or arguments or options:
+        if arguments or options:
             return _tojson(value, *arguments, **options)
-        known[1] = known[1] or _tojson(value)
+        known = self._tool_texts.get(id(value))
+        if known is None or known[0] is not value:
+            return _JSON(value)
+        known[1] = known[1] or _JSON(value)
         return str(known[1])
 
     def _chat(self, message: Message) -> ChatDict:

@@ -151,9 +151,7 @@ def test_dropout_forbids_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "gptoss"])
-def test_each_character_beyond_ascii_is_cut_as_the_tokenizer_cuts_it(
-    name: str, tokenizer: Callable[..., Any]
-) -> None:
+def test_each_character_beyond_ascii_is_cut_as_the_tokenizer_cuts_it(name: str, tokenizer: Callable[..., Any]) -> None:
     """Before and behind letters of both cases, digits, spaces, line ends, apostrophes, and its kind."""
     raw = tokenizer(name).backend_tokenizer
     words = Words.of(raw)

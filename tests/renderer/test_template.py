@@ -1,0 +1,86 @@
+"""The sandbox of templates has short ways; what comes out is what the sandbox without them gives."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.renderer.template import ChatTemplate, _Sandbox, _tojson
+
+MESSAGES = [
+    {"role": "user", "content": " a{0}b ", "items": "own", "format": "{x}", "none": None},
+    {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "é<&"}}}]},
+]
+EXPRESSIONS = [
+    "m.role", "m['role']", "m.absent", "m.absent is defined", "m.absent.deeper", "m.items", "m.items()",
+    "m.get('role')", "m.update({'role': 'x'})", "m.pop('role')", "m.clear", "m.__class__", "m.__class__.__mro__",
+    "m['__class__']", "m.format", "m.none is none", "m.content.strip()", "m.content.strip('a ')", "m.content.strip(1)",
+    "m.content.absent()", "m.content.format(7)", "m.content['format'](8)", "m.content.format_map({'0': 1})",
+    "'{0.__class__}'.format(m)", "m.content.__class__", "'-'.join(m)", "'-'.join(m, 1)", "', '.join(['a', 'b'])",
+    "m.content.split('a')[-1].lstrip('{')", "'x'.startswith('x', 0)", "'x'.replace('x', 'y', count=1)",
+    "namespace(a=1).a", "namespace({'a': 2}, b=3).b", "namespace(a=1).b", "namespace(1)", "namespace(a=1)._x",
+    "namespace(a=1).__init__", "namespace", "m()", "absent()", "range(3)|list", "range(1000000)", "dict(a=1).a",
+    "messages.append(m)", "messages[5].role", "messages[0].role", "(messages|length).real", "m.keys()|list",
+    "lipsum.__globals__", "self.__init__", "joiner(',')()", "m.content.encode()", "cycler('a').next()",
+]  # fmt: skip
+STATEMENTS = [
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{{ namespace(a=loop.last).a }}{{ m.content.strip('c') }}{{ loop.revindex }}{% endfor %}",
+    "{% for m in messages %}{{ loop.cycle('a', 'b') }}{{ loop.previtem.role }}{{ loop.__class__ }}{% endfor %}",
+    "{% macro f(x) %}{{ x.strip() }}{{ caller() }}{% endmacro %}{% call f(' a ') %}b{% endcall %}",
+    "{% macro f(x) %}[{{ x }}{{ varargs }}{{ kwargs }}]{% endmacro %}{{ f(1, 2, a=3) }}",
+    "{% set ns = namespace() %}{% set ns.items = 1 %}{{ ns.items }}",
+    "{% block b %}{{ 'a'.strip() }}{{ namespace(a=1).a }}{% endblock %}",
+]
+
+
+def outcome(environment: jinja2.Environment, source: str) -> str:
+    """What is written, or what is raised."""
+    given = [{**message} for message in MESSAGES]
+    try:
+        found = environment.from_string(source).render(messages=given, m=given[0])
+    except Exception as error:  # noqa: BLE001 - whatever a template comes to
+        found = f"{type(error).__name__}: {error}"
+    return re.sub(r"0x[0-9a-f]+", "(an address)", found)
+
+
+@pytest.mark.parametrize("source", [*(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS])
+def test_the_short_ways_of_the_sandbox_lead_where_the_long_ones_do(source: str) -> None:
+    """Keys, methods, name spaces, what is not there, and what is forbidden."""
+    assert outcome(_Sandbox(), source) == outcome(jinja2.sandbox.ImmutableSandboxedEnvironment(), source)
+
+
+def template(source: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(source, name="t", variables={}, moment=datetime.datetime(2031, 2, 3), **options)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_json_is_written_as_transformers_writes_it(arguments: dict[str, Any]) -> None:
+    """Arguments of a call and the schema of a tool: in their order, nothing escaped, spaces behind the marks."""
+    message = Message("assistant", tool_calls=(ToolCall("f", arguments),))
+    tool = Tool("f", "", {"type": "object", "x": arguments})
+    written = template("{{ messages[-1].tool_calls[0].function.arguments|tojson }}{{ tools[0]|tojson }}")
+    expected = _tojson(arguments) + _tojson(tool.to_chat())
+    for _ in range(2):
+        assert written.render([message], [tool]) == expected
+
+
+def test_a_rendering_leaves_nothing_for_the_next() -> None:
+    """Variables that a template sets at its top are gone."""
+    counting = template("{{ seen }}{% set seen = 'x' %}{{ seen }}{{ messages|length }}")
+    assert [counting.render([Message("user", "U")]) for _ in range(2)] == ["x1", "x1"]
