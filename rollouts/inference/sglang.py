@@ -179,7 +179,7 @@ class SGLangPolicy:
             self._sequences.check(stop_token_ids, "stop_token_ids")
             self._sound_stops = {tuple(stop_token_ids)}
         call = _Call(
-            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see held_in
+            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see move_into
             options=self._options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
@@ -304,7 +304,7 @@ class SGLangPolicy:
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
         body, start = wire.request_body(rid, call.ids, call.options)
-        call.ids = self._sequences.held_in(body, start, call.ids, call.session)
+        call.ids.move_into(body, start)
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1
