@@ -15,7 +15,7 @@ import time
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -30,15 +30,20 @@ _LARGEST_ID = 2**31 - 1
 _INT32, _UINT32, _ON_THE_WIRE = np.dtype(np.int32), np.dtype(np.uint32), np.dtype("<i4")
 
 
-@attrs.define
+@attrs.define(eq=False)
 class EncodedIds:
     """Token ids as they go over the wire."""
 
-    text: bytes | memoryview
-    """Decimal ids with commas between them."""
+    pieces: Sequence[bytes | memoryview]
+    """Decimal ids with commas between them, one piece right after the other."""
     count: int
     digest: int
     """CRC-32 of the ids as little-endian int32."""
+
+    @property
+    def text(self) -> bytes:
+        """The pieces as one."""
+        return b"".join(self.pieces)
 
     def move_into(self, body: bytes, start: int) -> None:
         """Let the text be the part of a request's body where it stands, so that it is in memory once only.
@@ -47,7 +52,8 @@ class EncodedIds:
             body: has the text, from ``start`` on.
             start: where.
         """
-        self.text = memoryview(body)[start : start + len(self.text)]
+        stop = start + sum(map(len, self.pieces))
+        self.pieces = (memoryview(body)[start:stop],)
 
 
 def _nothing() -> None:
@@ -118,13 +124,12 @@ class SequenceCache:
             self.check(new, "tokens", start)
             new = np.ascontiguousarray(new, _ON_THE_WIRE)
             text = msgspec.json.encode(new.tolist())[1:-1]
-            ids = EncodedIds(
-                text if ids is None else b",".join((ids.text, text)), len(column), zlib.crc32(new.data, digest)
-            )
+            pieces = (text,) if ids is None else (*ids.pieces, b",", text)
+            ids = EncodedIds(pieces, len(column), zlib.crc32(new.data, digest))
             self.encoded += len(new)
         if session:
             viewed = _nothing if owner is None else weakref.ref(owner)
-            self._keep(session, _Kept(ids, len(ids.text), time.monotonic(), viewed, place))
+            self._keep(session, _Kept(ids, sum(map(len, ids.pieces)), time.monotonic(), viewed, place))
         return ids
 
     def check(self, ids: Any, field: str, start: int = 0) -> None:

@@ -25,7 +25,7 @@ from rollouts.inference.sequences import EncodedIds
 from rollouts.inference.wire import BrokenNumbers, read_completion, request_body, request_options
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
-IDS = EncodedIds(b"1,2,3,4,5", 5, 0)
+IDS = EncodedIds((b"1,2,", b"3,4,5"), 5, 0)
 TRIPLES = [[-0.5, 7, None], [-1.5, 8, "x"], [0, 9, None, "more"]]
 
 
