@@ -68,7 +68,8 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
-        return values if values.flags.owndata and not values.flags.writeable else _frozen(values.copy())
+        own = values.flags.owndata or isinstance(values.base, bytes)
+        return values if own and not values.flags.writeable else _frozen(values.copy())
     given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if given.size and given.dtype.kind not in kinds:

@@ -15,7 +15,7 @@ import time
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -27,31 +27,49 @@ from rollouts.errors import ConfigError
 __all__ = ["EncodedIds", "SequenceCache"]
 
 _LARGEST_ID = 2**31 - 1
+_INT32, _UINT32, _ON_THE_WIRE = np.dtype(np.int32), np.dtype(np.uint32), np.dtype("<i4")
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class EncodedIds:
     """Token ids as they go over the wire."""
 
-    text: bytes | memoryview
-    """Decimal ids with commas between them."""
+    pieces: Sequence[bytes | memoryview]
+    """Decimal ids with commas between them, one piece right after the other."""
     count: int
     digest: int
     """CRC-32 of the ids as little-endian int32."""
+
+    @property
+    def text(self) -> bytes:
+        """The pieces as one."""
+        return b"".join(self.pieces)
+
+    def move_into(self, body: bytes, start: int) -> None:
+        """Let the text be the part of a request's body where it stands, so that it is in memory once only.
+
+        Args:
+            body: has the text, from ``start`` on.
+            start: where.
+        """
+        stop = start + sum(map(len, self.pieces))
+        self.pieces = (memoryview(body)[start:stop],)
 
 
 def _nothing() -> None:
     return None
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Kept:
-    text: bytes | memoryview
-    count: int
-    digest: int
-    used: float = 0.0
-    viewed: Callable[[], Any] = _nothing
-    """The array whose memory the sequence was a read-only view of, if there is one still."""
+    ids: EncodedIds
+    size: int
+    """Of the text."""
+    used: float
+    owner: Callable[[], Any]
+    """The array that the sequence was a read-only view of, if there was one and is one still."""
+    place: Any
+    """Where in its memory the sequence lay, and how."""
 
 
 class SequenceCache:
@@ -71,6 +89,7 @@ class SequenceCache:
         self.vocab_size = vocab_size
         self.max_bytes = max_bytes
         self.max_idle_seconds = max_idle_seconds
+        self._limit = _LARGEST_ID + 1 if vocab_size is None else min(vocab_size, _LARGEST_ID + 1)
         self.encoded = 0
         """Ids encoded so far; an id that was taken from kept text is not counted again."""
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
@@ -96,38 +115,22 @@ class SequenceCache:
         if column.ndim != 1 or column.size == 0 or column.dtype.kind not in "iu":
             shape = f"{column.dtype} of shape {column.shape}"
             raise ConfigError(f"tokens: got {shape}; expected integers of shape (n,), n >= 1")
+        owner, place = _place(column)
         kept = self._forget(session) if session else None
-        if kept is None or kept.count > len(column) or not (_grew_in_place(kept, column) or _is_same(kept, column)):
-            kept = _Kept(b"", 0, 0)
-        start = kept.count
-        if start < len(column):
+        ids = None if kept is None else _beginning(kept, column, owner, place)
+        start, digest = (0, 0) if ids is None else (ids.count, ids.digest)
+        if ids is None or start < len(column):
             new = column[start:]
             self.check(new, "tokens", start)
-            new = new.astype("<i4")
+            new = np.ascontiguousarray(new, _ON_THE_WIRE)
             text = msgspec.json.encode(new.tolist())[1:-1]
-            kept.text = b",".join((kept.text, text)) if start else text
-            kept.digest, kept.count = zlib.crc32(new.data, kept.digest), len(column)
+            pieces = (text,) if ids is None else (*ids.pieces, b",", text)
+            ids = EncodedIds(pieces, len(column), zlib.crc32(new.data, digest))
             self.encoded += len(new)
         if session:
-            owner = _viewed(column)
-            kept.viewed = _nothing if owner is None else weakref.ref(owner)
-            self._keep(session, kept)
-        return EncodedIds(kept.text, len(column), kept.digest)
-
-    def held_in(self, body: bytes, start: int, ids: EncodedIds, session: str) -> EncodedIds:
-        """Let the text of ids be the part of a request's body where it stands, so that it is in memory once only.
-
-        Args:
-            body: has the text, from ``start`` on.
-            start: where.
-            ids: what :meth:`encode` gave.
-            session: the one that it was given for.
-        """
-        text = memoryview(body)[start : start + len(ids.text)]
-        kept = self._kept.get(session)
-        if kept is not None and kept.text is ids.text:
-            kept.text = text
-        return EncodedIds(text, ids.count, ids.digest)
+            viewed = _nothing if owner is None else weakref.ref(owner)
+            self._keep(session, _Kept(ids, sum(map(len, ids.pieces)), time.monotonic(), viewed, place))
+        return ids
 
     def check(self, ids: Any, field: str, start: int = 0) -> None:
         """Check that ids are of the vocabulary.
@@ -137,9 +140,8 @@ class SequenceCache:
                 is no EndpointError: nothing was sent, and a tokenizer that does not belong to the model is a mistake
                 in the set-up, not something that a server said about one request.
         """
-        ids = np.asarray(ids)
-        limit = _LARGEST_ID + 1 if self.vocab_size is None else min(self.vocab_size, _LARGEST_ID + 1)
-        if ids.dtype == np.int32 and ids.size and int(np.maximum.reduce(ids.view(np.uint32))) < limit:
+        ids, limit = np.asarray(ids), self._limit
+        if ids.dtype == _INT32 and ids.size and np.maximum.reduce(ids.view(_UINT32)) < limit:
             return  # a negative id is a large one there
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
@@ -151,13 +153,12 @@ class SequenceCache:
     def _forget(self, session: str) -> _Kept | None:
         kept = self._kept.pop(session, None)
         if kept is not None:
-            self._bytes -= len(kept.text)
+            self._bytes -= kept.size
         return kept
 
     def _keep(self, session: str, kept: _Kept) -> None:
-        kept.used = time.monotonic()
         self._kept[session] = kept
-        self._bytes += len(kept.text)
+        self._bytes += kept.size
         while self._kept:
             oldest = next(iter(self._kept))
             if self._bytes <= self.max_bytes and kept.used - self._kept[oldest].used <= self.max_idle_seconds:
@@ -165,23 +166,20 @@ class SequenceCache:
             self._forget(oldest)
 
 
-def _is_same(kept: _Kept, column: Any) -> bool:
-    return zlib.crc32(np.ascontiguousarray(column[: kept.count], "<i4").data) == kept.digest
+def _beginning(kept: _Kept, column: Any, owner: Any, place: Any) -> EncodedIds | None:
+    """What is kept, where a sequence begins with it."""
+    ids = kept.ids
+    if ids.count > len(column):
+        return None
+    if owner is not None and owner is kept.owner() and place == kept.place:
+        return ids
+    same = zlib.crc32(np.ascontiguousarray(column[: ids.count], _ON_THE_WIRE).data) == ids.digest
+    return ids if same else None
 
 
-def _grew_in_place(kept: _Kept, column: Any) -> bool:
-    owner = _viewed(column)
-    return owner is not None and owner is kept.viewed()
-
-
-def _viewed(column: Any) -> Any:
-    """The array that a column is a read-only view of, from its first element on; ``None`` if it is none."""
+def _place(column: Any) -> tuple[Any, Any]:
+    """The array that a column is a read-only view of, and where it lies there, and how; ``None`` if it is none."""
     owner = column.base
     if column.flags.writeable or not isinstance(owner, np.ndarray):
-        return None
-    same = owner.dtype == column.dtype and owner.strides == column.strides
-    return owner if same and _address(owner) == _address(column) else None
-
-
-def _address(column: Any) -> int:
-    return int(column.__array_interface__["data"][0])
+        return None, None
+    return owner, (column.__array_interface__["data"][0], column.strides, column.dtype)

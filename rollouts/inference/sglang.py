@@ -179,7 +179,7 @@ class SGLangPolicy:
             self._sequences.check(stop_token_ids, "stop_token_ids")
             self._sound_stops = {tuple(stop_token_ids)}
         call = _Call(
-            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see held_in
+            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see move_into
             options=self._options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
@@ -254,8 +254,11 @@ class SGLangPolicy:
         try:
             while True:
                 try:
-                    await self._settle(call)
-                    return await self._attempt(call, worker, fresh=fresh)
+                    if call.running is not None:
+                        await self._settle(call, call.running)
+                    if worker.gate.limit == math.inf:
+                        return await self._send(call, worker, fresh=fresh)
+                    return await self._send_paced(call, worker, fresh=fresh)
                 except wire.BrokenNumbers:
                     raise
                 except EndpointUnavailable as error:
@@ -274,13 +277,12 @@ class SGLangPolicy:
             if call.running is not None:
                 with anyio.CancelScope(shield=True):
                     try:
-                        await self._settle(call)
+                        await self._settle(call, call.running)
                     except EndpointUnavailable as error:
                         call.last = error  # the server ends it by itself once it sees that we are gone
 
-    async def _attempt(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
-        if worker.gate.limit == math.inf:
-            return await self._send(call, worker, fresh=fresh)
+    async def _send_paced(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
+        """Send once the server has a place for it."""
         await self._look(worker)
         async with worker.gate.place():
             completion = await self._send(call, worker, fresh=fresh)
@@ -304,7 +306,7 @@ class SGLangPolicy:
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
         body, start = wire.request_body(rid, call.ids, call.options)
-        call.ids = self._sequences.held_in(body, start, call.ids, call.session)
+        call.ids.move_into(body, start)
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1
@@ -353,11 +355,9 @@ class SGLangPolicy:
         with boundary(EndpointUnavailable, f"pause after {failures} failed attempts at {worker.name}"):
             await anyio.sleep(self._backoff(failures))
 
-    async def _settle(self, call: _Call) -> None:
+    async def _settle(self, call: _Call, running: tuple[Worker, str]) -> None:
         """Make sure that no generation of this call is running; raises EndpointUnavailable if that cannot be known."""
-        if call.running is None:
-            return
-        worker, rid = call.running
+        worker, rid = running
         try:
             await abort_generation(self._transport, worker.url, rid, self._headers)
         except EndpointUnavailable as error:

@@ -8,13 +8,13 @@ Fields that older servers lack are read with defaults. This module does no I/O a
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollouts.dtypes import Completion, LogprobColumn, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
@@ -36,7 +36,7 @@ class _Triple(msgspec.Struct, array_like=True, gc=False):
     """``[logprob, id, text]``; the text is skipped without being built."""
 
     logprob: float | None
-    token: int
+    token: Id
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -65,11 +65,13 @@ class _Meta(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[Id] | None = None
+    output_ids: msgspec.Raw = msgspec.Raw(b"null")
+    """Read as numbers only where their text is not that of the ids beside the logprobs."""
     error: Any = None
 
 
 _REPLY = msgspec.json.Decoder(_Reply)
+_IDS = msgspec.json.Decoder(list[Id] | None)
 
 
 # -- out --------------------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
 def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
     """The body of one attempt, each of which has a rid of its own; and where the text of its ids begins."""
     head = b'{"rid":"%b","input_ids":[' % rid.encode()
-    return b"".join((head, ids.text, options)), len(head)
+    return b"".join((head, *ids.pieces, options)), len(head)
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
@@ -157,17 +159,20 @@ def read_completion(
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
         raise TokenMismatchError(f"{ids.count} ids were sent; the server says that it was given {prompt_tokens}")
-    return Completion(
-        tokens=tokens,
-        logprobs=logprobs,
-        finish_reason=sys.intern(finish.type),  # type: ignore[arg-type]  # narrowed above
-        versions=_versions(meta, len(tokens)),
-        prompt_tokens=ids.count,
-        prompt_digest=ids.digest,
-        request_id=rid,
-        cached_tokens=meta.cached_tokens or 0,
-        seconds=seconds,
-    )
+    try:
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=sys.intern(finish.type),  # type: ignore[arg-type]  # narrowed above
+            versions=_versions(meta, len(tokens)),
+            prompt_tokens=ids.count,
+            prompt_digest=ids.digest,
+            request_id=rid,
+            cached_tokens=meta.cached_tokens or 0,
+            seconds=seconds,
+        )
+    except ValueError as error:  # all but the versions was checked above
+        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
 
 
 def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
@@ -191,63 +196,51 @@ def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_id
 def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
     triples = meta.output_token_logprobs or []
     sampled = [triple.token for triple in triples]
-    tokens = sampled if reply.output_ids is None else reply.output_ids
-    if meta.output_token_logprobs is None and tokens:
-        raise EndpointRefused(f"{len(tokens)} sampled ids came without output_token_logprobs, which were asked for")
-    if tokens != sampled:
-        at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
-        where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
-        raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
+    if bytes(reply.output_ids) != msgspec.json.encode(sampled):
+        _check_same(reply.output_ids, sampled, meta)
     if meta.output_token_logprobs_length not in (None, len(sampled)):
         raise EndpointRefused(
             f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
         )
-    # Ids of output_ids were checked as they were read.
-    ids = _ids(sampled) if reply.output_ids is None else _frozen(np.array(sampled, np.int32))
-    return ids, _finite([triple.logprob for triple in triples])
+    tokens = np.frombuffer(struct.pack(f"={len(sampled)}i", *sampled), np.int32)
+    return tokens, _finite([triple.logprob for triple in triples])
 
 
-def _ids(sampled: list[int]) -> TokenColumn:
+def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> None:
+    """Compare as numbers what is not written alike: there may be white space, or no ``output_ids`` at all."""
     try:
-        ids = np.array(sampled, np.int64)
-    except OverflowError:
-        ids = np.array([-1])
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise EndpointRefused("output_token_logprobs: an id does not fit into 31 bits")
-    return _frozen(ids.astype(np.int32))
+        tokens = _IDS.decode(output_ids)
+    except UNREADABLE as error:
+        raise EndpointRefused(f"output_ids are no list of ids: {error}") from None
+    if tokens is None or tokens == sampled:
+        return
+    if meta.output_token_logprobs is None:
+        raise EndpointRefused(f"{len(tokens)} sampled ids came without output_token_logprobs, which were asked for")
+    at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
+    where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
+    raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
 
 
 def _finite(values: list[float | None]) -> LogprobColumn:
-    # null, which is how NaN and infinity come over the wire, becomes NaN here; NaN is less than nothing.
-    logprobs = np.array(values, np.float64)
-    if logprobs.size and not (np.minimum.reduce(logprobs) > -_LARGEST and np.maximum.reduce(logprobs) < _LARGEST):
-        at = int(np.flatnonzero(~(np.abs(logprobs) < _LARGEST))[0])
-        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a finite number")
-    return _frozen(logprobs.astype(np.float32))
+    try:
+        packed = struct.pack(f"={len(values)}f", *values)
+    except (struct.error, OverflowError):  # null, which is how NaN and infinity come over the wire; or too large
+        given = np.array(values, np.float64)
+        at = int(np.flatnonzero(~(np.abs(given) <= _LARGEST))[0])
+        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {given[at]}; expected a finite number") from None
+    return np.frombuffer(packed, np.float32)
 
 
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-def _frozen(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    column.flags.writeable = False  # a completion takes what nobody can change as it is
-    return column
 
 
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     if not count:
         return ()
     last = "default" if meta.weight_version is None else sys.intern(str(meta.weight_version))
-    spans = [
+    spans = tuple(
         VersionSpan(last if span.version is None else sys.intern(str(span.version)), span.start, span.end)
         for span in meta.weight_versions or ()
         if span.start != span.end
-    ]
-    if not spans:
-        return (VersionSpan(last, 0, count),)
-    edges = [0, *(span.stop for span in spans)]
-    if edges[-1] != count or any(
-        span.start != edge or span.stop <= edge for span, edge in zip(spans, edges, strict=False)
-    ):
-        raise EndpointRefused(f"weight_versions do not cover {count} sampled ids without gap: {str(spans)[:300]}")
-    return tuple(spans)
+    )
+    return spans or (VersionSpan(last, 0, count),)

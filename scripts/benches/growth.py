@@ -76,7 +76,7 @@ class _Timed:
         self, tokens: np.ndarray, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
         ids = self._cache.encode(tokens, session)
-        wire.request_body("rid", ids, wire.request_options(sampling, stop_token_ids))
+        ids.move_into(*wire.request_body("rid", ids, wire.request_options(sampling, stop_token_ids)))
         completion = Completion(
             tokens=self.reply,
             logprobs=np.full(len(self.reply), -0.5, np.float32),

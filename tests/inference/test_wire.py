@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -24,7 +25,7 @@ from rollouts.inference.sequences import EncodedIds
 from rollouts.inference.wire import BrokenNumbers, read_completion, request_body, request_options
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
-IDS = EncodedIds(b"1,2,3,4,5", 5, 0)
+IDS = EncodedIds((b"1,2,", b"3,4,5"), 5, 0)
 TRIPLES = [[-0.5, 7, None], [-1.5, 8, "x"], [0, 9, None, "more"]]
 
 
@@ -237,3 +238,87 @@ def test_a_sound_answer_is_read_exactly(tokens: list[tuple[float, int]], cut: in
     assert completion.logprobs.tolist() == [logprob for logprob, _ in tokens]
     assert completion.finish_reason == kind
     assert sum(span.stop - span.start for span in completion.versions) == len(ids)
+
+
+SAMPLED = st.tuples(
+    st.sampled_from([b"-0.5", b"0", b"-0.0", b"-1e-3", b"-1.5E+1", b"-0.734210848"]), st.integers(0, 12)
+)
+BROKEN = st.sampled_from([b"null", b"1e39", b'"0"', b"[]", b"--1"])
+NEAR = st.sampled_from([b"7.0", b"1e1", b"-1", b"-0", b"07", b"2147483647", b"2147483648", b'"7"', b"null", b"[7]"])
+TEXT = st.sampled_from([b"null", b'"x"', rb'"\\"', rb'"],[\"\u00e9"', b'"\xff"', b"7", b'["a",{"b":[]}]'])
+SPACE = st.sampled_from([b"", b"", b"", b" ", b"\n\t", b"x"])
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """Most of them sound; ids stand in them twice or once, keys in any order and more than once."""
+    tail = draw(st.sampled_from([b"", b" "]))
+    comma, text = b"," + tail, draw(st.just(b"null") | TEXT)
+    sampled = draw(st.lists(SAMPLED, max_size=4))
+    ids = [b"%d" % token for _, token in sampled]
+    said = draw(st.just(ids) | st.lists(NEAR | st.sampled_from(ids or [b"1"]), max_size=4))
+    first = draw(st.just(b"-1") | st.just(b"-1") | BROKEN)
+    triples = [
+        b"[" + comma.join((logprob, token, text)) + b"]" for (logprob, _), token in zip(sampled, ids, strict=True)
+    ]
+    if sampled and first != b"-1":
+        triples[0] = b"[" + first + triples[0][len(sampled[0][0]) + 1 :]
+    meta = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":%b[' % draw(SPACE)
+    meta += comma.join(triples) + b"]" + tail + b"}"
+    output = b'"output_ids":%b[%b]' % (draw(SPACE), comma.join(said))
+    more = st.sampled_from(
+        [output, meta, b'"output_ids":null', b'"output_ids":[7]', b'"text":"\xff"', b'"x":{"y":[0]}']
+    )
+    fields = [meta, *([output] if draw(st.booleans()) else []), *draw(st.lists(more, max_size=2))]
+    return b"{" + comma.join(draw(st.permutations(fields))) + b"}" + draw(SPACE)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(body=bodies())
+def test_however_it_is_written_it_says_the_same(body: bytes) -> None:
+    """Ids that stand there twice are compared as text where that does; what is read is what the text says."""
+    try:
+        found = read(body)
+    except (EndpointError, TokenMismatchError):
+        found = None
+    try:
+        said = json.loads(body.decode("utf-8", "replace"))
+    except ValueError:
+        assert found is None
+        return
+    triples = said["meta_info"]["output_token_logprobs"]
+    sampled, told = [triple[1] for triple in triples], said.get("output_ids")
+    numbers = all(type(triple[0]) in (int, float) and abs(triple[0]) < 1e38 for triple in triples)
+    ids = all(type(token) is int and 0 <= token < 2**31 for token in told or ())
+    if not (numbers and ids and told in (None, sampled)):
+        assert found is None
+        return
+    assert found is not None
+    assert found.tokens.tolist() == sampled
+    assert found.logprobs.tobytes() == np.array([triple[0] for triple in triples], np.float32).tobytes()
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**63, 2**64])
+def test_an_id_has_31_bits(token: int) -> None:
+    """Whether it stands there once or twice."""
+    triples = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[-1,%d,null]]}' % token
+    for body in (b"{%b}" % triples, b'{"output_ids":[%d],%b}' % (token, triples)):
+        with pytest.raises(EndpointRefused):
+            read(body)
+
+
+@pytest.mark.parametrize("text", [b"5", b"{}", b"[7.5]", b'["7"]', b"[[7]]", b"[-7]", b"[2147483648]"])
+def test_output_ids_are_ids(text: bytes) -> None:
+    """Anything else is no answer, and what is wrong with it is said."""
+    triples = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[-1,7,null]]}'
+    with pytest.raises(EndpointRefused, match="output_ids"):
+        read(b'{"output_ids":%b,%b}' % (text, triples))
+
+
+@pytest.mark.parametrize(("text", "logprob"), [(b"3.4028234e38", 3.4028234e38), (b"-3.402823e38", -3.402823e38)])
+def test_a_logprob_may_be_as_large_as_a_float32(text: bytes, logprob: float) -> None:
+    """What is larger, even by little, is not finite there."""
+    body = b'{"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[0,7,null],[%b,7,null]]}}'
+    assert read(body % text).logprobs[1] == np.float32(logprob)
+    with pytest.raises(BrokenNumbers, match=r"output_token_logprobs\[1\]"):
+        read(body % text.replace(b"3.402823", b"3.402824"))
