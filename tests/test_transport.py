@@ -158,9 +158,9 @@ def test_a_closed_pool_has_closed_its_sockets(transport: Transport) -> None:
 
 
 def _sockets(transport: Transport) -> list[Any]:
-    assert transport._sessions is not None
-    connector: Any = transport._sessions[0].connector
-    return [protocol.transport.get_extra_info("socket") for kept in connector._conns.values() for protocol, _ in kept]
+    assert transport._pool is not None
+    pool: Any = transport._pool
+    return [connection._transport.get_extra_info("socket") for connection in pool._connections]
 
 
 async def test_a_close_is_not_cut_short(transport: Transport) -> None:
