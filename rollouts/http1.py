@@ -71,7 +71,7 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
             raise ValueError("no host")
     except ValueError:  # not chained: it may tell the password
         raise ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host") from None
-    shown = f"[{host}]" if ":" in host else host
+    shown = f"[{host.partition('%')[0]}]" if ":" in host else host
     lines = {"Host": shown if port is None else f"{shown}:{port}"}
     lines |= {"User-Agent": "rollouts", "Accept-Encoding": "identity"}
     if last:
@@ -96,11 +96,16 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
     return origin, f"{method} {path}{query} HTTP/1.1\r\n{text}".encode()
 
 
-class Connection(asyncio.Protocol):
-    """One connection, made by the event loop; ``lost`` is told when it has ended."""
+class Connection(asyncio.BufferedProtocol):
+    """One connection, made by the event loop.
 
-    def __init__(self, lost: Callable[[Connection], object]) -> None:
-        self._lost = lost
+    Args:
+        buffer: where what comes in lies while it is read; all connections of an event loop may share it.
+        lost: is told when it has ended.
+    """
+
+    def __init__(self, buffer: memoryview, lost: Callable[[Connection], object]) -> None:
+        self._buffer, self._lost = buffer, lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = HttpResponseParser(self)
@@ -233,16 +238,19 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self.whole or self.ended:  # nobody asked
             self.abort()
             return
         self.begun = True
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(self._buffer[:nbytes])
         except (HttpParserError, HttpParserUpgrade) as error:
             self._garbage(str(error))
-        self._held += len(data)
+        self._held += nbytes
         if not self.status and self._held > _LONGEST_HEAD:
             self._garbage(f"its head is longer than {_LONGEST_HEAD} bytes")
         elif self._piecewise and self._held > HIGH_WATER and not self.whole and self._transport is not None:
@@ -279,6 +287,10 @@ class Connection(asyncio.Protocol):
         if 100 <= status < 200:  # there is more to come
             self.headers = []
         elif not self.whole:
+            for name, value in self.headers:
+                if name.lower() == b"content-encoding" and value.lower() != b"identity":
+                    self._garbage(f"its body is encoded, which was not asked for: {value.decode(errors='replace')}")
+                    return
             self.status = status
             self._keeps = self._parser.should_keep_alive()
 

@@ -32,6 +32,9 @@ __all__ = ["Answer", "Garbled", "Lost", "Transport", "Unsent"]
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
 
+_READ_AT_ONCE = 1 << 18
+"""Bytes."""
+
 
 class Unsent(EndpointUnavailable):
     """No connection was made: the server cannot have the request."""
@@ -175,6 +178,7 @@ class _Pool:
         self.loop = asyncio.get_running_loop()
         self.closed = False
         self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
+        self._buffer = memoryview(bytearray(_READ_AT_ONCE))
         self._connections: set[Connection] = set()
         self._idle: dict[Origin, list[Connection]] = {}
         self._hosts: dict[Origin, Host] = {}
@@ -231,7 +235,7 @@ class _Pool:
         name = origin.host if origin.secure else None
         try:
             _, connection = await self.loop.create_connection(
-                lambda: Connection(self._connections.discard),
+                lambda: Connection(self._buffer, self._connections.discard),
                 sock=dialled,
                 ssl=self._context() if origin.secure else None,
                 server_hostname=name,
