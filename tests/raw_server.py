@@ -35,6 +35,10 @@ class Visit:
         size = int(length[1]) if length else 0
         return head, await self._received.receive_exactly(size) if size else b""
 
+    async def something(self) -> bytes:
+        """Whatever comes, at least a byte."""
+        return await self._received.receive()
+
     async def say(self, data: bytes) -> None:
         await self._stream.send(data)
 
@@ -59,8 +63,8 @@ async def raw_server(
     listener = sockets if tls is None else TLSListener(sockets, tls)
 
     async def serve(stream: ByteStream) -> None:
-        async with stream:
-            with contextlib.suppress(*_ENDED):
+        with contextlib.suppress(*_ENDED):
+            async with stream:
                 await handle(Visit(stream))
 
     async with sockets, anyio.create_task_group() as serving:
