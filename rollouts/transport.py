@@ -1,40 +1,39 @@
 """Bytes to a URL and bytes back, over one pool of connections.
 
-Invariant: every foreign exception of the HTTP library ends here, as an error that says what can be proven about the
-request: :class:`Unsent` (the server cannot have it) or :class:`Lost` (the server may be working on it). Nothing is ever
-sent twice. The pool belongs to the event loop that opened it and is closed with it.
+Invariant: every exception of the network ends here, as an error that says what can be proven about the request:
+:class:`Unsent` (the server cannot have it) or :class:`Lost` (the server may be working on it). Nothing is ever sent
+twice. The pool belongs to the event loop that opened it and is closed with it.
 
-This module sets no deadlines (its callers hold anyio scopes) and knows nothing of what it carries.
+It sets no deadline but that of connecting (its callers hold anyio scopes), follows no redirect, keeps no cookie, asks
+no proxy, and knows nothing of what it carries.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import io
-import math
-import time
-from collections.abc import AsyncGenerator, Mapping
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any
 
-import aiohttp
 import anyio
 import anyio.lowlevel
 import attrs
 
+from rollouts.dialing import Host
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.http1 import HEAD, SOME, WHOLE, Connection, Origin, request_head
 
 __all__ = ["Answer", "Garbled", "Lost", "Transport", "Unsent"]
 
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
 
-CLOSE_SECONDS = 5.0
-
-_LARGE_BODY = 1 << 20  # aiohttp warns about larger bodies as one piece of bytes
+_READ_AT_ONCE = 1 << 18
+"""Bytes."""
 
 
 class Unsent(EndpointUnavailable):
@@ -52,11 +51,104 @@ class Lost(EndpointUnavailable):
     def __init__(self, message: str, *, stale: bool) -> None:
         super().__init__(message)
         self.stale = stale
-        """Whether it broke before the first byte of the answer, on a connection that may have been a kept one."""
+        """Whether it broke before the first byte of the answer, on a connection that was kept from a request before."""
 
 
 class Garbled(Lost):
     """Something answered that does not speak HTTP."""
+
+
+class Headers(Mapping[str, str]):
+    """Those of an answer by name, in any case; of several with one name the first."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._values = {name.decode("latin-1").lower(): value for name, value in reversed(headers)}
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name.lower()].decode(errors="surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _Exchange:
+    """One request and its answer: no generator, since every turn goes through here several times."""
+
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_fresh",
+        "_headers",
+        "_method",
+        "_origin",
+        "_pool",
+        "_stale",
+        "_transport",
+        "_url",
+    )
+
+    def __init__(
+        self, transport: Transport, method: str, url: str, headers: Mapping[str, str], body: bytes | None, fresh: bool
+    ) -> None:
+        self._transport = transport
+        self._method, self._url, self._headers, self._body, self._fresh = method, url, headers, body, fresh
+
+    async def __aenter__(self) -> Answer:
+        connection = await self.ask(piecewise=True)
+        try:
+            await self.until(HEAD)
+        except BaseException:
+            self.end()
+            raise
+        return Answer(connection.status, Headers(connection.headers), self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    async def ask(self, *, piecewise: bool = False) -> Connection:
+        """Write the request, on a kept connection or on a new one."""
+        self._origin, head = request_head(self._method, self._url, tuple(self._headers.items()), self._fresh)
+        self._pool = pool = await self._transport.pool()
+        connection = None if self._fresh else pool.take(self._origin)
+        if connection is None:
+            try:
+                connection = await pool.connect(self._origin)
+            except OSError as error:
+                refused = isinstance(error, ConnectionRefusedError)
+                raise Unsent(f"{self._what}: cannot connect: {_said(error)}", refused=refused) from error
+        self._connection = connection
+        connection.ask(head, self._body, piecewise=piecewise)
+        return connection
+
+    async def until(self, awaited: int) -> None:
+        """Wait for so much of the answer."""
+        connection = self._connection
+        if await connection.until(awaited):
+            return
+        if connection.garbled:
+            raise Garbled(f"{self._what}: not an HTTP answer: {connection.garbled}", stale=False)
+        where = "in the middle of" if connection.begun else "before"
+        reason = "the server closed it" if connection.reason is None else _said(connection.reason)
+        told = f"{self._what}: connection broke {where} the answer: {reason}"
+        raise Lost(told, stale=connection.stale) from connection.reason
+
+    def take(self) -> bytes:
+        """What there is of the body."""
+        return self._connection.take()
+
+    def end(self) -> None:
+        """Give the connection back, or end it at once where the answer is not all there."""
+        self._pool.give_back(self._origin, self._connection)
+        del self._connection  # another exchange may have it
+
+    @property
+    def _what(self) -> str:
+        return f"{self._method} {without_password(self._url)}"
 
 
 @attrs.frozen(eq=False)
@@ -65,86 +157,123 @@ class Answer:
 
     status: int
     headers: Mapping[str, str]
-    """By name, in any case."""
-    _content: aiohttp.StreamReader = attrs.field(repr=False)
+    """By name, in any case; of several with one name the first."""
+    _exchange: _Exchange = attrs.field(repr=False)
 
     async def read(self) -> bytes:
         """The whole body, or what is left of it."""
-        return await self._content.read()
+        await self._exchange.until(WHOLE)
+        return self._exchange.take()
 
     async def some(self) -> bytes:
         """What has come since, at least a byte; empty at the end of the body."""
-        return await self._content.readany()
+        await self._exchange.until(SOME)
+        return self._exchange.take()
 
 
-class _Exchange:
-    """One request and its answer: no generator, since every turn goes through here several times."""
+class _Pool:
+    """The connections of one event loop; of the idle ones, the one that was used last is taken first."""
 
-    __slots__ = ("_answer", "_answered", "_began", "_data", "_fresh", "_headers", "_method", "_transport", "_url")
+    def __init__(self, connect_seconds: float, idle_seconds: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.closed = False
+        self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
+        self._buffer = memoryview(bytearray(_READ_AT_ONCE))
+        self._connections: set[Connection] = set()
+        self._idle: dict[Origin, list[Connection]] = {}
+        self._hosts: dict[Origin, Host] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._sweep: asyncio.TimerHandle | None = None
 
-    def __init__(
-        self, transport: Transport, method: str, url: str, headers: Mapping[str, str], data: Any, fresh: bool
-    ) -> None:
-        self._transport = transport
-        self._method, self._url, self._headers, self._data, self._fresh = method, url, headers, data, fresh
-        self._answered = False
+    def take(self, origin: Origin) -> Connection | None:
+        """One that was kept, if there is any."""
+        idle = self._idle.get(origin)
+        while idle:
+            connection = idle.pop()
+            if connection.usable and self.loop.time() - connection.idle_since < self._idle_seconds:
+                return connection
+            connection.abort()
+        return None
 
-    async def __aenter__(self) -> Answer:
-        session = await self._transport.session_for(self._fresh)
-        self._began = time.monotonic()
+    def give_back(self, origin: Origin, connection: Connection) -> None:
+        """Keep it if it may be used again, else end it."""
+        if self.closed or not connection.usable:
+            connection.abort()
+            return
+        connection.idle_since = self.loop.time()
+        self._idle.setdefault(origin, []).append(connection)
+        if self._sweep is None:
+            self._sweep = self.loop.call_later(self._idle_seconds, self._end_old_ones)
+
+    async def connect(self, origin: Origin) -> Connection:
+        """A new one; raises OSError."""
         try:
-            self._answer = await session.request(
-                self._method, self._url, data=self._data, headers=self._headers, allow_redirects=False
+            with anyio.fail_after(self._connect_seconds) as scope:
+                connection = await self._connected(origin)
+        except TimeoutError:
+            if scope.cancelled_caught:
+                raise TimeoutError(f"not within {self._connect_seconds:g} s") from None
+            raise
+        self._connections.add(connection)
+        if self.closed:
+            connection.abort()
+        return connection
+
+    def close(self) -> None:
+        """End all of them at once."""
+        self.closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self._connections):
+            connection.abort()
+
+    async def _connected(self, origin: Origin) -> Connection:
+        host = self._hosts.get(origin)
+        if host is None:
+            host = self._hosts[origin] = Host(origin.host, origin.port)
+        dialled = await host.connect()
+        name = origin.host if origin.secure else None
+        try:
+            _, connection = await self.loop.create_connection(
+                lambda: Connection(self._buffer, self._connections.discard),
+                sock=dialled,
+                ssl=self._context() if origin.secure else None,
+                server_hostname=name,
             )
-        except (aiohttp.ClientError, OSError) as error:
-            told, cause = self._told(error)
-            raise told from cause
-        self._answered = True
-        return Answer(self._answer.status, self._answer.headers, self._answer.content)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the loop owns the socket by now: it sees its end, and closes it
+                dialled.shutdown(socket.SHUT_RDWR)
+            raise
+        return connection
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._answer.__aexit__(kind, error, trace)
-        if error is None:
-            if not self._fresh:
-                self._transport.kept_until = time.monotonic() + KEEPALIVE_SECONDS
-        elif isinstance(error, aiohttp.ClientError | OSError):
-            told, cause = self._told(error)
-            raise told from cause
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls
 
-    def _told(self, error: Exception) -> tuple[Exception, Exception | None]:
-        """What an error of the library says of the request, and what it is to be raised from."""
-        what = _what(self._method, self._url)
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            refused = getattr(error, "errno", None) == errno.ECONNREFUSED
-            return Unsent(f"{what}: cannot connect: {_said(error)}", refused=refused), error
-        if isinstance(error, aiohttp.InvalidURL):
-            return ConfigError.of("Endpoint.base_url", without_password(self._url), "a URL with a host"), error
-        if isinstance(error, aiohttp.ClientResponseError):
-            # Not chained: this error carries the request's headers, and with them the key.
-            return Garbled(f"{what}: not an HTTP answer: {error.message}", stale=False), None
-        stale = not self._fresh and not self._answered and self._began < self._transport.kept_until
-        where = "in the middle of" if self._answered else "before"
-        return Lost(f"{what}: connection broke {where} the answer: {_said(error)}", stale=stale), error
+    def _end_old_ones(self) -> None:
+        self._sweep = None
+        youngest = self.loop.time() - self._idle_seconds
+        for origin, idle in list(self._idle.items()):
+            self._idle[origin] = kept = [one for one in idle if one.usable and one.idle_since > youngest]
+            for connection in idle:
+                if connection not in kept:
+                    connection.abort()
 
 
 class Transport:
     """A pool of kept connections, and single-use ones beside it. Opens at first use; after a close, at the next use."""
 
-    def __init__(self, *, connect_seconds: float) -> None:
-        self._connect_seconds = connect_seconds
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession] | None = None
+    def __init__(self, *, connect_seconds: float, idle_seconds: float = KEEPALIVE_SECONDS) -> None:
+        self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
+        self._pool: _Pool | None = None
         self._holder: AsyncGenerator[None, None] | None = None
-        self.kept_until = -math.inf
-        """``time.monotonic()`` until which a connection may be kept. Asking the library which one was taken costs a
-        sixth of a turn, so a break before the answer is taken for that of a kept one while there may be any."""
         self.opened = 0
         """How many pools were opened."""
 
     def __repr__(self) -> str:
-        return f"<Transport: {'closed' if self._sessions is None else 'open'}, opened {self.opened} times>"
+        return f"<Transport: {'closed' if self._pool is None else 'open'}, opened {self.opened} times>"
 
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], *, fresh: bool = False
@@ -163,10 +292,9 @@ class Transport:
         Raises:
             Unsent: the server cannot have the request.
             Lost: the server may have the request; there is no whole answer.
-            ConfigError: the URL is none.
+            ConfigError: the URL is none, or a header cannot be sent.
         """
-        data = io.BytesIO(body) if len(body) > _LARGE_BODY else body
-        return await self._request("POST", url, data, headers, fresh)
+        return await self._request("POST", url, body, headers, fresh)
 
     async def get(self, url: str, headers: Mapping[str, str], *, fresh: bool = True) -> tuple[int, bytes]:
         """Send one GET, over a new connection by default, and read the whole answer; raises as :meth:`post` does."""
@@ -178,57 +306,46 @@ class Transport:
             await self._holder.aclose()
 
     async def _request(
-        self, method: str, url: str, data: Any, headers: Mapping[str, str], fresh: bool
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], fresh: bool
     ) -> tuple[int, bytes]:
-        async with self.open(method, url, headers, data, fresh=fresh) as answer:
-            return answer.status, await answer.read()
+        exchange = _Exchange(self, method, url, headers, body, fresh)
+        connection = await exchange.ask()
+        try:
+            await exchange.until(WHOLE)
+            return connection.status, connection.take()
+        finally:
+            exchange.end()
 
     def open(
-        self, method: str, url: str, headers: Mapping[str, str], data: Any = None, *, fresh: bool = False
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, *, fresh: bool = False
     ) -> AbstractAsyncContextManager[Answer]:
         """Send one request and read its answer piece by piece inside the context; raises as :meth:`post` does."""
-        return _Exchange(self, method, url, headers, data, fresh)
+        return _Exchange(self, method, url, headers, body, fresh)
 
-    async def session_for(self, fresh: bool) -> aiohttp.ClientSession:
-        """The pool of kept connections, or that of single-use ones."""
-        kept, single = self._sessions or await self._open()
-        if self._loop is not asyncio.get_running_loop():
+    async def pool(self) -> _Pool:
+        """The pool of this event loop."""
+        pool = self._pool or await self._open()
+        if pool.loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
-        return single if fresh else kept
+        return pool
 
-    async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
+    async def _open(self) -> _Pool:
         # No await reaches the loop between the test and the assignment: many first uses open one pool.
-        sessions = (self._session(force_close=False), self._session(force_close=True))
-        self._loop, self._sessions, self._holder = asyncio.get_running_loop(), sessions, self._hold(sessions)
+        self._pool = pool = _Pool(self._connect_seconds, self._idle_seconds)
+        self._holder = self._hold(pool)
         self.opened += 1
         await anext(self._holder)
-        return sessions
+        return pool
 
-    async def _hold(self, sessions: tuple[aiohttp.ClientSession, aiohttp.ClientSession]) -> AsyncGenerator[None, None]:
+    async def _hold(self, pool: _Pool) -> AsyncGenerator[None, None]:
         # The loop knows each async generator that was started in it and closes it when it shuts down.
         try:
             yield
         finally:
-            self._loop = self._sessions = self._holder = None
-            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
-                for session in sessions:
-                    await session.close()
-                await anyio.lowlevel.checkpoint()  # older aiohttp closes its sockets one turn of the loop later
-
-    def _session(self, *, force_close: bool) -> aiohttp.ClientSession:
-        if force_close:  # which the library does not take together with a timeout
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-
-
-def _what(method: str, url: str) -> str:
-    return f"{method} {without_password(url)}"
+            self._pool = self._holder = None
+            pool.close()
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()  # the loop closes the sockets at its next turn
 
 
 def _said(error: BaseException) -> str:

@@ -25,6 +25,8 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.errors": (1, 1),
     "rollouts.whereabouts": (1, 2),
     "rollouts.dtypes": (1, 2),
+    "rollouts.dialing": (1, 0),
+    "rollouts.http1": (1, 2),
     "rollouts.transport": (1, 2),
     "rollouts.trajectory": (2, 0),
     "rollouts.tool_calls": (2, 0),

@@ -1,0 +1,133 @@
+"""HTTPS: who is believed, and that it is the same HTTP."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from rollouts.transport import Lost, Transport, Unsent
+from tests.raw_server import Visit, answer, raw_server
+
+BODY = bytes(range(256)) * 1000
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Key and certificate in one file, for localhost."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("certificate")
+    key, made, both = folder / "key.pem", folder / "made.pem", folder / "both.pem"
+    options = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run([openssl, "req", *options.split(), "-keyout", key, "-out", made], check=True, capture_output=True)
+    both.write_bytes(key.read_bytes() + made.read_bytes())
+    return both
+
+
+@pytest.fixture
+def server_side(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+async def echo(visit: Visit) -> None:
+    while True:
+        await visit.say(answer((await visit.request())[1]))
+
+
+async def refuse(visit: Visit) -> None:
+    await visit.something()
+    await visit.say(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
+async def test_a_server_with_a_certificate_is_spoken_to(
+    certificate: Path, server_side: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``SSL_CERT_FILE`` says whose word counts; the host's name has to be in it, and connections are kept."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    transport = Transport(connect_seconds=5.0)
+    async with raw_server(echo, tls=server_side) as port:
+        for _ in range(3):
+            assert await transport.post(f"https://localhost:{port}/", BODY, {}) == (200, BODY)
+        with pytest.raises(Unsent, match="cannot connect: SSLCertVerificationError") as raised:
+            await transport.post(f"https://127.0.0.1:{port}/", BODY, {})
+        assert not raised.value.refused
+        await transport.aclose()
+    gc.collect()
+
+
+async def test_a_server_that_nobody_vouches_for_gets_nothing(server_side: ssl.SSLContext) -> None:
+    """Neither one with a certificate of its own, nor one that does not speak TLS, nor the other way round."""
+    transport = Transport(connect_seconds=5.0)
+    async with raw_server(echo, tls=server_side) as port, raw_server(refuse) as plain:
+        with pytest.raises(Unsent, match="CERTIFICATE_VERIFY_FAILED"):
+            await transport.post(f"https://localhost:{port}/", BODY, {})
+        with pytest.raises(Unsent, match="cannot connect: SSLError"):
+            await transport.post(f"https://127.0.0.1:{plain}/", BODY, {})
+        with pytest.raises(Lost):
+            await transport.post(f"http://127.0.0.1:{port}/", BODY, {})
+        await transport.aclose()
+    gc.collect()
+
+
+async def test_a_handshake_that_does_not_end_is_given_up() -> None:
+    """After the time for connecting, or when whoever asked is cancelled; the server sees the end of both."""
+    ended = 0
+    both = anyio.Event()
+
+    async def silent(visit: Visit) -> None:
+        nonlocal ended
+        await visit.ended()
+        ended += 1
+        if ended == 2:
+            both.set()
+
+    transport = Transport(connect_seconds=0.2)
+    async with raw_server(silent) as port:
+        with pytest.raises(Unsent, match="not within"):
+            await transport.post(f"https://127.0.0.1:{port}/", BODY, {})
+        with anyio.move_on_after(0.05) as scope:
+            await transport.post(f"https://127.0.0.1:{port}/", BODY, {})
+        assert scope.cancelled_caught
+        with anyio.fail_after(5):
+            await both.wait()
+        await transport.aclose()
+    gc.collect()
+
+
+async def test_a_body_may_go_on_to_the_end(
+    certificate: Path, server_side: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a connection that is ended as TLS ends them; one that is cancelled is ended at once."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    asked, gone = anyio.Event(), anyio.Event()
+
+    async def handle(visit: Visit) -> None:
+        _, body = await visit.request()
+        if body:
+            await visit.say(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+            return
+        asked.set()
+        await visit.ended()
+        gone.set()
+
+    transport = Transport(connect_seconds=5.0)
+    async with raw_server(handle, tls=server_side) as port:
+        url = f"https://localhost:{port}/"
+        assert await transport.post(url, BODY, {}) == (200, BODY)
+        async with anyio.create_task_group() as requests:
+            requests.start_soon(transport.post, url, b"", {})
+            await asked.wait()
+            requests.cancel_scope.cancel()
+        with anyio.fail_after(5):
+            await gone.wait()
+        await transport.aclose()
+    gc.collect()
