@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,24 +24,32 @@ _CLOCKS: contextvars.ContextVar[tuple[anyio.CancelScope, ...]] = contextvars.Con
 
 
 class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a generator: it is entered at every wait
-    """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop."""
+    """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop; for ever where ``seconds`` is ``None``."""
 
     __slots__ = ("_scope", "_token")
 
     def __init__(self, seconds: float | None) -> None:
-        until = math.inf if seconds is None else anyio.current_time() + seconds
-        self._scope = anyio.CancelScope(deadline=until)
+        loop = asyncio.get_running_loop()
+        self._scope = _scope_class()(deadline=math.inf if seconds is None else loop.time() + seconds)
 
     def __enter__(self) -> anyio.CancelScope:
         scope = self._scope.__enter__()
-        self._token = _CLOCKS.set((*_CLOCKS.get(), scope))
+        ever = scope.deadline == math.inf  # then there is no clock to stop
+        self._token = None if ever else _CLOCKS.set((*_CLOCKS.get(), scope))
         return scope
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        _CLOCKS.reset(self._token)
+        if self._token is not None:
+            _CLOCKS.reset(self._token)
         return bool(self._scope.__exit__(kind, error, trace))
+
+
+@functools.cache
+def _scope_class() -> type[anyio.CancelScope]:
+    """What ``anyio.CancelScope()`` gives in an event loop of asyncio, after a search that costs more than the scope."""
+    return type(anyio.CancelScope())
 
 
 class Clocks:

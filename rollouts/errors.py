@@ -15,13 +15,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import itertools
 import math
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from types import CodeType, TracebackType
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -210,22 +210,22 @@ class Wait:
 
 
 _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", default="here")
-_WAITS: dict[int, Wait] = {}
-_ABANDONED: dict[int, Wait] = {}
-_NUMBERS = itertools.count()
+_OPEN: dict[boundary, None] = {}
+"""Those that something runs inside now."""
+_ABANDONED: dict[boundary, None] = {}
 
 
 def abandoned() -> list[Wait]:
     """Threads that overran their deadline and still run, oldest first."""
-    for number, wait in list(_ABANDONED.items()):
-        if wait.thread is None or wait.thread.ended:
-            _ABANDONED.pop(number, None)
-    return list(_ABANDONED.values())
+    for left in list(_ABANDONED):
+        if left.thread is None or left.thread.ended:
+            _ABANDONED.pop(left, None)
+    return [left.wait() for left in list(_ABANDONED)]
 
 
 def waits() -> list[Wait]:
     """Everything that this process waits for now, oldest first."""
-    return sorted(_WAITS.values(), key=lambda wait: wait.since)
+    return sorted((entered.wait() for entered in list(_OPEN)), key=lambda wait: wait.since)
 
 
 @contextlib.contextmanager
@@ -238,11 +238,10 @@ def at(place: str) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-@contextlib.contextmanager
-def boundary(
-    failure: type[RolloutsError], what: str, *, seconds: float | None = None, thread: WorkerThread | None = None
-) -> Iterator[anyio.CancelScope]:
+class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place of a generator, as a deadline is
     """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
+
+    Entered, it gives the scope of its deadline, for :func:`leashed`.
 
     Args:
         failure: the class to raise.
@@ -250,50 +249,88 @@ def boundary(
         seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
         thread: where it runs, if in a thread; listed by :func:`abandoned` when it goes on after us.
 
-    Yields:
-        The scope of its deadline, for :func:`leashed`.
-
     Raises:
         RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
     """
-    now = time.monotonic()
-    number = next(_NUMBERS)
-    until = None if seconds is None else now + seconds
-    _WAITS[number] = wait = Wait(_PLACE.get(), what, now, until, asyncio.current_task(), thread)
-    before = _cancellations()
-    try:
-        with deadline(seconds) as scope:
-            yield scope
-            if _cancellations() > before and not scope.cancel_called and _is_cancelled():
-                raise asyncio.CancelledError  # swallowed inside: what it answered is no answer
-    except RolloutsError:
-        raise
-    except (Exception, SystemExit, BaseExceptionGroup) as error:
-        if isinstance(error, BaseExceptionGroup):
-            _raise_what_is_not_foreign(error)
-        raise _failure(failure, what, f"{what} raised {type(error).__name__}: {_text(error)}") from error
-    except asyncio.CancelledError as error:
-        if _cancellations() > before or _is_cancelled():
-            raise
-        text = f"{what} raised CancelledError: something inside was cancelled, and not by us"
-        raise _failure(failure, what, text) from error
-    finally:
-        del _WAITS[number]
-        if thread is not None and thread.ident is not None and not thread.ended:
-            _ABANDONED[number] = wait
-    if scope.cancel_called:
-        raise _failure(failure, what, f"{what} did not answer within {seconds:g} s", late=True)
+
+    __slots__ = ("_before", "_failure", "_place", "_seconds", "_since", "_task", "_what", "thread")
+
+    def __init__(
+        self,
+        failure: type[RolloutsError],
+        what: str,
+        *,
+        seconds: float | None = None,
+        thread: WorkerThread | None = None,
+    ) -> None:
+        super().__init__(seconds)
+        self._failure = failure
+        self._what = what
+        self._seconds = seconds
+        self.thread = thread
+
+    def wait(self) -> Wait:
+        """What is waited for inside, to look at."""
+        until = None if self._seconds is None else self._since + self._seconds
+        return Wait(self._place, self._what, self._since, until, self._task, self.thread)
+
+    def __enter__(self) -> anyio.CancelScope:
+        self._task = asyncio.current_task()
+        self._before = 0 if self._task is None else self._task.cancelling()
+        self._place = _PLACE.get()
+        self._since = time.monotonic()
+        _OPEN[self] = None
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        raised: BaseException | None = None  # not by what ran inside
+        if error is None and self._is_asked_to_end() and not self._scope.cancel_called and _is_cancelled():
+            error = raised = asyncio.CancelledError()  # swallowed inside: what it answered is no answer
+        try:
+            if super().__exit__(None if error is None else type(error), error, trace):
+                error = raised = None
+        except BaseException as other:  # noqa: BLE001 - what a group holds beside its cancellations; told apart below
+            error = raised = other
+        finally:
+            del _OPEN[self]
+            if self.thread is not None and self.thread.ident is not None and not self.thread.ended:
+                _ABANDONED[self] = None
+        try:
+            if error is not None or self._scope.cancel_called:
+                self._raise_if_foreign(error)
+            if raised is not None:
+                raise raised
+        finally:
+            error = raised = None  # its traceback holds this frame: nothing but a collector would free the two
+        return False
+
+    def _raise_if_foreign(self, error: BaseException | None) -> None:
+        """Raise the failure that an error of foreign code is, or that it was too late; others may go on."""
+        failure, what = self._failure, self._what
+        if error is None:
+            raise _failure(failure, what, f"{what} did not answer within {self._seconds:g} s", late=True)
+        if isinstance(error, RolloutsError):
+            return
+        if isinstance(error, asyncio.CancelledError):
+            if not self._is_asked_to_end() and not _is_cancelled():
+                text = f"{what} raised CancelledError: something inside was cancelled, and not by us"
+                raise _failure(failure, what, text) from error
+        elif isinstance(error, Exception | SystemExit | BaseExceptionGroup):
+            if isinstance(error, BaseExceptionGroup):
+                _raise_what_is_not_foreign(error)
+            raise _failure(failure, what, f"{what} raised {type(error).__name__}: {_text(error)}") from error
+
+    def _is_asked_to_end(self) -> bool:
+        """Whether the task was cancelled inside."""
+        return self._task is not None and self._task.cancelling() > self._before
 
 
 def _failure(kind: type[RolloutsError], what: str, text: str, *, late: bool = False) -> RolloutsError:
     error = kind(text)
     error.what, error.late = what, late
     return error
-
-
-def _cancellations() -> int:
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
 
 
 def _is_cancelled() -> bool:
@@ -377,6 +414,9 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _is_async(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType) and code.co_flags & inspect.CO_COROUTINE:
+        return True
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

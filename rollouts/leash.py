@@ -47,17 +47,18 @@ class Leash:
         grace: seconds from the scope's deadline on that it may hide behind a shield, to clean up.
     """
 
+    _waits_for: Any = None
+    _overdue = False
+    _forced = 0
+    _swallowed = 0
+    _since = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
     def __init__(self, awaitable: Awaitable[Any], scope: anyio.CancelScope, what: str, *, grace: float = 10.0) -> None:
         self.awaitable = awaitable
         self.what = what
         self._scope = scope
         self._grace = grace
-        self._waits_for: Any = None
-        self._overdue = False
-        self._forced = 0
-        self._swallowed = 0
-        self._since = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<Leash {self.what}: {self._swallowed} cancellations swallowed>"

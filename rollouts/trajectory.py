@@ -4,8 +4,8 @@ Laws kept here:
 
 1. Tokens: the ids of every request are a prefix of the ids stored. Each completion brings the checksum of the ids that
    were really sent; it must equal the checksum of the ids held, or :class:`TokenMismatchError` is raised.
-2. Mask: a token is trainable if and only if a completion sampled it, and then it has a logprob and a version. All four
-   are appended together, by one method.
+2. Mask: a token is trainable if and only if a completion sampled it, and then it has a logprob and a version. One
+   method takes the three in together; the mask is true where it took something in.
 3. Once: a sequence is only ever appended to, and sealed once.
 
 This module knows no text, no tokenizer and no environment.
@@ -13,6 +13,7 @@ This module knows no text, no tokenizer and no environment.
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -73,10 +74,11 @@ class Call:
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields by name."""
-        return {name: getattr(self, name) for name in _CALL_FIELDS}
+        return dict(zip(_CALL_FIELDS, _CALL_VALUES(self), strict=True))
 
 
 _CALL_FIELDS = tuple(field.name for field in attrs.fields(Call))
+_CALL_VALUES = operator.attrgetter(*_CALL_FIELDS)
 
 
 class Trajectory:
@@ -105,8 +107,11 @@ class Trajectory:
         self.stop_reason: StopReason | None = None
         self.failure: Failure | None = None
         self._tokens: TokenColumn = np.empty(0, np.int32)
-        self._logprobs: LogprobColumn = np.empty(0, np.float32)
-        self._mask: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        """With room behind those that there are."""
+        self._readable = _frozen(self._tokens.view())
+        self._replies: list[tuple[int, LogprobColumn]] = []
+        """Where each reply begins, and its logprobs; while it grows."""
+        self._sealed: tuple[npt.NDArray[np.bool_], LogprobColumn] | None = None
         self._length = 0
         self._digest = 0
 
@@ -121,17 +126,33 @@ class Trajectory:
     @property
     def tokens(self) -> TokenColumn:
         """All ids so far, shape ``(n,)``, read-only; stays valid while the trajectory grows."""
-        return _view(self._tokens, self._length)
+        return self._readable[: self._length]
 
     @property
     def logprobs(self) -> LogprobColumn:
         """Logprob of each sampled id, 0 where the mask is false, shape ``(n,)``, read-only."""
-        return _view(self._logprobs, self._length)
+        return self.sampled(0)[1]
 
     @property
     def mask(self) -> npt.NDArray[np.bool_]:
         """True where the policy sampled the token, shape ``(n,)``, read-only."""
-        return _view(self._mask, self._length)
+        return self.sampled(0)[0]
+
+    def sampled(self, start: int) -> tuple[npt.NDArray[np.bool_], LogprobColumn]:
+        """Mask and logprobs from position ``start`` on; costs what stands behind it, not what stands before."""
+        if self._sealed is not None:
+            mask, logprobs = self._sealed
+            return mask[start:], logprobs[start:]
+        mask = np.zeros(self._length - start, np.bool_)
+        logprobs = np.zeros(self._length - start, np.float32)
+        for first, column in reversed(self._replies):
+            stop = first + len(column) - start
+            if stop <= 0:
+                break
+            begin = max(first - start, 0)
+            mask[begin:stop] = True
+            logprobs[begin:stop] = column[begin - stop :]
+        return _frozen(mask), _frozen(logprobs)
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
@@ -144,7 +165,7 @@ class Trajectory:
 
     def add_context(self, tokens: TokenColumn, messages: Sequence[Message] = ()) -> None:
         """Append tokens that the policy is shown: a prompt, a bridge. They are never trained."""
-        self._append(tokens, None)
+        self._append(tokens)
         self._close_segment(len(tokens), None)
         self.messages.extend(messages)
 
@@ -154,13 +175,14 @@ class Trajectory:
         Raises:
             TokenMismatchError: the request held other ids than this trajectory.
         """
-        if completion.prompt_tokens != len(self) or completion.prompt_digest != self._digest:
+        if completion.prompt_tokens != self._length or completion.prompt_digest != self._digest:
             raise TokenMismatchError(
                 f"completion {completion.request_id} was sampled from {completion.prompt_tokens} tokens "
                 f"(digest {completion.prompt_digest:#010x}); the trajectory holds {len(self)} ({self._digest:#010x})"
             )
-        start = len(self)
-        self._append(completion.tokens, completion.logprobs)
+        start = self._length
+        self._append(completion.tokens)
+        self._replies.append((start, completion.logprobs))
         for span in completion.versions:
             self._close_segment(span.stop - span.start, span.version)
         self.messages.append(message)
@@ -168,7 +190,7 @@ class Trajectory:
             Call(
                 request_id=completion.request_id,
                 start=start,
-                stop=len(self),
+                stop=self._length,
                 finish_reason=completion.finish_reason,
                 prompt_digest=completion.prompt_digest,
                 cached_tokens=completion.cached_tokens,
@@ -183,38 +205,34 @@ class Trajectory:
     def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
         """End it: no token can be added any more, and the columns take exactly the room they need."""
         self._growing()
+        self._tokens = _frozen(self.tokens.copy())
+        self._readable = self._tokens
+        self._sealed = self.sampled(0)
+        self._replies.clear()
         self.stop_reason = stop_reason
         self.failure = failure
-        self._resize(self._length)
-        for column in (self._tokens, self._logprobs, self._mask):
-            column.flags.writeable = False
         return self
 
     def _growing(self) -> None:
         if self.stop_reason is not None:
             raise TokenMismatchError(f"a sealed trajectory cannot change: {self!r}")
 
-    def _append(self, tokens: TokenColumn, logprobs: LogprobColumn | None) -> None:
+    def _append(self, tokens: TokenColumn) -> None:
         self._growing()
-        stop = self._length + len(tokens)
+        start, stop = self._length, self._length + len(tokens)
         if stop > len(self._tokens):
-            room = max(stop, len(self._tokens) + len(self._tokens) // 8)
-            self._resize(room)
-        self._tokens[self._length : stop] = tokens
-        self._logprobs[self._length : stop] = 0 if logprobs is None else logprobs
-        self._mask[self._length : stop] = logprobs is not None
+            grown = np.empty(stop + stop // 4, np.int32)
+            grown[:start] = self._tokens[:start]
+            self._tokens, self._readable = grown, _frozen(grown.view())
+        self._tokens[start:stop] = tokens
         self._length = stop
         self._digest = digest(tokens, self._digest)
 
-    def _resize(self, room: int) -> None:
-        self._tokens = _resized(self._tokens, self._length, room)
-        self._logprobs = _resized(self._logprobs, self._length, room)
-        self._mask = _resized(self._mask, self._length, room)
-
     def _close_segment(self, length: int, version: str | None) -> None:
-        start = self.segments[-1].stop if self.segments else 0
-        stop = start + length
-        if self.segments and self.segments[-1].version == version:
+        last = self.segments[-1] if self.segments else None
+        start = stop = last.stop if last is not None else 0
+        stop += length
+        if last is not None and last.version == version:
             start = self.segments.pop().start
         if stop > start:
             self.segments.append(Segment(start, stop, version))
@@ -223,13 +241,6 @@ class Trajectory:
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
-def _resized(column: npt.NDArray[Scalar], length: int, room: int) -> npt.NDArray[Scalar]:
-    resized = np.empty(room, column.dtype)
-    resized[:length] = column[:length]
-    return resized
-
-
-def _view(column: npt.NDArray[Scalar], length: int) -> npt.NDArray[Scalar]:
-    view = column[:length]
-    view.flags.writeable = False
-    return view
+def _frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    column.flags.writeable = False
+    return column

@@ -50,11 +50,12 @@ class Turn:
     @classmethod
     def since(cls, trajectory: Trajectory, start: int, calls: int, messages: int, **fields: Any) -> Turn:
         """The turn that began when the trajectory had so many tokens, calls and messages."""
+        mask, logprobs = trajectory.sampled(start)
         return cls(
             number=len(trajectory.calls),
             tokens=trajectory.tokens[start:],
-            mask=trajectory.mask[start:],
-            logprobs=trajectory.logprobs[start:],
+            mask=mask,
+            logprobs=logprobs,
             fields={
                 "calls": [call.to_dict() for call in trajectory.calls[calls:]],
                 "versions": [[span.version, span.start, span.stop] for span in trajectory.versions],

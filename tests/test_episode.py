@@ -285,7 +285,7 @@ async def test_long_text_is_rendered_in_a_thread(demo: Renderer) -> None:
             return super().bridge(*given, **options)
 
     async def user(conversation: Sequence[Message]) -> str:
-        return "word " * 600 if len(conversation) == 2 else "word"
+        return "word " * 2000 if len(conversation) == 2 else "word"
 
     renderer = Watched(load_tokenizer(DEMO_MODEL))
     policy = ScriptedPolicy([renderer.encode("ok<|im_end|>").tolist()] * 3)

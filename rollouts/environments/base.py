@@ -110,9 +110,12 @@ class ToolEnvironment:
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:
             return await self.answer(reply)
-        results = [await self._run(call) for call in reply.tool_calls]
-        errors = sum(failed for _, failed in results)
-        return StepResult(messages=tuple(message for message, _ in results), metrics={"tool_errors": errors})
+        messages, errors = [], 0
+        for call in reply.tool_calls:
+            message, failed = await self._run(call)
+            messages.append(message)
+            errors += failed
+        return StepResult(messages=tuple(messages), metrics={"tool_errors": errors})
 
     async def answer(self, reply: Message) -> StepResult:
         """A reply without tool calls."""
@@ -130,7 +133,9 @@ class ToolEnvironment:
         try:
             arguments = msgspec.convert(dict(call.arguments), self._methods[call.name].arguments)
             result = getattr(self, call.name)(**msgspec.structs.asdict(arguments))
-            content = str(await result if inspect.isawaitable(result) else result)
+            if not isinstance(result, str):
+                result = await result if inspect.isawaitable(result) else result
+            content = str(result)
         except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
             content, failed = f"Error: {error}", True
         return Message("tool", content, tool_call_id=call.id, name=call.name), failed
