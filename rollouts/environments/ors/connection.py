@@ -32,7 +32,10 @@ _LONGEST_PAUSE = 10.0
 _ANSWER_SECONDS = 60.0
 """For an answer to begin, or one that is not streamed to end; who waits for an environment says so after 25."""
 _SILENCE = 30.0
-"""Seconds without a byte after which a stream is dead; a server says something every 10."""
+"""At least so many seconds without a byte, and at most twice as many, and a stream is dead; a server says something
+every 10."""
+_LAST_BYTES = 0.2
+"""Seconds that a stream may stay open after its result: a connection that was not read to the end is lost."""
 
 
 class Connection:
@@ -99,11 +102,10 @@ class Connection:
             ORSError: it was refused, or there is no answer after all attempts.
         """
         retry = _Retry(self._starting_seconds)
-        what = f"{method} {self._shown}{path}"
         headers = self.headers(session, secret=path == "/create")
         data = b"" if body is None else msgspec.json.encode(body)
         while True:
-            again, lost, problem = True, True, ORSError(f"{what}: no answer within {_ANSWER_SECONDS:g} s")
+            again, lost, problem = True, True, None
             retry.pause_as_told = None
             with anyio.move_on_after(_ANSWER_SECONDS):
                 try:
@@ -111,14 +113,14 @@ class Connection:
                         payload = await answer.read()
                     if answer.status < 300 or (retry.lost and answer.status == done):
                         return payload
-                    problem, lost = self._refusal(what, answer.status, payload), False
+                    problem, lost = self._refusal(f"{method} {self._shown}{path}", answer.status, payload), False
                     again = answer.status in _RETRIED
                     retry.told(answer)
                 except EndpointUnavailable as error:
                     problem, lost = ORSError(self._plain(str(error))), isinstance(error, Lost)
             retry.lost = retry.lost or lost
             if not again or not await retry.pause():
-                raise problem
+                raise problem or ORSError(f"{method} {self._shown}{path}: no answer within {_ANSWER_SECONDS:g} s")
 
     async def stream(self, path: str, body: dict[str, Any], session: str) -> str:
         """One request whose answer is streamed; where the stream breaks, it is resumed and never sent anew.
@@ -129,31 +131,16 @@ class Connection:
         retry = _Retry(self._starting_seconds)
         what = f"POST {self._shown}{path}"
         headers = {**self.headers(session), "Accept": "text/event-stream"}
-        task_id: str | None = None
+        run = _Run()
         while True:
-            sent = msgspec.json.encode(body if task_id is None else {**body, "task_id": task_id})
-            again, problem = False, ORSError(f"{what}: it fell silent")
+            sent = msgspec.json.encode(body if run.task_id is None else {**body, "task_id": run.task_id})
+            again, problem = False, None
             retry.pause_as_told = None
             with anyio.move_on_after(_ANSWER_SECONDS) as patience:
                 try:
                     async with self._pool().open("POST", self.url + path, headers, sent) as answer:
                         if answer.status == 200:
-                            parts: list[str] = []
-                            events = Events()
-                            patience.deadline = anyio.current_time() + _SILENCE
-                            while more := await answer.some():
-                                now = anyio.current_time()
-                                if patience.deadline < now + _SILENCE - 1.0:  # setting it costs as much as reading
-                                    patience.deadline = now + _SILENCE
-                                for event, text in events.feed(more):
-                                    if event == "task_id":
-                                        task_id, retry.failures = text.strip(), 0
-                                    elif event == "error":
-                                        raise ORSError(self._said(text or "an error without words"))
-                                    elif event in ("chunk", "end"):
-                                        parts.append(text)
-                                    if event == "end":
-                                        return "".join(parts)
+                            await self._follow(answer, run, retry, patience)
                             problem = ORSError(f"{what}: the stream ended before its end")
                         else:
                             problem = self._refusal(what, answer.status, await answer.read())
@@ -161,9 +148,33 @@ class Connection:
                             again = answer.status in _RETRIED and retry.starting
                 except EndpointUnavailable as error:
                     problem, again = ORSError(self._plain(str(error))), isinstance(error, Unsent)
-            resumes = task_id is not None and problem.status in (None, *_RETRIED)
+            if run.result is not None:
+                return run.result
+            resumes = run.task_id is not None and (problem is None or problem.status in (None, *_RETRIED))
             if not (again or resumes) or not await retry.pause():
-                raise problem
+                raise problem or ORSError(f"{what}: it fell silent")
+
+    async def _follow(self, answer: Answer, run: _Run, retry: _Retry, patience: anyio.CancelScope) -> None:
+        """Read a stream to its end; what comes after the result is none of it."""
+        parts: list[str] = []
+        events = Events()
+        while more := await answer.some():
+            now = anyio.current_time()
+            if patience.deadline < now + _SILENCE:  # setting it costs as much as reading
+                patience.deadline = now + 2 * _SILENCE
+            for event, text in events.feed(more):
+                if event == "task_id":
+                    run.task_id, retry.failures = text.strip(), 0
+                elif event == "error":
+                    raise ORSError(self._said(text or "an error without words"))
+                elif event == "chunk":
+                    parts.append(text)
+                elif event == "end":
+                    run.result = "".join((*parts, text))
+                    patience.deadline = now + _LAST_BYTES
+                    while await answer.some():
+                        pass
+                    return
 
     def headers(self, session: str | None, *, secret: bool = False) -> dict[str, str]:
         """What goes with a request; secrets with the one that makes an environment only."""
@@ -209,6 +220,15 @@ class Connection:
     async def aclose(self) -> None:
         """Close this event loop's connections; they close with the loop otherwise."""
         await self._pool().aclose()
+
+
+@attrs.define
+class _Run:
+    """A call that a server runs."""
+
+    task_id: str | None = None
+    """The number that it gave it, to be resumed by."""
+    result: str | None = None
 
 
 @attrs.define

@@ -17,7 +17,7 @@ from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import StepResult
 from rollouts.environments.ors.server import ORSServer, ORSTask
 from rollouts.environments.ors.session import ORSSession
-from rollouts.environments.ors.wire import CallAnswer, Listing, text_of, tools_of
+from rollouts.environments.ors.wire import CallAnswer, Listing, text_of
 
 __all__ = ["CONTINUES", "CallRecord", "ORSEnvironment"]
 
@@ -72,8 +72,7 @@ class ORSEnvironment:
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         task = ORSTask.of(prompt)
         self._session = session = await self.server.session(task)
-        self._listing = await self.server.listing(session, task)
-        self._tools = tools_of(self._listing)
+        self._listing, self._tools = await self.server.offer(session, task)
         messages, self._hidden = await session.opening(self._listing)
         return messages
 

@@ -18,11 +18,11 @@ import anyio
 import attrs
 import msgspec
 
-from rollouts.dtypes import Prompt, without_password
+from rollouts.dtypes import Prompt, Tool, without_password
 from rollouts.environments.ors.connection import Connection
 from rollouts.environments.ors.keepalive import EVERY
 from rollouts.environments.ors.session import ORSSession, forget, new_number
-from rollouts.environments.ors.wire import Listing, ORSError, Secret, read
+from rollouts.environments.ors.wire import Listing, ORSError, Secret, read, tools_of
 from rollouts.errors import ConfigError, EnvironmentFailure, boundary
 
 __all__ = ["ORSServer", "ORSTask", "spec_digest"]
@@ -180,18 +180,23 @@ class ORSServer:
             raise
         return session
 
-    async def listing(self, session: ORSSession, task: ORSTask) -> Listing:
-        """The tools of a task, asked for by the first of its sessions; others of the same moment wait for it."""
+    async def offer(self, session: ORSSession, task: ORSTask) -> tuple[Listing, tuple[Tool, ...]]:
+        """The tools of a task, asked for by the first of its sessions; others of the same moment wait for it.
+
+        Raises:
+            ORSError: a tool's input schema is none, or the server does not say.
+        """
         key = msgspec.json.encode(task.to_wire())
         asked = self._listings.setdefault(key, _Asked())
         self._listings.move_to_end(key)
         if len(self._listings) > _LISTINGS_KEPT:
             self._listings.popitem(last=False)
-        if asked.listing is None:
+        if asked.offer is None:
             async with asked.lock:
-                if asked.listing is None:
-                    asked.listing = await session.listing()
-        return asked.listing
+                if asked.offer is None:
+                    listing = await session.listing()
+                    asked.offer = listing, tools_of(listing)
+        return asked.offer
 
     async def aclose(self) -> None:
         """Close this event loop's connections; they close with the loop otherwise."""
@@ -228,7 +233,7 @@ class ORSServer:
 @attrs.define(eq=False)
 class _Asked:
     lock: anyio.Lock = attrs.field(factory=anyio.Lock)
-    listing: Listing | None = None
+    offer: tuple[Listing, tuple[Tool, ...]] | None = None
 
 
 def spec_digest(spec: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 from aiohttp import web
@@ -37,6 +38,7 @@ class Toy:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.callers: set[object] = set()
         self.answers: list[Handler] = []
         self.starting = 0
         self.schema: Any = None
@@ -64,6 +66,8 @@ class Toy:
                 return web.json_response({"detail": "starting"}, status=503, headers=headers)
             return web.json_response([{"type": "text", "text": "go"}])
         if path == "/toy/call":
+            assert request.transport is not None
+            self.callers.add(request.transport.get_extra_info("peername"))
             self.bodies.append(msgspec.json.decode(await request.read()))
             return await self.answers.pop(0)(request)
         return web.json_response({})
@@ -133,6 +137,39 @@ async def test_a_stream_that_breaks_is_resumed_by_its_number(toy: Toy, started: 
     result = await started.step(CALL)
     assert (result.messages[0].content, result.reward) == ("fine", (0.5,))
     assert [body.get("task_id") for body in toy.bodies] == [None, "n1", "n1"]
+
+
+async def test_calls_share_a_connection_however_late_their_streams_end(toy: Toy, started: ORSEnvironment) -> None:
+    """A connection that was not read to the end is lost, and making one costs more than a call."""
+
+    async def ends_late(request: web.Request) -> web.StreamResponse:
+        response = await streamed(request, event("end", RESULT))
+        for _ in range(50):  # the client has read the result by then
+            await anyio.lowlevel.checkpoint()
+        await response.write(event("chunk", "nobody asked"))
+        return response
+
+    toy.answers = [ends_late] * 3
+    assert [(await started.step(CALL)).reward for _ in range(3)] == [(0.5,)] * 3
+    assert len(toy.callers) == 1
+
+
+async def test_a_stream_that_does_not_end_after_its_result_is_left(toy: Toy, started: ORSEnvironment) -> None:
+    """The result is there, and that is all that was asked for."""
+    left = anyio.Event()
+
+    async def stays(request: web.Request) -> web.StreamResponse:
+        response = await streamed(request, event("end", RESULT))
+        try:
+            await anyio.sleep_forever()
+        finally:
+            left.set()
+        return response
+
+    toy.answers = [stays]
+    assert (await started.step(CALL)).reward == (0.5,)
+    with anyio.fail_after(5):
+        await left.wait()
 
 
 async def test_a_call_that_may_have_arrived_is_not_sent_again(toy: Toy, started: ORSEnvironment) -> None:
