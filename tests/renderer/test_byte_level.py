@@ -43,6 +43,22 @@ def test_real_tokenizers_have_a_table(name: str, tokenizer: Callable[..., Any]) 
         assert table.decode(np.array(ids, np.int32)) == said(real, ids)
 
 
+def test_tokens_that_are_longer_than_a_row_are_whole(tokenizer: Callable[..., Any]) -> None:
+    """Alone, side by side, and among short ones; a row has 16 bytes, and the longest token eight times as many."""
+    real = tokenizer("qwen3")
+    table = ByteTable.of(real)
+    assert table is not None
+    lengths = {number: len(text) for number, text in enumerate(table._table)}
+    longer = [number for number in lengths if lengths[number] > 16]
+    exact = [number for number in lengths if lengths[number] in (0, 1, 15, 16, 17)]
+    assert max(lengths.values()) >= 128
+    random = np.random.default_rng(5)
+    for among in (longer, exact, [*longer, *exact], list(lengths)):
+        for size in (128, 500, 5000):
+            ids = random.choice(among, size).astype(np.int32)
+            assert table.decode(ids) == said(real, ids.tolist())
+
+
 def test_an_id_that_was_not_there_is_not_decoded_here() -> None:
     """A model may sample ids that its tokenizer does not have, and a tokenizer may get new tokens."""
     grown = load_tokenizer(DEMO_MODEL)

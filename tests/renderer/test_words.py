@@ -114,6 +114,7 @@ def test_the_rule_of_gpt2_agrees() -> None:
         r"\p{Lo}|\s+",
         r"^\s+",
         r"a+|\s+",
+        r"(?i:\p{Lu})|\s+|\p{L}|[^\s\p{L}]",
     ],
 )
 def test_an_expression_that_cannot_be_read_is_refused(expression: str) -> None:
