@@ -121,6 +121,18 @@ def test_a_token_id_is_never_changed_in_packing(values: Any) -> None:
         packed_tokens(values)
 
 
+def test_a_column_of_bytes_is_taken_as_it_is() -> None:
+    """Nobody can change them; a view of what somebody can is copied."""
+    column = np.frombuffer(np.arange(3, dtype=np.int32).tobytes(), np.int32)
+    assert packed_tokens(column) is column
+    for buffer in (bytearray(column.tobytes()), memoryview(bytearray(column.tobytes())), np.arange(3, dtype=np.int32)):
+        view = np.frombuffer(buffer, np.int32)
+        view.flags.writeable = False
+        packed = packed_tokens(view)
+        np.frombuffer(buffer, np.int32)[0] = 9
+        assert packed.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "values", [[], [1, 2], (1, 2), range(3), np.arange(3), np.arange(3, dtype=np.uint8), iter([4])]
 )

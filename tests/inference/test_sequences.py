@@ -67,6 +67,9 @@ def test_what_grows_in_place_is_right_wherever_it_is_viewed_from() -> None:
     encoded = cache.encoded
     assert said(memory[:60]) == ",".join(map(str, range(60)))
     assert cache.encoded - encoded == 20
+    assert said(memory[60:70]) == ",".join(map(str, range(60, 70)))
+    assert said(memory[60:90]) == ",".join(map(str, range(60, 90)))
+    assert cache.encoded - encoded == 20 + 10 + 20
 
 
 def test_memory_is_bounded_by_size() -> None:
