@@ -15,7 +15,7 @@ import base64
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -235,8 +235,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- what the event loop says --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer

@@ -136,12 +136,14 @@ async def test_what_runs_at_a_worker_that_dies_is_answered_by_the_others() -> No
         try:
             async with anyio.create_task_group() as turns:
                 async with anyio.create_task_group() as worker:
-                    worker.start_soon(listener.serve, never)
-                    for session in "abcdef":
-                        turns.start_soon(turn, session)
-                    await arrived.wait()
+                    async with anyio.create_task_group() as listening:
+                        listening.start_soon(listener.serve, never, worker)
+                        for session in "abcdef":
+                            turns.start_soon(turn, session)
+                        await arrived.wait()
+                        listening.cancel_scope.cancel()
+                    await listener.aclose()
                     worker.cancel_scope.cancel()
-                await listener.aclose()
             for session in "abcdef":
                 await turn(session)
         finally:
