@@ -190,7 +190,6 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
     return tuple(calls)
 
 
-_text_or_none = _check("a string", lambda v: isinstance(v, str), optional=True)
 _ROLES = get_args(Role)
 
 
@@ -198,15 +197,25 @@ _ROLES = get_args(Role)
 class Message:
     """One turn of a conversation, as text. Tokens are kept elsewhere: a message is a view, never the record."""
 
-    role: Role = attrs.field(validator=_check(f"one of {_ROLES}", lambda v: v in _ROLES))
-    content: str = attrs.field(default="", validator=_check("a string", lambda v: isinstance(v, str)))
+    role: Role
+    content: str = ""
     tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=_calls)
-    tool_call_id: str | None = attrs.field(default=None, validator=_text_or_none)
+    tool_call_id: str | None = None
     """On a tool message: the id of the call that it answers."""
-    name: str | None = attrs.field(default=None, validator=_text_or_none)
+    name: str | None = None
     """On a tool message: the name of the tool that answered."""
-    reasoning: str | None = attrs.field(default=None, validator=_text_or_none)
+    reasoning: str | None = None
     """On an assistant message: what stood in its thinking block, when there was one."""
+
+    def __attrs_post_init__(self) -> None:  # one call for all of them: messages are made several times a turn
+        if self.role not in _ROLES:
+            raise ConfigError.of("Message.role", self.role, f"one of {_ROLES}")
+        if not isinstance(self.content, str):
+            raise ConfigError.of("Message.content", self.content, "a string")
+        for name in ("tool_call_id", "name", "reasoning"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise ConfigError.of(f"Message.{name}", text, "a string")
 
     def to_chat(self) -> ChatDict:
         """The message as chat templates take it; absent fields are left out."""

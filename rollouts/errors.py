@@ -279,8 +279,9 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         self._before = 0 if self._task is None else self._task.cancelling()
         self._place = _PLACE.get()
         self._since = time.monotonic()
+        scope = super().__enter__()
         _OPEN[self] = None
-        return super().__enter__()
+        return scope
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -117,7 +118,12 @@ def prompt_digest(prompt: Prompt) -> int:
 
 def message_to_dict(message: Message) -> ChatDict:
     """A message as plain data, with everything that it holds."""
-    return {**attrs.asdict(message), "tool_calls": [attrs.asdict(call) for call in message.tool_calls]}
+    calls = [dict(zip(_CALL_FIELDS, _of_call(call), strict=True)) for call in message.tool_calls]
+    return {**dict(zip(_MESSAGE_FIELDS, _of_message(message), strict=True)), "tool_calls": calls}
+
+
+_MESSAGE_FIELDS, _CALL_FIELDS = ([field.name for field in attrs.fields(cls)] for cls in (Message, ToolCall))
+_of_message, _of_call = operator.attrgetter(*_MESSAGE_FIELDS), operator.attrgetter(*_CALL_FIELDS)
 
 
 def message_from_dict(fields: ChatDict) -> Message:

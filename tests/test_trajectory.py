@@ -81,6 +81,9 @@ def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[in
         assert trajectory.tokens.tolist() == ids
         assert trajectory.mask.tolist() == mask
         assert trajectory.logprobs.tolist() == logprobs
+        for start in range(len(ids) + 1):
+            behind = tuple(column.tolist() for column in trajectory.sampled(start))
+            assert behind == (mask[start:], logprobs[start:])
         assert [
             segment.version for segment in trajectory.segments for _ in range(segment.start, segment.stop)
         ] == versions

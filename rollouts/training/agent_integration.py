@@ -171,7 +171,11 @@ _DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDicti
 
 async def _describe(policy: Policy) -> ServerInfo:
     """Ask a server once what it is, however many rollouts start at the same moment."""
-    described = _DESCRIBED.setdefault(policy, _Described())
+    described = _DESCRIBED.get(policy)
+    if described is None:
+        described = _DESCRIBED[policy] = _Described()
+    elif described.info is not None:
+        return described.info
     async with described.lock:
         if described.info is None:
             described.info = await policy.describe()

@@ -101,8 +101,8 @@ class FailureBook:
         if cause is not None:
             self.lost[cause] += 1
             self.prompts[str(samples[0].prompt)[:80]] += 1
-        self._lengths[sound].append(sum(int(sample.mask_column.sum()) for sample in samples))
-        self._turns[sound].append(sum(len(sample.read("calls")) for sample in samples))
+        self._lengths[sound].append(sum([sample.sampled_tokens for sample in samples]))
+        self._turns[sound].append(sum([sample.turns for sample in samples]))
 
     def overdrawn(self) -> str | None:
         """Why the budget is overdrawn, with the top causes; ``None`` while it is not."""

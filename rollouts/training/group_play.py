@@ -73,7 +73,8 @@ class GroupPlayer:
         lost: dict[int, list[Sample]] = {}
         with deadline(self.config.group_seconds) as scope:
             for replacement in itertools.count():
-                lost = await self._roll(attrs.evolve(prompt, replacement=replacement), finished)
+                asked = prompt if prompt.replacement == replacement else attrs.evolve(prompt, replacement=replacement)
+                lost = await self._roll(asked, finished)
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
@@ -113,24 +114,28 @@ class GroupPlayer:
 
     async def _roll(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
         """Play the rollouts that are not finished; gives those that were lost."""
+        missing = [number for number in range(self.config.n_samples_per_prompt) if number not in finished]
         lost: dict[int, list[Sample]] = {}
         broken: list[Exception] = []
-        async with anyio.create_task_group() as rollouts:
 
-            async def run(number: int) -> None:
-                try:
-                    samples, sound = await self._run_rollout(prompt, number)
-                except Exception as error:  # noqa: BLE001 - a broken law, raised below without an exception group
-                    broken.append(error)
-                else:
-                    (finished if sound else lost)[number] = samples
-                possible = self.config.n_samples_per_prompt - len(lost)
-                if broken or (lost and not self._may_replace(lost, possible, prompt.replacement)):
-                    rollouts.cancel_scope.cancel()  # the group is lost: its siblings need not go on
+        async def run(number: int, siblings: anyio.CancelScope | None) -> None:
+            try:
+                samples, sound = await self._run_rollout(prompt, number)
+            except Exception as error:  # noqa: BLE001 - a broken law, raised below without an exception group
+                broken.append(error)
+            else:
+                (finished if sound else lost)[number] = samples
+            possible = self.config.n_samples_per_prompt - len(lost)
+            hopeless = lost and not self._may_replace(lost, possible, prompt.replacement)
+            if siblings is not None and (broken or hopeless):
+                siblings.cancel()  # the group is lost: they need not go on
 
-            for number in range(self.config.n_samples_per_prompt):
-                if number not in finished:
-                    rollouts.start_soon(run, number)
+        if len(missing) == 1:
+            await run(missing[0], None)
+        else:
+            async with anyio.create_task_group() as rollouts:
+                for number in missing:
+                    rollouts.start_soon(run, number, rollouts.cancel_scope)
         if broken:
             raise broken[0]
         return lost

@@ -207,9 +207,9 @@ class Journal:
             os.close(self._lock)
 
     def _framed(self, records: list[tuple[int, bytes, bytes]]) -> bytes:
-        parts = []
+        parts: list[bytes] = []
         for kind, fields, buffers in records:
-            parts.append(_frame(kind, self._sequence, fields, buffers))
+            parts += _frame(kind, self._sequence, fields, buffers)
             self._sequence += 1
         return b"".join(parts)
 
@@ -224,7 +224,7 @@ class Journal:
         path = _segment_path(self.path, number)
         file = path.open("ab", buffering=0)
         if file.tell() == 0:
-            _write_all(file, _frame(0, self._sequence, to_msgpack({"segment": number}), b""))
+            _write_all(file, b"".join(_frame(0, self._sequence, to_msgpack({"segment": number}), b"")))
             self._sequence += 1
             folder = os.open(self.path, os.O_RDONLY)
             try:
@@ -237,12 +237,13 @@ class Journal:
         return _segment_path(self.path, self._segment)
 
 
-def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> bytes:
+def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> tuple[bytes, ...]:
+    """The parts of a record, to be written one after another."""
     length = LENGTH.size + len(fields) + len(buffers)
     size = LENGTH.pack(len(fields))
     crc = zlib.crc32(buffers, zlib.crc32(fields, zlib.crc32(size)))
     header = _HEADER.pack(_MAGIC, kind, _VERSION, length, sequence, crc, 0)[:_SIGNED]
-    return b"".join((header, LENGTH.pack(zlib.crc32(header)), size, fields, buffers))
+    return header, LENGTH.pack(zlib.crc32(header)), size, fields, buffers
 
 
 def _locked(path: Path) -> int:

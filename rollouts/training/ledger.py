@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +25,7 @@ from rollouts.training.journal import Entry, Journal, Place, read_entry, read_jo
 from rollouts.training.metrics import RunMetrics
 from rollouts.training.plain import to_msgpack
 from rollouts.training.records import Columns, sample_of, turn_of
+from rollouts.training.told import Told
 from rollouts.training.types import Group, Outcome, Sample
 from rollouts.turns import Turn, TurnLog
 
@@ -194,20 +194,24 @@ class _Held:
 
 
 @attrs.frozen(eq=False)
-class _Record:
-    """What was written of a sample, to tell whether it has changed since."""
+class _Written:
+    """What tells whether a sample has changed since it was written."""
 
+    told: Told | None
+    """Its records, where they are held so that nobody can change them."""
     fields: bytes
+    """The others; all of them, where none are."""
     columns: tuple[npt.NDArray[Any] | int | None, ...]
     """Columns that nobody can change; the checksums of others."""
 
     @classmethod
-    def of(cls, sample: Sample) -> _Record:
-        columns = (sample.token_column, sample.mask_column, sample.logprob_column)
-        return cls(to_msgpack(sample.fields_to_dict()), tuple(map(_fingerprint, columns)))
+    def of(cls, sample: Sample) -> _Written:
+        told = sample.told
+        fields = to_msgpack(sample.fields_to_dict(records=told is None))
+        return cls(told, fields, tuple(map(_fingerprint, sample.columns)))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Record) or self.fields != other.fields:
+        if not isinstance(other, _Written) or self.told is not other.told or self.fields != other.fields:
             return False
         return all(
             mine is its if isinstance(mine, np.ndarray) else not isinstance(its, np.ndarray) and mine == its
@@ -231,7 +235,7 @@ class Ledger:
         self.journal = journal
         self._earlier = dict(turns or {})
         self._held: dict[int, _Held] = {}
-        self._written: dict[int, list[_Record]] = {}
+        self._written: dict[int, list[_Written]] = {}
 
     def __repr__(self) -> str:
         return f"<Ledger in {self.journal!r}>"
@@ -274,10 +278,9 @@ class Ledger:
 
     async def finished(self, samples: Sequence[Sample]) -> None:
         """A rollout is finished and scored; returns when it is on disk."""
-        records = [_Record.of(sample) for sample in samples]
-        self._append(samples, records)
+        self._append(samples)
         assert samples[0].index is not None, "the manager numbers its rollouts"
-        self._written[samples[0].index] = records
+        self._written[samples[0].index] = [_Written.of(sample) for sample in samples]
         await self.journal.commit()
 
     async def settled(self, group: Group) -> None:
@@ -287,13 +290,12 @@ class Ledger:
             assert sample.index is not None, "the manager numbers its rollouts"
             rollouts.setdefault(sample.index, []).append(sample)
         for index, samples in rollouts.items():
-            records = [_Record.of(sample) for sample in samples]
-            if self._written.pop(index, None) != records:
-                self._append(samples, records)
+            if self._written.pop(index, None) != [_Written.of(sample) for sample in samples]:
+                self._append(samples)
             self._held.pop(index, None)
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
         rewards = [sample.reward for sample in group.samples]
-        lengths = [int(sample.mask_column.sum()) for sample in group.samples]
+        lengths = [sample.sampled_tokens for sample in group.samples]
         self.journal.append("group", {**fields, "rollouts": list(rollouts), "rewards": rewards, "lengths": lengths})
         await self.journal.commit()
 
@@ -302,17 +304,17 @@ class Ledger:
         fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
         self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
 
-    def _append(self, samples: Sequence[Sample], records: Sequence[_Record]) -> None:
+    def _append(self, samples: Sequence[Sample]) -> None:
         index = samples[0].index
         assert index is not None, "the manager numbers its rollouts"
         held = self._held.get(index, _Held()) if len(samples) == 1 else _Held()
-        for branch, (sample, record) in enumerate(zip(samples, records, strict=True)):
+        for branch, sample in enumerate(samples):
             columns = Columns.of(sample)
             start = held.length
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != held.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": msgspec.Raw(record.fields)}
+            fields |= {"length": len(sample), "sample": sample.fields_to_dict()}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
 
 

@@ -126,7 +126,7 @@ class AsyncRolloutManager:
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
         self._settled = anyio.Event()
-        self._turnstile = anyio.Lock()
+        self._turnstile = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
         self._player = GroupPlayer(config, self.failures, ledger, self._attempts, self._is_scarce)
 
@@ -295,6 +295,8 @@ class AsyncRolloutManager:
                     f"{len(self._ready)} of {self.config.batch_size} groups are accepted and no prompt is left: "
                     f"{self.data_buffer!r}; {self.accounting}"
                 )
+            if self._settled.is_set():
+                self._settled = anyio.Event()
             await self._settled.wait()
             await self._drop_stale()
         self._raise_if_broken()
@@ -304,6 +306,8 @@ class AsyncRolloutManager:
 
     async def _drop_stale(self) -> None:
         """Drop accepted groups that have become too old; they were recorded as kept, and are recorded again."""
+        if not self.staleness.drops:
+            return
         for group in [group for group in self.ready_groups if self.staleness.too_old(group)]:
             with anyio.CancelScope(shield=True):
                 await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
@@ -392,7 +396,6 @@ class AsyncRolloutManager:
             if not self.accounting.in_flight:
                 self._idle.start()
             self._settled.set()
-            self._settled = anyio.Event()
         if settled and self._may_go_on():
             self._top_up()
 

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -80,7 +80,7 @@ class RunMetrics:
 
     def add(self, group: Group) -> None:
         """Count a settled group."""
-        lengths = [int(sample.mask_column.sum()) for sample in group.samples]
+        lengths = [sample.sampled_tokens for sample in group.samples]
         self.count(group.outcome, group.reason, lengths, group.rewards)
 
     def count(self, outcome: Outcome, reason: str, lengths: Sequence[int], rewards: Sequence[float | None]) -> None:
@@ -145,30 +145,33 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Means over a batch: reward, lengths, everything that the episodes counted, and the same by environment."""
     if not samples:
         return {}
+    rewards = [sample.reward or 0.0 for sample in samples]
+    tokens = [len(sample) for sample in samples]
+    lengths = [sample.response_length for sample in samples]
     numbers = {
-        "reward/mean": _mean(sample.reward or 0.0 for sample in samples),
-        "reward/std": statistics.pstdev(sample.reward or 0.0 for sample in samples),
-        "tokens/mean": _mean(len(sample) for sample in samples),
-        "response_length/mean": _mean(sample.response_length for sample in samples),
-        "response_length/max": max(sample.response_length for sample in samples),
-        "sampled_tokens/mean": _mean(int(sample.mask_column.sum()) for sample in samples),
-        "turns/mean": _mean(len(sample.read("calls")) for sample in samples),
+        "reward/mean": _mean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "tokens/mean": _mean(tokens),
+        "response_length/mean": _mean(lengths),
+        "response_length/max": max(lengths),
+        "sampled_tokens/mean": _mean([sample.sampled_tokens for sample in samples]),
+        "turns/mean": _mean([sample.turns for sample in samples]),
         "policy_versions": len({version for sample in samples for version in sample.weight_versions}),
     }
-    for status, count in sorted(Counter(sample.status.value for sample in samples).items()):
+    for status, count in sorted(Counter([sample.status.value for sample in samples]).items()):
         numbers[f"status/{status}"] = count / len(samples)
-    prompted = sum(call.start for sample in samples for call in sample.read("calls"))
+    calls = [(call.start, call.cached_tokens) for sample in samples for call in sample.read("calls")]
+    prompted = sum([start for start, _ in calls])
     if prompted:
-        cached = sum(call.cached_tokens for sample in samples for call in sample.read("calls"))
-        numbers["prefix_cache_hit_rate"] = cached / prompted
+        numbers["prefix_cache_hit_rate"] = sum([cached for _, cached in calls]) / prompted
     numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
     duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
     numbers["duplicated_tokens"] = duplicated
-    numbers["duplicated_tokens/share"] = duplicated / max(sum(len(sample) for sample in samples), 1)
+    numbers["duplicated_tokens/share"] = duplicated / max(sum(tokens), 1)
     for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
         numbers[f"resumed/{name}"] = sum(metric in sample.metrics for sample in samples)
     for name in sorted({name for sample in samples for name in sample.metrics}):
-        numbers[f"episode/{name}"] = _mean(sample.metrics.get(name, 0.0) for sample in samples)
+        numbers[f"episode/{name}"] = _mean([sample.metrics.get(name, 0.0) for sample in samples])
     for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
         own = [sample for sample in samples if str(sample.metadata.get(ENVIRONMENT)) == name]
         rewards = [sample.reward or 0.0 for sample in own]
@@ -176,12 +179,12 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             "share": len(own) / len(samples),
             "reward/mean": _mean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "turns/mean": _mean(len(sample.read("calls")) for sample in own),
-            "response_length/mean": _mean(sample.response_length for sample in own),
+            "turns/mean": _mean([sample.turns for sample in own]),
+            "response_length/mean": _mean([sample.response_length for sample in own]),
         }
         numbers.update({f"environment/{name}/{key}": value for key, value in of_one.items()})
     return numbers
 
 
-def _mean(values: Iterable[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)

@@ -39,11 +39,13 @@ class Columns:
         """Those of a sample or a turn."""
         if isinstance(held, Turn):
             return cls(held.tokens, held.mask, held.logprobs)
-        return cls(held.token_column, held.mask_column, held.logprob_column)
+        return cls(*held.columns)
 
     def to_bytes(self) -> bytes:
-        parts = [self.tokens.astype("<i4").tobytes(), self.mask.astype(np.uint8).tobytes()]
-        return b"".join(parts if self.logprobs is None else [*parts, self.logprobs.astype("<f4").tobytes()])
+        parts = [np.ascontiguousarray(self.tokens, "<i4").data, np.ascontiguousarray(self.mask, np.bool_).data]
+        if self.logprobs is not None:
+            parts.append(np.ascontiguousarray(self.logprobs, "<f4").data)
+        return b"".join(parts)
 
 
 def packed(fields: Mapping[str, Any], columns: Columns | None) -> tuple[bytes, bytes]:

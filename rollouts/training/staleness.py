@@ -108,6 +108,11 @@ class Staleness:
 
     # -- what is done about it --
 
+    @property
+    def drops(self) -> bool:
+        """Whether a group can be too old."""
+        return self.policy == "drop" and self.max_staleness is not None
+
     def too_old(self, group: Group) -> bool:
         return self.max_staleness is not None and self.policy == "drop" and self.age(group) > self.max_staleness
 

@@ -30,8 +30,10 @@ _TEXTS = ("content", "reasoning_content")
 class Told:
     """Made by :meth:`of`; each method gives new objects."""
 
-    columns: tuple[Any, ...]
+    columns: tuple[Any, Any, Any]
     """The columns that the sample had: whoever has these same ones still, has them unchanged."""
+    turns: int
+    """How many completions there are."""
     _first: int
     _decode: Callable[[TokenColumn], str]
     _others: tuple[str, ...]
@@ -43,7 +45,7 @@ class Told:
     @classmethod
     def of(
         cls,
-        columns: tuple[Any, ...],
+        columns: tuple[Any, Any, Any],
         first: int,
         decode: Callable[[TokenColumn], str],
         response: str,
@@ -88,6 +90,7 @@ class Told:
             return None
         told = cls(
             columns,
+            len(calls),
             first,
             decode,
             tuple(others),

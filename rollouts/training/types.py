@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -101,7 +101,7 @@ def _status(value: Status | str) -> Status:
         raise ConfigError.of("Sample.status", value, f"one of {[status.value for status in Status]}") from None
 
 
-@attrs.define(eq=False, repr=False)
+@attrs.define(eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class Sample:
     """One rollout (or one branch of one) as trainers take it. Field names are slime's.
 
@@ -122,7 +122,7 @@ class Sample:
     """The prompt's metadata, free for the user."""
     group_index: int | None = None
     """Which group: one for each prompt taken, never used twice in a run."""
-    status: Status = attrs.field(default=Status.PENDING, converter=_status)
+    status: Status = attrs.field(default=Status.PENDING, converter=_status, on_setattr=attrs.setters.convert)
     _rollout_log_probs: Any = attrs.field(default=None, alias="rollout_log_probs")
     label: Any = None
     """The prompt's reference answer."""
@@ -169,7 +169,7 @@ class Sample:
 
     def __repr__(self) -> str:
         where = f"group {self.group_index} · index {self.index}"
-        trained = int(np.count_nonzero(self._loss_mask))
+        trained = np.count_nonzero(self._loss_mask)
         counts = f"{len(self)} tokens, {trained} trained"
         return f"<Sample {where}: {counts}, reward {self.reward}, {self.status.value}>"
 
@@ -205,10 +205,36 @@ class Sample:
         )
 
     @property
+    def columns(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32] | None]:
+        """The three columns; not looked at again where nobody can have changed them since they were checked."""
+        if self._told is not None and self._is_as_it_was():
+            return self._told.columns
+        return self.token_column, self.mask_column, self.logprob_column
+
+    @property
     def response_length(self) -> int:
         """Tokens after the first prompt: those from the first sampled one on."""
         mask = self.mask_column
-        return len(mask) - int(mask.argmax()) if mask.any() else 0
+        first = int(mask.argmax()) if len(mask) else 0
+        return len(mask) - first if len(mask) and mask[first] else 0
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled: those that are trained."""
+        return int(np.count_nonzero(self.mask_column))
+
+    @property
+    def turns(self) -> int:
+        """Completions that sampled its replies."""
+        calls = self._calls
+        return calls.turns if type(calls) is Told else len(calls)
+
+    @property
+    def told(self) -> Told | None:
+        """What holds its response, messages, calls and versions, if it holds all four: then they are unchanged."""
+        told = self._told
+        same = self._response is told and self._messages is told and self._calls is told and self._versions is told
+        return told if same else None
 
     @property
     def weight_versions(self) -> list[str]:
@@ -256,10 +282,11 @@ class Sample:
 
     def pack(self) -> Sample:
         """Check the sample and hold its columns packed, and records small that nobody has changed."""
-        for name in ("calls", "versions", "messages"):
-            value = getattr(self, f"_{name}")
-            if self._told is not None and type(value) is not Told and value == getattr(self._told, name)():
-                setattr(self, f"_{name}", self._told)
+        if self._told is not None and self.told is None:
+            for name in ("calls", "versions", "messages"):
+                value = getattr(self, f"_{name}")
+                if type(value) is not Told and value == getattr(self._told, name)():
+                    setattr(self, f"_{name}", self._told)
         if self._is_as_it_was():
             return self._check_records()
         self._tokens, self._loss_mask, self._rollout_log_probs = (
@@ -271,12 +298,10 @@ class Sample:
 
     def check(self) -> Sample:
         """Raise if the columns differ in length, the versions do not cover the mask, or a record is of another kind."""
-        columns = {"tokens": self._tokens, "loss_mask": self._loss_mask, "rollout_log_probs": self._rollout_log_probs}
-        lengths = {
-            name: None if column is None else len(column)
-            for name, column in columns.items()
-            if column is not None or name != "rollout_log_probs"
-        }
+        columns = {"tokens": self._tokens, "loss_mask": self._loss_mask}
+        if self._rollout_log_probs is not None:
+            columns["rollout_log_probs"] = self._rollout_log_probs
+        lengths = {name: None if column is None else len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ConfigError.of("Sample", lengths, "columns of one length")
         versions = self.read("versions")
@@ -293,12 +318,13 @@ class Sample:
         return self
 
     def _cover_the_mask(self, versions: Sequence[VersionSpan]) -> bool:
-        covered = np.zeros(len(self), np.int32)
+        covered, total = np.zeros(len(self), np.bool_), 0
         for span in versions:
             if not isinstance(span, VersionSpan) or not 0 <= span.start < span.stop <= len(self):
                 return False
-            covered[span.start : span.stop] += 1
-        return np.array_equal(covered, self.mask_column)
+            covered[span.start : span.stop] = True
+            total += span.stop - span.start
+        return total == np.count_nonzero(covered) and np.array_equal(covered, self.mask_column)
 
     # -- as plain data --
 
@@ -312,14 +338,14 @@ class Sample:
         fields = self.fields_to_dict()
         return {"prompt": fields.pop("prompt"), "response": fields.pop("response"), **columns, **fields}
 
-    def fields_to_dict(self) -> dict[str, Any]:
-        """As :meth:`to_dict`, without the columns."""
-        prompt = self.prompt
+    def fields_to_dict(self, *, records: bool = True) -> dict[str, Any]:
+        """As :meth:`to_dict`, without the columns; without ``records``, what :attr:`told` holds is left empty."""
+        prompt, read = self.prompt, self.read if records else _nothing
         return {
             "prompt": prompt
             if isinstance(prompt, str)
             else [entry.to_chat() if isinstance(entry, Message) else dict(entry) for entry in prompt],
-            "response": self.read("response"),
+            "response": read("response"),
             "response_length": self.response_length,
             "reward": self.reward,
             "metadata": self.metadata,
@@ -329,9 +355,9 @@ class Sample:
             "rollout_id": self.rollout_id,
             "status": self.status.value,
             "stop_reason": self.stop_reason and self.stop_reason.value,
-            "versions": [[span.version, span.start, span.stop] for span in self.read("versions")],
-            "messages": self.read("messages"),
-            "calls": [call.to_dict() for call in self.read("calls")],
+            "versions": [[span.version, span.start, span.stop] for span in read("versions")],
+            "messages": read("messages"),
+            "calls": [call.to_dict() for call in read("calls")],
             "metrics": self.metrics,
             "failure": self.failure and attrs.asdict(self.failure),
             "history": self.history,
@@ -358,12 +384,21 @@ class Sample:
         return cls(**values)
 
 
+def _nothing(name: str) -> tuple[()]:
+    return ()
+
+
+def _are_numbers(values: Collection[Any]) -> bool:
+    return _NUMBERS.issuperset(map(type, values)) or all(isinstance(value, numbers.Real) for value in values)
+
+
+_NUMBERS = {int, float}
 _RECORDED = ("response", "messages", "calls", "versions")
 _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     (
         "metrics",
-        lambda value: isinstance(value, dict) and all(isinstance(number, numbers.Real) for number in value.values()),
+        lambda value: isinstance(value, dict) and _are_numbers(value.values()),
         "a dict of numbers",
     ),
     ("calls", lambda value: all(isinstance(call, Call) for call in value), "a list of Call"),
