@@ -17,6 +17,7 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
+from rollouts.collecting import calm_collector
 from rollouts.distributed.messages import Request, broken_record, read_order, reset_record, sample_records, turn_record
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, at
@@ -86,9 +87,10 @@ class Player:
 
     async def run(self) -> None:
         """Be at work until cancelled, or stopped; rollouts in work are cancelled then."""
-        async with anyio.create_task_group() as self._tasks:
-            self.at_work.set()
-            await watch_pauses(shared_policies)
+        with calm_collector():  # as a run of one process has it
+            async with anyio.create_task_group() as self._tasks:
+                self.at_work.set()
+                await watch_pauses(shared_policies)
 
     def stop(self) -> None:
         """Let :meth:`run` end."""

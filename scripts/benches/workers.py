@@ -1,13 +1,19 @@
-"""What worker processes give: samples per second with one and with two, and what each sample costs the one parent.
+"""What worker processes give: samples per second without any, with one and two, and what a sample costs the parent.
 
 The parent's CPU time per sample is the serial part (Amdahl): with enough cores, workers add throughput until the parent
 is full. Episodes are calculator turns against the canned server, with so much CPU work of an environment's own in each
-turn as ``--work`` says; servers' time counts in the wall time of a machine with few cores, and nowhere else.
+turn as ``--work`` says.
+
+Wall times are those of the machine as it is: other processes, the parent and the server take of its cores. So the
+kernel is asked how long each worker ran and how long it stood in line for a core (``/proc/PID/schedstat``); the rest of
+the time it had nothing to do, for lack of replies or of orders. With a core each the workers would have run for both:
+that speed, ``busy share x workers / CPU seconds a sample``, is told beside the one that was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -17,15 +23,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import attrs
 
+from rollouts.collecting import calm_collector
 from rollouts.distributed.workers import in_processes
-from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
+from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
 from rollouts.environments.base import StepResult
 from rollouts.testing.canned import canned_server
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
@@ -38,7 +45,6 @@ __all__ = ["bench_workers", "workers_options"]
 
 Row = dict[str, float | int | str]
 _N = 8
-_TICKS = os.sysconf("SC_CLK_TCK")
 _CORES = os.cpu_count() or 1
 
 
@@ -83,21 +89,59 @@ def make_config(url: str, tokenizer: str, work: float, groups: int) -> RolloutCo
 
 
 @attrs.frozen
+class Spent:
+    """Seconds of processes so far."""
+
+    cpu: float
+    """Of all their threads."""
+    loop: float
+    """Of the threads of their event loops, and"""
+    in_line: float
+    """what those waited for a core."""
+
+    @classmethod
+    def by(cls, pids: Sequence[int]) -> Spent:
+        """Of processes that live."""
+        cpu = loop = in_line = 0.0
+        for pid in pids:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                ran, waited, _ = (int(text) / 1e9 for text in (thread / "schedstat").read_text().split())
+                cpu += ran
+                if int(thread.name) == pid:
+                    loop, in_line = loop + ran, in_line + waited
+        return cls(cpu, loop, in_line)
+
+    def since(self, before: Spent) -> Spent:
+        return Spent(self.cpu - before.cpu, self.loop - before.loop, self.in_line - before.in_line)
+
+
+@attrs.frozen
 class Window:
     """Some batches."""
 
     samples: int
     wall: float
     parent: float
-    workers: float
+    """CPU seconds of the process with the manager, where there are workers beside it."""
+    players: int
+    """Processes that play: the workers, or the one that there is."""
+    played: Spent
     messages: int
     bytes: int
 
+    @property
+    def speed(self) -> float:
+        return self.samples / self.wall
 
-def _cpu(pid: int) -> float:
-    """Of a process that lives."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    @property
+    def busy(self) -> float:
+        """Share of the time that a player computed, or stood in line for a core."""
+        return (self.played.loop + self.played.in_line) / (self.wall * self.players)
+
+    @property
+    def free_speed(self) -> float:
+        """Samples per second with a core for each player."""
+        return self.busy * self.players / (self.played.loop / self.samples)
 
 
 def _prompts() -> Iterator[str]:
@@ -106,25 +150,38 @@ def _prompts() -> Iterator[str]:
 
 async def _play(factory: Any, count: int, options: argparse.Namespace, folder: Path) -> Window:
     buffer = DataBuffer(list(itertools.islice(_prompts(), options.groups * (options.batches + 4))))
-    with Journal(folder / "journal") as journal:
-        async with in_processes(factory, count) as workers:
-            pids = [one.pid or 0 for one in multiprocessing.active_children() if one.name.startswith("worker")]
-            config = workers.config(factory())
-            async with AsyncRolloutManager(config, buffer, ledger=Ledger(journal)) as manager:
-                await manager.generate_batch()  # to warm up
-                wall, parent, there = time.perf_counter(), time.process_time(), sum(map(_cpu, pids))
-                messages, size, rollouts = workers.messages, workers.bytes, workers.rollouts
-                for _ in range(options.batches):
-                    await manager.generate_batch()
-                    await journal.sync()
-                return Window(
-                    samples=workers.rollouts - rollouts,
-                    wall=time.perf_counter() - wall,
-                    parent=time.process_time() - parent,
-                    workers=sum(map(_cpu, pids)) - there,
-                    messages=workers.messages - messages,
-                    bytes=workers.bytes - size,
-                )
+    with calm_collector(), Journal(folder / "journal") as journal:
+        async with contextlib.AsyncExitStack() as stack:
+            config, workers, pids, ended = factory(), None, [os.getpid()], itertools.count()
+            if count:
+                workers = await stack.enter_async_context(in_processes(factory, count))
+                config = workers.config(config)
+                pids = [one.pid or 0 for one in multiprocessing.active_children() if one.name.startswith("worker")]
+            play = config.generate_fn
+
+            async def counted(prompts: Sequence[Prompt]) -> Sequence[Sample]:
+                samples: Sequence[Sample] = await play(prompts)
+                next(ended)
+                return samples
+
+            config = attrs.evolve(config, generate_fn=counted)
+            manager = await stack.enter_async_context(AsyncRolloutManager(config, buffer, ledger=Ledger(journal)))
+            await manager.generate_batch()  # to warm up
+            first = next(ended)
+            messages, size = (workers.messages, workers.bytes) if workers else (0, 0)
+            wall, parent, there = time.perf_counter(), time.process_time(), Spent.by(pids)
+            for _ in range(options.batches):
+                await manager.generate_batch()
+                await journal.sync()
+            return Window(
+                samples=next(ended) - first - 1,
+                wall=time.perf_counter() - wall,
+                parent=time.process_time() - parent,
+                players=len(pids),
+                played=Spent.by(pids).since(there),
+                messages=workers.messages - messages if workers else 0,
+                bytes=workers.bytes - size if workers else 0,
+            )
 
 
 def bench_workers(options: argparse.Namespace) -> list[Row]:
@@ -147,34 +204,41 @@ def bench_workers(options: argparse.Namespace) -> list[Row]:
 
 
 def _row(work: float, count: int, windows: list[Window], first: list[Window]) -> Row:
-    def median(of: Any) -> float:
+    def median(of: Callable[[Window], float]) -> float:
         return statistics.median(map(of, windows))
 
-    speeds = [(one.samples / one.wall) / (base.samples / base.wall) for one, base in zip(windows, first, strict=True)]
-    parent = median(lambda one: 1000 * one.parent / one.samples)
-    workers = median(lambda one: 1000 * one.workers / one.samples)
-    serial = median(lambda one: one.parent / (one.parent + one.workers))
-    return {
+    def ratios(of: Callable[[Window], float]) -> list[float]:
+        return [of(one) / of(base) for one, base in zip(windows, first, strict=True)]
+
+    measured, free = ratios(lambda one: one.speed), ratios(lambda one: one.free_speed)
+    row: Row = {
         "work a turn, ms": f"{work:g}",
         "workers": str(count),
-        "samples/s": median(lambda one: one.samples / one.wall),
-        "times the first": f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})",
-        "worker's ms/sample": workers,
-        "parent's": parent,
-        "its share": serial,
-        "workers that fill it": workers / parent,
-        "messages/sample": median(lambda one: one.messages / one.samples),
+        "samples/s": median(lambda one: one.speed),
+        "times the first": f"{statistics.median(measured):.2f} ({min(measured):.2f} to {max(measured):.2f})",
+        "busy": median(lambda one: one.busy),
+        "times, a core each": f"{statistics.median(free):.2f} ({min(free):.2f} to {max(free):.2f})",
+        "ms/sample": median(lambda one: 1000 * one.played.cpu / one.samples),
+    }
+    if not count:
+        return row
+    filled = median(lambda one: one.played.cpu / one.parent)
+    return {
+        **row,
+        "parent's": median(lambda one: 1000 * one.parent / one.samples),
+        "workers that fill it": filled,
+        "samples/message": median(lambda one: one.samples / one.messages),
         "KB/sample": median(lambda one: one.bytes / one.samples / 1000),
-        f"as many as the {_CORES} cores": "yes" if workers / parent >= _CORES else "NO",
+        f"as many as the {_CORES} cores": "yes" if filled >= _CORES else "NO",
     }
 
 
 def workers_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="(default: %(default)s)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="0 for none (default: %(default)s)")
     parser.add_argument(
-        "--work", type=float, nargs="+", default=[0.0, 5.0], help="CPU ms of the environment's own, a turn"
+        "--work", type=float, nargs="+", default=[0.0, 20.0], help="CPU ms of the environment's own, a turn"
     )
-    parser.add_argument("--groups", type=int, default=16, help="of a batch (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=4, help="of a round (default: %(default)s)")
+    parser.add_argument("--groups", type=int, default=8, help="of a batch (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=3, help="of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--tokenizer", help="folder or name (default: Qwen3's where the tests' assets are)")

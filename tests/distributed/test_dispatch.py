@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,20 @@ async def test_the_rollouts_of_a_group_go_to_one_worker() -> None:
         await games.batches(workers.config(config))
     assert all(len(homes) == 1 for homes in where.values())
     assert set.union(*where.values()) == {0, 1, 2}
+
+
+async def test_the_collector_is_calm_where_rollouts_are_played() -> None:
+    """A worker is a run of its own: a full collection does not walk what was there before it."""
+    seen: list[int] = []
+
+    async def note(prompts: Sequence[Prompt]) -> list[Sample]:
+        seen.append(gc.get_freeze_count())
+        return await games.generate(prompts)
+
+    async with local_workers(attrs.evolve(games.config(), generate_fn=note), 1) as (_, workers):
+        await games.batches(workers.config(games.config()))
+    assert min(seen) > 0
+    assert gc.get_freeze_count() == 0
 
 
 async def test_a_dead_worker_costs_an_attempt_and_no_rollout() -> None:

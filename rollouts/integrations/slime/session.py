@@ -19,6 +19,7 @@ import anyio
 import attrs
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from rollouts.collecting import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
@@ -58,6 +59,7 @@ class TrainerRollouts:
         try:
             self.policy, self.pipeline, self.manager = self._portal.call(self._make)
             self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
+            self._stack.enter_context(calm_collector())  # a pause of the collector is a pause of every rollout
         except BaseException:
             self._stack.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import subprocess
@@ -57,6 +58,15 @@ def test_a_batch_is_equal_groups_in_order() -> None:
         assert firsts == sorted(firsts)
         for group in output.samples:
             assert [sample.index for sample in group] == [group[0].group_index * 3 + member for member in range(3)]
+
+
+def test_the_collector_is_calm_until_the_rollouts_are_closed() -> None:
+    """A pause of the collector is a pause of every rollout; the process is left as it was found."""
+    launch = Launch(batch_size=2, n=2)
+    generate_rollout_batch(launch.args(), 0, launch.source())
+    assert gc.get_freeze_count() > 0
+    close_rollouts()
+    assert gc.get_freeze_count() == 0
 
 
 def test_every_sample_can_be_trained_on() -> None:
