@@ -182,8 +182,8 @@ _LETTERS = {"L": f"a-zA-Z{_LOWER}{_UPPER}", "Ll": f"a-z{_LOWER}", "Lu": f"A-Z{_U
 _PROPERTIES = {**_LETTERS, "N": "0-9", "Lt": "", "Lm": "", "Lo": "", "M": ""}
 """The characters that have a property, of those that occur here."""
 _ELEMENT = re.compile(
-    r"\\p\{(?P<property>\w+)\}|(?P<open>\[\^?)|(?P<close>\])|(?P<same>\\[rnsS]|\(\?i:['delmrstv|]+\)|\(\?!|\(\?:|[()|]|\{\d(,\d?)?\}"
-    r"|[?*+]\+?|['delmrstv /])"
+    r"\\p\{(?P<property>\w+)\}|(?P<open>\[\^?)|(?P<close>\])|(?P<same>\\[rnsS]|\(\?i:['delmrstv|]+\)|\(\?!|\(\?:|[()|]"
+    r"|\{\d(,\d?)?\}|[?*+]\+?|['delmrstv /])"
 )
 """What an expression may be made of; case is ignored in what is all ASCII, and nowhere else."""
 

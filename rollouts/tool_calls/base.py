@@ -61,6 +61,7 @@ class BlockDialect:
     reasoning: ClassVar[tuple[str, str]] = ("<think>", "</think>")
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if "block" in vars(cls) and "marks" not in vars(cls):
             cls.marks = ()
 
