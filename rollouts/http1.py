@@ -222,7 +222,7 @@ class Connection(asyncio.BufferedProtocol):
     def _resume(self) -> None:
         if self._paused:
             self._paused = False
-            if self._transport is not None:
+            if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def _garbage(self, why: str) -> None:
@@ -256,6 +256,10 @@ class Connection(asyncio.BufferedProtocol):
             self._paused = True
             self._transport.pause_reading()
         self._wake()
+
+    def eof_received(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()  # at once, though some of the request may not be sent: no answer will come
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.whole and not self.ended and exc is None and self._ends_with_the_connection():

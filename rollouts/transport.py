@@ -58,7 +58,7 @@ class Garbled(Lost):
     """Something answered that does not speak HTTP."""
 
 
-class Headers(Mapping[str, str]):
+class _Headers(Mapping[str, str]):
     """Those of an answer by name, in any case; of several with one name the first."""
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -103,7 +103,7 @@ class _Exchange:
         except BaseException:
             self.end()
             raise
-        return Answer(connection.status, Headers(connection.headers), self)
+        return Answer(connection.status, _Headers(connection.headers), self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -202,8 +202,7 @@ class _Pool:
             return
         connection.idle_since = self.loop.time()
         self._idle.setdefault(origin, []).append(connection)
-        if self._sweep is None:
-            self._sweep = self.loop.call_later(self._idle_seconds, self._end_old_ones)
+        self._sweep_later()
 
     async def connect(self, origin: Origin) -> Connection:
         """A new one; raises OSError."""
@@ -252,14 +251,23 @@ class _Pool:
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
 
+    def _sweep_later(self) -> None:
+        if self._sweep is None and self._idle:
+            self._sweep = self.loop.call_later(self._idle_seconds, self._end_old_ones)
+
     def _end_old_ones(self) -> None:
         self._sweep = None
         youngest = self.loop.time() - self._idle_seconds
         for origin, idle in list(self._idle.items()):
-            self._idle[origin] = kept = [one for one in idle if one.usable and one.idle_since > youngest]
+            kept = self._idle[origin] = []
             for connection in idle:
-                if connection not in kept:
+                if connection.usable and connection.idle_since > youngest:
+                    kept.append(connection)
+                else:
                     connection.abort()
+            if not kept:
+                del self._idle[origin]
+        self._sweep_later()
 
 
 class Transport:

@@ -500,6 +500,46 @@ async def test_idle_connections_do_not_stay_open() -> None:
     assert visits == 3
 
 
+async def test_each_idle_connection_has_its_time() -> None:
+    """Those that were used later end later, though nothing is asked any more."""
+    answered, ended = anyio.Event(), [anyio.Event(), anyio.Event()]
+
+    async def handle(visit: Visit) -> None:
+        _, body = await visit.request()
+        if body == b"1":
+            await answered.wait()
+        await visit.say(answer())
+        await visit.ended()
+        ended[int(body)].set()
+
+    transport = Transport(connect_seconds=5.0, idle_seconds=0.1)
+    async with raw_server(handle) as port:
+        async with anyio.create_task_group() as requests:
+            requests.start_soon(transport.post, f"http://127.0.0.1:{port}/", b"1", {})
+            await transport.post(f"http://127.0.0.1:{port}/", b"0", {})
+            with anyio.move_on_after(0.05):
+                await ended[0].wait()
+            answered.set()
+        with anyio.fail_after(5):
+            for each in ended:
+                await each.wait()
+        await transport.aclose()
+
+
+async def test_a_server_that_says_no_more_is_not_written_to(transport: Transport) -> None:
+    """What is left of the request would wait for ever."""
+
+    async def handle(visit: Visit) -> None:
+        await visit.head()
+        await visit.no_more()
+        await anyio.sleep_forever()
+
+    async with raw_server(handle) as port:
+        with anyio.fail_after(5), pytest.raises(Lost, match="before the answer"):
+            await transport.post(f"http://127.0.0.1:{port}/", b"x" * (1 << 25), {})
+        await transport.aclose()
+
+
 async def test_what_is_under_way_at_a_close_is_lost(transport: Transport) -> None:
     """It was not stale, and half a body is none, though the server might have ended it so."""
     asked = anyio.Event()
