@@ -44,7 +44,7 @@ class Visit:
 
     async def no_more(self) -> None:
         """Say that nothing will be said any more."""
-        self._stream.extra(SocketAttribute.raw_socket).shutdown(socket.SHUT_WR)
+        await self._stream.send_eof()
 
     async def ended(self) -> None:
         """Wait until the client has ended the connection, or has reset it."""
