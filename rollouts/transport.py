@@ -80,7 +80,6 @@ class _Exchange:
         "_method",
         "_origin",
         "_pool",
-        "_stale",
         "_transport",
         "_url",
     )
@@ -137,8 +136,11 @@ class _Exchange:
         return self._connection.take()
 
     def end(self) -> None:
-        """Give the connection back, or end it at once where the answer is not all there."""
-        self._pool.give_back(self._origin, self._connection)
+        """Give the connection back; one that was for this alone, or whose answer is not all there, ends at once."""
+        if self._fresh:
+            self._connection.abort()
+        else:
+            self._pool.give_back(self._origin, self._connection)
         del self._connection  # another exchange may have it
 
     @property

@@ -244,6 +244,25 @@ async def test_idle_connections_do_not_stay_open() -> None:
     assert visits == 3
 
 
+async def test_a_connection_for_one_request_is_not_kept(transport: Transport) -> None:
+    """Though the server would; it is told so, and the connection ends with the answer."""
+    heads: list[bytes] = []
+    ended = anyio.Event()
+
+    async def handle(visit: Visit) -> None:
+        heads.append((await visit.request())[0])
+        await visit.say(answer())
+        await visit.ended()
+        ended.set()
+
+    async with raw_server(handle) as port:
+        await transport.post(f"http://127.0.0.1:{port}/", BODY, {}, fresh=True)
+        with anyio.fail_after(2):
+            await ended.wait()
+        await transport.aclose()
+    assert b"\r\nConnection: close\r\n" in heads[0]
+
+
 async def test_each_idle_connection_has_its_time() -> None:
     """Those that were used later end later, though nothing is asked any more."""
     answered, ended = anyio.Event(), [anyio.Event(), anyio.Event()]

@@ -19,7 +19,7 @@ __all__ = ["Origin", "request_head"]
 
 _HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+(%[a-z0-9._~-]+)?")
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 _LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _SAFE = "/%:@!$&'()*+,;=~?[]"
 
@@ -51,6 +51,9 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
         host = host if host.isascii() else host.encode("idna").decode()
         if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host):
             raise ValueError("no host")
+        path = quote(_LONE_PERCENT.sub("%25", parts.path or "/"), safe=_SAFE)
+        query = f"?{quote(_LONE_PERCENT.sub('%25', parts.query), safe=_SAFE)}" if parts.query else ""
+        user = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
     except ValueError:  # not chained: it may tell the password
         raise ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host") from None
     shown = f"[{host.partition('%')[0]}]" if ":" in host else host
@@ -59,8 +62,7 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
     if last:
         lines["Connection"] = "close"
     if parts.username is not None:
-        user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        lines["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
+        lines["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
     given = {name.lower() for name, _ in headers}
     if "authorization" in given and "Authorization" in lines:
         raise ConfigError(f"{without_password(url)}: names a user, but there is a header Authorization, too")
@@ -70,8 +72,6 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
         if _UNSENDABLE.search(value):
             raise ConfigError(f"header {name}: its value holds characters that cannot stand in a header")
     sent = [(name, value) for name, value in lines.items() if name.lower() not in given]
-    path = quote(_LONE_PERCENT.sub("%25", parts.path or "/"), safe=_SAFE)
-    query = f"?{quote(_LONE_PERCENT.sub('%25', parts.query), safe=_SAFE)}" if parts.query else ""
     text = "".join(f"{name}: {value}\r\n" for name, value in (*sent, *headers))
     secure = parts.scheme == "https"
     origin = Origin(host, port if port is not None else (443 if secure else 80), secure)

@@ -1,7 +1,7 @@
 """Connections that are kept for the next request, and new ones.
 
 Invariant: a connection is in the hands of one exchange, or idle, or ended; an idle one is neither used nor left open
-long after its time. All of them belong to one event loop, which :meth:`Pool.close` leaves none to.
+long after its time. All of them belong to one event loop; :meth:`Pool.close` leaves none open.
 
 It sets the deadline of connecting, and knows nothing of requests.
 """
@@ -22,7 +22,8 @@ from rollouts.http1.head import Origin
 __all__ = ["Pool"]
 
 _READ_AT_ONCE = 1 << 18
-"""Bytes."""
+"""Bytes that are read from a socket in one go, into one buffer for all of them: fresh memory for each costs as much as
+all the rest."""
 
 
 class Pool:
@@ -70,6 +71,7 @@ class Pool:
         self._connections.add(connection)
         if self.closed:
             connection.abort()
+            raise ConnectionAbortedError("its pool was closed meanwhile")
         return connection
 
     def close(self) -> None:

@@ -49,7 +49,16 @@ def test_given_headers_stand_for_our_own() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("X", "a\r\nY: b"), ("X", "a\nb"), ("X", "a\0"), ("a b", "c"), ("", "c"), ("X:", "c"), ("Content-Length", "3")],
+    [
+        ("X", "a\r\nY: b"),
+        ("X", "a\nb"),
+        ("X", "a\0"),
+        ("X", "\udc80"),
+        ("a b", "c"),
+        ("", "c"),
+        ("X:", "c"),
+        ("Content-Length", "3"),
+    ],
 )
 def test_a_header_that_cannot_be_sent_is_a_mistake(name: str, value: str) -> None:
     """Its value is not told: it may be a secret."""
@@ -69,6 +78,8 @@ def test_a_header_that_cannot_be_sent_is_a_mistake(name: str, value: str) -> Non
         "ftp://host/",
         "host/x",
         "http://a b/",
+        "http://host/\udc80",
+        "http://me:secret\udc80@host/",
         "http://me:secret@/",
         "http://[::1/",
         "http://a\x00b/",
