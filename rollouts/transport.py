@@ -11,9 +11,6 @@ no proxy, and knows nothing of what it carries.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import ssl
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -22,18 +19,16 @@ import anyio
 import anyio.lowlevel
 import attrs
 
-from rollouts.dialing import Host
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
-from rollouts.http1 import HEAD, SOME, WHOLE, Connection, Origin, request_head
+from rollouts.http1.connection import HEAD, SOME, WHOLE, Connection
+from rollouts.http1.head import request_head
+from rollouts.http1.pool import Pool
 
 __all__ = ["Answer", "Garbled", "Lost", "Transport", "Unsent"]
 
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
-
-_READ_AT_ONCE = 1 << 18
-"""Bytes."""
 
 
 class Unsent(EndpointUnavailable):
@@ -58,7 +53,7 @@ class Garbled(Lost):
     """Something answered that does not speak HTTP."""
 
 
-class Headers(Mapping[str, str]):
+class _Headers(Mapping[str, str]):
     """Those of an answer by name, in any case; of several with one name the first."""
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -85,7 +80,6 @@ class _Exchange:
         "_method",
         "_origin",
         "_pool",
-        "_stale",
         "_transport",
         "_url",
     )
@@ -103,7 +97,7 @@ class _Exchange:
         except BaseException:
             self.end()
             raise
-        return Answer(connection.status, Headers(connection.headers), self)
+        return Answer(connection.status, _Headers(connection.headers), self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -142,8 +136,11 @@ class _Exchange:
         return self._connection.take()
 
     def end(self) -> None:
-        """Give the connection back, or end it at once where the answer is not all there."""
-        self._pool.give_back(self._origin, self._connection)
+        """Give the connection back; one that was for this alone, or whose answer is not all there, ends at once."""
+        if self._fresh:
+            self._connection.abort()
+        else:
+            self._pool.give_back(self._origin, self._connection)
         del self._connection  # another exchange may have it
 
     @property
@@ -171,103 +168,12 @@ class Answer:
         return self._exchange.take()
 
 
-class _Pool:
-    """The connections of one event loop; of the idle ones, the one that was used last is taken first."""
-
-    def __init__(self, connect_seconds: float, idle_seconds: float) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.closed = False
-        self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
-        self._buffer = memoryview(bytearray(_READ_AT_ONCE))
-        self._connections: set[Connection] = set()
-        self._idle: dict[Origin, list[Connection]] = {}
-        self._hosts: dict[Origin, Host] = {}
-        self._tls: ssl.SSLContext | None = None
-        self._sweep: asyncio.TimerHandle | None = None
-
-    def take(self, origin: Origin) -> Connection | None:
-        """One that was kept, if there is any."""
-        idle = self._idle.get(origin)
-        while idle:
-            connection = idle.pop()
-            if connection.usable and self.loop.time() - connection.idle_since < self._idle_seconds:
-                return connection
-            connection.abort()
-        return None
-
-    def give_back(self, origin: Origin, connection: Connection) -> None:
-        """Keep it if it may be used again, else end it."""
-        if self.closed or not connection.usable:
-            connection.abort()
-            return
-        connection.idle_since = self.loop.time()
-        self._idle.setdefault(origin, []).append(connection)
-        if self._sweep is None:
-            self._sweep = self.loop.call_later(self._idle_seconds, self._end_old_ones)
-
-    async def connect(self, origin: Origin) -> Connection:
-        """A new one; raises OSError."""
-        try:
-            with anyio.fail_after(self._connect_seconds) as scope:
-                connection = await self._connected(origin)
-        except TimeoutError:
-            if scope.cancelled_caught:
-                raise TimeoutError(f"not within {self._connect_seconds:g} s") from None
-            raise
-        self._connections.add(connection)
-        if self.closed:
-            connection.abort()
-        return connection
-
-    def close(self) -> None:
-        """End all of them at once."""
-        self.closed = True
-        if self._sweep is not None:
-            self._sweep.cancel()
-        for connection in list(self._connections):
-            connection.abort()
-
-    async def _connected(self, origin: Origin) -> Connection:
-        host = self._hosts.get(origin)
-        if host is None:
-            host = self._hosts[origin] = Host(origin.host, origin.port)
-        dialled = await host.connect()
-        name = origin.host if origin.secure else None
-        try:
-            _, connection = await self.loop.create_connection(
-                lambda: Connection(self._buffer, self._connections.discard),
-                sock=dialled,
-                ssl=self._context() if origin.secure else None,
-                server_hostname=name,
-            )
-        except BaseException:
-            with contextlib.suppress(OSError):  # the loop owns the socket by now: it sees its end, and closes it
-                dialled.shutdown(socket.SHUT_RDWR)
-            raise
-        return connection
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-            self._tls.set_alpn_protocols(["http/1.1"])
-        return self._tls
-
-    def _end_old_ones(self) -> None:
-        self._sweep = None
-        youngest = self.loop.time() - self._idle_seconds
-        for origin, idle in list(self._idle.items()):
-            self._idle[origin] = kept = [one for one in idle if one.usable and one.idle_since > youngest]
-            for connection in idle:
-                if connection not in kept:
-                    connection.abort()
-
-
 class Transport:
     """A pool of kept connections, and single-use ones beside it. Opens at first use; after a close, at the next use."""
 
     def __init__(self, *, connect_seconds: float, idle_seconds: float = KEEPALIVE_SECONDS) -> None:
         self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
-        self._pool: _Pool | None = None
+        self._pool: Pool | None = None
         self._holder: AsyncGenerator[None, None] | None = None
         self.opened = 0
         """How many pools were opened."""
@@ -322,22 +228,22 @@ class Transport:
         """Send one request and read its answer piece by piece inside the context; raises as :meth:`post` does."""
         return _Exchange(self, method, url, headers, body, fresh)
 
-    async def pool(self) -> _Pool:
+    async def pool(self) -> Pool:
         """The pool of this event loop."""
         pool = self._pool or await self._open()
         if pool.loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
         return pool
 
-    async def _open(self) -> _Pool:
+    async def _open(self) -> Pool:
         # No await reaches the loop between the test and the assignment: many first uses open one pool.
-        self._pool = pool = _Pool(self._connect_seconds, self._idle_seconds)
+        self._pool = pool = Pool(self._connect_seconds, self._idle_seconds)
         self._holder = self._hold(pool)
         self.opened += 1
         await anext(self._holder)
         return pool
 
-    async def _hold(self, pool: _Pool) -> AsyncGenerator[None, None]:
+    async def _hold(self, pool: Pool) -> AsyncGenerator[None, None]:
         # The loop knows each async generator that was started in it and closes it when it shuts down.
         try:
             yield

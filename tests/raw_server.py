@@ -42,6 +42,10 @@ class Visit:
     async def say(self, data: bytes) -> None:
         await self._stream.send(data)
 
+    async def no_more(self) -> None:
+        """Say that nothing will be said any more."""
+        await self._stream.send_eof()
+
     async def ended(self) -> None:
         """Wait until the client has ended the connection, or has reset it."""
         with contextlib.suppress(*_ENDED):

@@ -25,7 +25,6 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.errors": (1, 1),
     "rollouts.whereabouts": (1, 2),
     "rollouts.dtypes": (1, 2),
-    "rollouts.dialing": (1, 0),
     "rollouts.http1": (1, 2),
     "rollouts.transport": (1, 2),
     "rollouts.trajectory": (2, 0),

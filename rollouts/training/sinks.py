@@ -36,7 +36,7 @@ Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
 
-_PACKAGES = ("anyio", "attrs", "aiohttp", "msgspec", "numpy", "transformers", "torch", "pyarrow")
+_PACKAGES = ("anyio", "attrs", "aiohttp", "httptools", "msgspec", "numpy", "transformers", "torch", "pyarrow")
 
 
 def check_free(path: str | Path, *, overwrite: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as a client speaks it: the head of a request, and a connection for one request after another.
+"""A connection of HTTP/1.1, for one request after another.
 
 Invariant: an answer belongs to the one request that was written before it, and :attr:`Connection.whole` says whether
 all of it is there. A connection on which anything else came, whose request was given up, or that the server ends with
@@ -11,19 +11,12 @@ It knows no pool, no deadline, and nothing of what it carries.
 from __future__ import annotations
 
 import asyncio
-import base64
-import functools
-import re
 from collections.abc import Callable
-from typing import NamedTuple, cast
-from urllib.parse import quote, unquote, urlsplit
+from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError
-
-__all__ = ["HEAD", "SOME", "WHOLE", "Connection", "Origin", "request_head"]
+__all__ = ["HEAD", "SOME", "WHOLE", "Connection"]
 
 HEAD, SOME, WHOLE = range(3)
 """What of an answer is waited for: its status and headers; a further piece of its body; the end of it."""
@@ -34,66 +27,6 @@ HIGH_WATER = 1 << 18
 _LONGEST_HEAD = 1 << 18
 _TOGETHER = 1 << 16
 """A body up to so many bytes is copied behind its head, for one write; a longer one is written as it is."""
-
-_HOST = re.compile(r"[a-z0-9._~!$&'()*+,;=-]+|[0-9a-f:.]+(%[a-z0-9._~-]+)?")
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-_LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_SAFE = "/%:@!$&'()*+,;=~?[]"
-
-
-class Origin(NamedTuple):
-    """Where a connection leads."""
-
-    host: str
-    port: int
-    secure: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], last: bool) -> tuple[Origin, bytes]:
-    """Where a request goes, and its head up to the length of its body. The latest ones are kept.
-
-    Args:
-        method: ``GET``, ``POST`` or the like; not ``HEAD`` or ``CONNECT``, whose answers have no body.
-        url: a user and a password in it become a header.
-        headers: sent as they are.
-        last: tell the server that no other request will follow on the connection.
-
-    Raises:
-        ConfigError: the URL leads nowhere, or a header cannot be sent. No value of a header is told.
-    """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-        host = host if host.isascii() else host.encode("idna").decode()
-        if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host):
-            raise ValueError("no host")
-    except ValueError:  # not chained: it may tell the password
-        raise ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host") from None
-    shown = f"[{host.partition('%')[0]}]" if ":" in host else host
-    lines = {"Host": shown if port is None else f"{shown}:{port}"}
-    lines |= {"User-Agent": "rollouts", "Accept-Encoding": "identity"}
-    if last:
-        lines["Connection"] = "close"
-    if parts.username is not None:
-        user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        lines["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
-    given = {name.lower() for name, _ in headers}
-    if "authorization" in given and "Authorization" in lines:
-        raise ConfigError(f"{without_password(url)}: names a user, but there is a header Authorization, too")
-    for name, value in headers:
-        if not _NAME.fullmatch(name) or name.lower() in ("content-length", "transfer-encoding"):
-            raise ConfigError.of("the name of a header", name, "one that a request may bring")
-        if _UNSENDABLE.search(value):
-            raise ConfigError(f"header {name}: its value holds characters that cannot stand in a header")
-    sent = [(name, value) for name, value in lines.items() if name.lower() not in given]
-    path = quote(_LONE_PERCENT.sub("%25", parts.path or "/"), safe=_SAFE)
-    query = f"?{quote(_LONE_PERCENT.sub('%25', parts.query), safe=_SAFE)}" if parts.query else ""
-    text = "".join(f"{name}: {value}\r\n" for name, value in (*sent, *headers))
-    secure = parts.scheme == "https"
-    origin = Origin(host, port if port is not None else (443 if secure else 80), secure)
-    return origin, f"{method} {path}{query} HTTP/1.1\r\n{text}".encode()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -158,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         """Write a request.
 
         Args:
-            head: from :func:`request_head`.
+            head: from :func:`~rollouts.http1.head.request_head`.
             body: ``None`` sends no length.
             piecewise: wait with reading from the socket while much of the answer was not taken.
         """
@@ -222,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
     def _resume(self) -> None:
         if self._paused:
             self._paused = False
-            if self._transport is not None:
+            if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
 
     def _garbage(self, why: str) -> None:
@@ -256,6 +189,10 @@ class Connection(asyncio.BufferedProtocol):
             self._paused = True
             self._transport.pause_reading()
         self._wake()
+
+    def eof_received(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()  # at once, though some of the request may not be sent: no answer will come
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.whole and not self.ended and exc is None and self._ends_with_the_connection():

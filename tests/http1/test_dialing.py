@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from rollouts.dialing import Host
+from rollouts.http1.dialing import Host
 from tests.raw_server import full_backlog
 
 LOCAL = "127.0.0.1"
