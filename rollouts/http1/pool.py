@@ -21,7 +21,7 @@ from rollouts.http1.head import Origin
 
 __all__ = ["Pool"]
 
-_READ_AT_ONCE = 1 << 18
+_READ_AT_ONCE = 1 << 16
 """Bytes that are read from a socket in one go, into one buffer for all of them: fresh memory for each costs as much as
 all the rest."""
 

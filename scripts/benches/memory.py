@@ -1,9 +1,15 @@
-"""Bytes of a token, as ``tracemalloc`` counts them: of samples that are finished, and of rollouts in flight."""
+"""Bytes of a token, as ``tracemalloc`` counts them: of samples that are finished, and of rollouts in flight.
+
+What a rollout in flight holds is told with the texts of its messages and without: these are as long as the environment
+and the model made them, whatever holds the tokens. Everything else is in both: ids, masks, logprobs, the request that
+is being sent, the tasks, the connections.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -11,30 +17,30 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.dtypes import Endpoint, Limits, SamplingParams
+from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import Renderer
 from rollouts.testing.canned import Canned, canned_server
 from rollouts.training import generate_rollout_batch
 from scripts.benches.lines import Line
-from scripts.benches.workloads import WORKLOADS, Play
+from scripts.benches.workloads import WORKLOADS, Play, Workload
 
 __all__ = ["memory"]
-
-ROLLOUTS = 32
 
 
 def memory(renderer: Renderer) -> Iterator[Line]:
     """Finished samples of each workload, and rollouts whose last request is being sent."""
     for name in ("S", "A", "H"):
-        sealed, live = _measured(renderer, name)
+        sealed, live, texts = _measured(renderer, name)
         yield Line.of(f"sealed {name}", "bytes a token of a finished sample, with its texts", [sealed], 12.0)
-        yield Line.of(f"live {name}", "bytes a token of a rollout in flight", [live], 20.0)
+        what = "bytes a token of a rollout in flight, the texts of its messages apart"
+        yield Line.of(f"live {name}", what, [live - texts], 20.0, details={"with them": live})
 
 
-def _measured(renderer: Renderer, name: str) -> tuple[float, float]:
-    """Bytes a token, finished and in flight."""
-    play = Play.of(attrs.evolve(WORKLOADS[name], samples=ROLLOUTS, in_flight=ROLLOUTS), renderer)
+def _measured(renderer: Renderer, name: str) -> tuple[float, float, float]:
+    """Bytes a token: finished; in flight; and of these, what the texts of messages take."""
+    rollouts = WORKLOADS[name].in_flight
+    play = Play.of(attrs.evolve(WORKLOADS[name], samples=rollouts), renderer)
     with canned_server(Canned([play.reply])) as url:
         anyio.run(_play, play, url, None)  # what is made once is there
         held: dict[str, int] = {}
@@ -46,8 +52,8 @@ def _measured(renderer: Renderer, name: str) -> tuple[float, float]:
         finally:
             tracemalloc.stop()
     tokens = sum(len(sample) for sample in samples)
-    last = tokens - ROLLOUTS * len(play.reply)
-    return sealed / tokens, (held["bytes"] - before) / last
+    last = tokens - rollouts * len(play.reply)
+    return sealed / tokens, (held["bytes"] - before) / last, held["texts"] / last
 
 
 def _traced() -> int:
@@ -55,11 +61,18 @@ def _traced() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+def _texts() -> int:
+    """Bytes of the texts of messages that were made while memory is traced."""
+    messages = [one for one in gc.get_objects() if type(one) is Message]
+    texts = {id(text): text for one in messages for text in (one.content, one.reasoning) if text}
+    return sum(sys.getsizeof(text) for text in texts.values() if tracemalloc.get_object_traceback(text))
+
+
 async def _play(play: Play, url: str, held: dict[str, int] | None) -> list[Any]:
     workload = play.workload
     async with SGLangPolicy(Endpoint(base_url=url), vocab_size=play.renderer.vocab_size) as policy:
         if held is not None:
-            _count_at_the_last_request(policy, ROLLOUTS * workload.turns, held)
+            _count_at_the_last_request(policy, workload, held)
         run = functools.partial(
             generate_rollout_batch,
             environment_cls=play.environment_cls,
@@ -72,10 +85,10 @@ async def _play(play: Play, url: str, held: dict[str, int] | None) -> list[Any]:
         return [sample.pack() for sample in await run(play.prompts)]
 
 
-def _count_at_the_last_request(policy: SGLangPolicy, requests: int, held: dict[str, int]) -> None:
+def _count_at_the_last_request(policy: SGLangPolicy, workload: Workload, held: dict[str, int]) -> None:
     """Hold every last request back until all are there, and count then."""
     transport: Any = policy._transport
-    post, turns, posted = transport.post, requests // ROLLOUTS, 0
+    post, requests, posted = transport.post, workload.samples * workload.turns, 0
     all_there = anyio.Event()
     by_session: dict[str, int] = {}
 
@@ -84,9 +97,9 @@ def _count_at_the_last_request(policy: SGLangPolicy, requests: int, held: dict[s
         posted += 1
         session = headers["X-SMG-Routing-Key"]
         by_session[session] = by_session.get(session, 0) + 1
-        if by_session[session] == turns:
+        if by_session[session] == workload.turns:
             if posted == requests:
-                held["bytes"] = _traced()
+                held.update(bytes=_traced(), texts=_texts())
                 all_there.set()
             await all_there.wait()
         return await post(url, body, headers, **options)
