@@ -152,7 +152,7 @@ LITERALS = st.recursive(
 def test_literals_are_read_as_python_reads_them(arguments: dict[str, object]) -> None:
     """Whatever Python writes of plain values; the judge is its own ``ast.literal_eval``."""
     written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]")
+    reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]", reasoning_open=False)  # a text may close one
     judged = {name: ast.literal_eval(repr(value)) for name, value in arguments.items()}
     assert brief(reply.tool_calls) == [("f", judged, None), ("g", {}, None)]
 

@@ -131,7 +131,7 @@ def test_finished_rollouts_survive_a_restart() -> None:
             await anyio.sleep_forever()
         if held and prompt.index == 0:
             await both.wait()
-        if prompt.group_index >= 4:  # beyond what was handed back: not to be sooner
+        if prompt.metadata["row"] >= 4:  # beyond what was handed back: not to be sooner
             await anyio.sleep_forever()
         return [made_sample(prompt, reply=prompt.index + 1)]
 
