@@ -92,13 +92,15 @@ same machine; absolute times in the last column belong to this machine and this 
 - `lean` is a loop by hand: aiohttp, a typed decode, arrays, kept request bytes, each new text tokenised once. It checks
   nothing, waits without deadlines and reads no reply: it knows beforehand what others decode and parse to find out, and
   what to answer. `naive` is httpx, `json`, lists and a file of JSON lines. Ours has everything on: parser, checks,
-  masks, metrics, deadlines and the journal.
+  masks, metrics, deadlines and the journal. It needs no aiohttp: a request over its own connections costs a third.
 - S is 4 turns of 512 tokens, L one reply of 8,192, A 32 turns of 64, H 16 turns of 32 behind 16,000 tokens, G groups of
   eight S with a reward in a thread and a filter.
 - Texts are consecutive pages of a book, no observation is given twice, and ours begins each round as if it had rendered
   nothing before: without openings, and without the words that it looks up instead of encoding them again. The tokenizer
   that all the loops share keeps what it keeps.
 - The journal has the texts of a sample as they are, so with it on each response is decoded once more than the replies.
+- A rollout in flight holds ids, masks, logprobs, the request that is being sent, its task and its connection, and the
+  texts of its messages, which are as long as the model and the environment made them: told apart, and with them.
 - Counters that do not depend on a machine are tests: `tests/test_costs.py`.
 - `docs/peers.md` has the same jobs played by strands-sglang, verifiers and slime's own loop.
 """
