@@ -156,9 +156,14 @@ def measured(runs: Sequence[Path]) -> Measured:
     return Measured(tuple(groups), Speed(relative), config["batch_size"], config["n_samples_per_prompt"])
 
 
-def _most_in_flight(run: Path) -> float:
+def _groups_in_flight(run: Path) -> int:
     config = read_info(run)["config"]
-    return float(math.ceil(config["batch_size"] * config["over_sampling_factor"]) * config["n_samples_per_prompt"])
+    groups: int = math.ceil(config["batch_size"] * config["over_sampling_factor"])
+    return groups
+
+
+def _most_in_flight(run: Path) -> float:
+    return float(_groups_in_flight(run) * read_info(run)["config"]["n_samples_per_prompt"])
 
 
 def _batch_seconds(run: Path) -> float:
@@ -183,18 +188,21 @@ def _read(run: Path) -> tuple[list[_Played], int, float]:
         rollouts.setdefault(row.data["group_index"], {})[row.data["index"]] = (seconds, outside)
         if row.place in ("kept", "unbatched"):
             kept.add(row.data["group_index"])
-    return (
-        [
-            _Played(
-                tuple(seconds for seconds, _ in members.values()),
-                tuple(outside for _, outside in members.values()),
-                number in kept,
-            )
-            for number, members in sorted(rollouts.items())
-        ],
-        tokens,
-        total,
-    )
+    groups = [
+        _Played(
+            tuple(seconds for seconds, _ in rollouts[number].values()),
+            tuple(outside for _, outside in rollouts[number].values()),
+            number in kept,
+        )
+        for number in _not_too_late(sorted(rollouts), _groups_in_flight(run))
+    ]
+    return groups, tokens, total
+
+
+def _not_too_late(numbers: list[int], in_flight: int) -> list[int]:
+    """Of groups that ended those that say how long groups take: of the last to begin, only the quick ones ended."""
+    early = [number for number in numbers if number <= numbers[-1] - in_flight]
+    return early if len(early) >= in_flight else numbers
 
 
 @attrs.frozen
