@@ -287,17 +287,18 @@ class Sample:
                 value = getattr(self, f"_{name}")
                 if type(value) is not Told and value == getattr(self._told, name)():
                     setattr(self, f"_{name}", self._told)
-        if self._is_as_it_was():
-            return self._check_records()
-        self._tokens, self._loss_mask, self._rollout_log_probs = (
-            self.token_column,
-            self.mask_column,
-            self.logprob_column,
-        )
+        if not self._is_as_it_was():
+            self._tokens, self._loss_mask, self._rollout_log_probs = (
+                self.token_column,
+                self.mask_column,
+                self.logprob_column,
+            )
         return self.check()
 
     def check(self) -> Sample:
         """Raise if the columns differ in length, the versions do not cover the mask, or a record is of another kind."""
+        if self._is_as_it_was():
+            return self._check_records()
         columns = {"tokens": self._tokens, "loss_mask": self._loss_mask}
         if self._rollout_log_probs is not None:
             columns["rollout_log_probs"] = self._rollout_log_probs
