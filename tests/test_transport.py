@@ -289,6 +289,34 @@ async def test_each_idle_connection_has_its_time() -> None:
         await transport.aclose()
 
 
+async def test_of_many_idle_connections_none_stays_open() -> None:
+    """More than are ended in one turn of the loop, all given back at about the same time."""
+    many, asked, ended = 250, 0, 0
+    all_asked, all_ended = anyio.Event(), anyio.Event()
+
+    async def handle(visit: Visit) -> None:
+        nonlocal asked, ended
+        await visit.request()
+        asked += 1
+        if asked == many:
+            all_asked.set()
+        await all_asked.wait()
+        await visit.say(answer())
+        await visit.ended()
+        ended += 1
+        if ended == many:
+            all_ended.set()
+
+    transport = Transport(connect_seconds=5.0, idle_seconds=0.05)
+    async with raw_server(handle) as port:
+        async with anyio.create_task_group() as requests:
+            for _ in range(many):
+                requests.start_soon(transport.post, f"http://127.0.0.1:{port}/", b"0", {})
+        with anyio.fail_after(20):
+            await all_ended.wait()
+        await transport.aclose()
+
+
 async def test_what_is_under_way_at_a_close_is_lost(transport: Transport) -> None:
     """It was not stale, and half a body is none, though the server might have ended it so."""
     asked = anyio.Event()

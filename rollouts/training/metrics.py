@@ -160,10 +160,13 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     for status, count in sorted(Counter([sample.status.value for sample in samples]).items()):
         numbers[f"status/{status}"] = count / len(samples)
-    calls = [(call.start, call.cached_tokens) for sample in samples for call in sample.read("calls")]
-    prompted = sum([start for start, _ in calls])
+    prompted = cached = 0
+    for sample in samples:  # one after another: the calls of a large batch at once would call the collector
+        for call in sample.read("calls"):
+            prompted += call.start
+            cached += call.cached_tokens
     if prompted:
-        numbers["prefix_cache_hit_rate"] = sum([cached for _, cached in calls]) / prompted
+        numbers["prefix_cache_hit_rate"] = cached / prompted
     numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
     duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
     numbers["duplicated_tokens"] = duplicated
