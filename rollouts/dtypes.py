@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import attrs
 import msgspec
@@ -37,6 +37,7 @@ __all__ = [
     "ToolCall",
     "VersionSpan",
     "as_messages",
+    "frozen",
     "is_frozen",
     "packed_logprobs",
     "packed_tokens",
@@ -69,7 +70,7 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
         own = values.flags.owndata or isinstance(values.base, bytes)
-        return values if own and not values.flags.writeable else _frozen(values.copy())
+        return values if own and not values.flags.writeable else frozen(values.copy())
     given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if given.size and given.dtype.kind not in kinds:
@@ -79,16 +80,21 @@ def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
         raise ValueError(f"a column has one dimension, got shape {column.shape}")
     if kinds == "iu" and given.size and given.dtype != dtype and not np.array_equal(column, given):
         raise ValueError(f"a token id fits {np.dtype(dtype)}, got {given.min()} to {given.max()}")
-    return _frozen(column)
+    return frozen(column)
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def is_frozen(column: npt.NDArray[Any]) -> bool:
     """Whether nobody can change a column: neither through it nor through the one that it is a view of."""
     base = column.base
-    return not column.flags.writeable and (base is None or (isinstance(base, np.ndarray) and not base.flags.writeable))
+    held = isinstance(base, bytes | None) or (isinstance(base, np.ndarray) and not base.flags.writeable)
+    return held and not column.flags.writeable
 
 
-def _frozen(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """A column, read-only from here on."""
     column.flags.writeable = False
     return column
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -31,6 +31,7 @@ from rollouts.dtypes import (
     StopReason,
     TokenColumn,
     VersionSpan,
+    frozen,
 )
 from rollouts.errors import Failure, TokenMismatchError
 
@@ -108,7 +109,7 @@ class Trajectory:
         self.failure: Failure | None = None
         self._tokens: TokenColumn = np.empty(0, np.int32)
         """With room behind those that there are."""
-        self._readable = _frozen(self._tokens.view())
+        self._readable = frozen(self._tokens.view())
         self._replies: list[tuple[int, LogprobColumn]] = []
         """Where each reply begins, and its logprobs; while it grows."""
         self._sealed: tuple[npt.NDArray[np.bool_], LogprobColumn] | None = None
@@ -152,7 +153,7 @@ class Trajectory:
             begin = max(first - start, 0)
             mask[begin:stop] = True
             logprobs[begin:stop] = column[begin - stop :]
-        return _frozen(mask), _frozen(logprobs)
+        return frozen(mask), frozen(logprobs)
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
@@ -205,7 +206,7 @@ class Trajectory:
     def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
         """End it: no token can be added any more, and the columns take exactly the room they need."""
         self._growing()
-        self._tokens = _frozen(self.tokens.copy())
+        self._tokens = frozen(self.tokens.copy())
         self._readable = self._tokens
         self._sealed = self.sampled(0)
         self._replies.clear()
@@ -223,7 +224,7 @@ class Trajectory:
         if stop > len(self._tokens):
             grown = np.empty(stop + stop // 4, np.int32)
             grown[:start] = self._tokens[:start]
-            self._tokens, self._readable = grown, _frozen(grown.view())
+            self._tokens, self._readable = grown, frozen(grown.view())
         self._tokens[start:stop] = tokens
         self._length = stop
         self._digest = digest(tokens, self._digest)
@@ -236,11 +237,3 @@ class Trajectory:
             start = self.segments.pop().start
         if stop > start:
             self.segments.append(Segment(start, stop, version))
-
-
-Scalar = TypeVar("Scalar", bound=np.generic)
-
-
-def _frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    column.flags.writeable = False
-    return column

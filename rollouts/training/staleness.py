@@ -114,7 +114,7 @@ class Staleness:
         return self.policy == "drop" and self.max_staleness is not None
 
     def too_old(self, group: Group) -> bool:
-        return self.max_staleness is not None and self.policy == "drop" and self.age(group) > self.max_staleness
+        return self.drops and self.age(group) > (self.max_staleness or 0)
 
     def room(self, pending: int, batch_size: int) -> int | None:
         """How many more groups may be started beside ``pending`` ones; ``None`` for no bound of this kind."""
