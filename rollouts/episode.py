@@ -85,8 +85,6 @@ class Episode:
     log: TurnLog | None = None
     """Where the turns of an episode in one sequence are kept."""
     branches: list[Trajectory] = attrs.field(init=False)
-    trajectory: Trajectory = attrs.field(init=False)
-    """The branch that grows: the last of them."""
     session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
     replies: int = attrs.field(init=False, default=0)
     """Replies so far, those of the past among them."""
@@ -102,11 +100,12 @@ class Episode:
     """Tokens, calls and messages that the log of turns has."""
 
     def __attrs_post_init__(self) -> None:
-        self._grow_only(Trajectory(self.history))
+        self.branches = [Trajectory(self.history)]
 
-    def _grow_only(self, trajectory: Trajectory) -> None:
-        self.branches = [trajectory]
-        self.trajectory = trajectory
+    @property
+    def trajectory(self) -> Trajectory:
+        """The branch that grows."""
+        return self.branches[-1]
 
     async def play(self, environment: Environment, name: str, past: Past | None = None) -> StopReason:
         """Turns, until something ends them."""
@@ -178,7 +177,7 @@ class Episode:
 
     async def _resume(self, environment: Environment, name: str, past: Past) -> tuple[tuple[Tool, ...], Message | None]:
         """Take a conversation up; gives the tools, and its last reply if the environment is to answer it."""
-        self._grow_only(past.trajectory)
+        self.branches = [past.trajectory]
         self.reply_start = past.reply_start
         past.trajectory.history = self.history
         messages = list(past.trajectory.messages)
@@ -244,7 +243,6 @@ class Episode:
             branch.count("forks")
             branch.count("duplicated_tokens", len(tokens) - added)
             self.branches.append(branch)
-            self.trajectory = branch
             self.session = uuid.uuid4().hex  # calls of one session only ever extend its tokens
         return bool(why)
 
@@ -263,7 +261,7 @@ class Episode:
         return turns if same and turns[-1].resumable else ()
 
     def _go_on_from(self, turns: Sequence[Turn]) -> None:
-        self._grow_only(replayed(turns))
+        self.branches = [replayed(turns)]
         last = turns[-1].fields
         self.calls_asked, self.session = last["calls_asked"], last["session"]
         self.began -= last["seconds"]
