@@ -144,7 +144,7 @@ class Renderer:
             return known.result()
         try:
             text = self._template.render(messages, tools)
-            mine.set_result(self._codec.encode(text))
+            mine.set_result(self._codec.encode(text, opening=True))
         except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
             with self._lock:
                 self._openings.pop(key, None)

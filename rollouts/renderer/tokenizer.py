@@ -128,9 +128,15 @@ class Codec:
         self.encoded_characters = 0
         """Characters that went into :meth:`encode` so far."""
 
-    def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
-        """Ids of a text, read-only. Special tokens written in it become their ids; none is added."""
-        ids = self._words.encode(text) if self._words is not None else None
+    def encode(self, text: str, *, counted: bool = True, opening: bool = False) -> TokenColumn:
+        """Ids of a text, read-only. Special tokens written in it become their ids; none is added.
+
+        Args:
+            text: anything.
+            counted: whether it enters the conversation.
+            opening: whether other conversations will begin as it does.
+        """
+        ids = self._words.encode(text, opening=opening) if self._words is not None else None
         if ids is None:
             ids = np.array(self._encoded(text), np.int32)  # a tokenizer's ids need no check
             ids.flags.writeable = False

@@ -6,17 +6,21 @@ tokenizers whose every part is known to be of this kind, and only if a list of h
 texts of ASCII, Latin letters with accents, and common punctuation and symbols, on which the rules read the same here as
 there; a text with anything else in it is the tokenizer's.
 
+Of openings, what stands between two special tokens is looked up whole where it is long and was met before: the tools
+and the system prompt, with which one conversation after the other begins.
+
 This module knows no messages and counts nothing.
 """
 
 from __future__ import annotations
 
 import array
+import functools
 import json
 import operator
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,8 @@ _LONG_WORD = 160
 """Characters; most rules and edges of tables have fewer."""
 _LONG_TEXT = 1 << 16
 """Characters between two special tokens from which on the tokenizer works alone: it lets other threads run."""
+_LONG_PART, _PARTS_KEPT = 256, 64
+"""Characters between two special tokens from which on their ids are kept, and of how many of the latest."""
 
 
 class Words:
@@ -46,6 +52,7 @@ class Words:
         longest_first = sorted(special, key=len, reverse=True)
         self._between = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")").split if special else None
         self._known = dict(self._special)
+        self._part = functools.lru_cache(_PARTS_KEPT)(self._encoded)
 
     def __repr__(self) -> str:
         return f"<Words: {len(self._known)} known>"
@@ -77,30 +84,55 @@ class Words:
         return made if all(same) else None
 
     def forget(self) -> None:
-        """Know no word any more."""
+        """Know no word any more, and no part."""
         self._known = dict(self._special)
+        self._part.cache_clear()
 
-    def encode(self, text: str) -> TokenColumn | None:
-        """Ids of a text, read-only; ``None`` if it is the tokenizer's to encode."""
+    def encode(self, text: str, *, opening: bool = False) -> TokenColumn | None:
+        """Ids of a text, read-only; ``None`` if it is the tokenizer's to encode.
+
+        Args:
+            text: special tokens written in it become their ids.
+            opening: whether others will begin as it does: its long parts are kept.
+        """
         if self._raw.get_vocab_size() != self._size:  # somebody has added tokens
             return None
+        columns: list[bytes] = []
         words: list[str] = []
+        size = 0
         for place, part in enumerate([text] if self._between is None else self._between(text)):
             if place % 2:
                 words.append(part)  # a special token
-            elif len(part) > _LONG_TEXT or not (part.isascii() or _OTHER(part) is None):
+            elif opening and len(part) >= _LONG_PART:
+                ids = self._part(part)
+                if ids is None:
+                    return None
+                columns += (self._ids(words), ids)
+                size += len("".join(words)) + len(part)
+                words = []
+            elif not _is_ours(part):
                 return None
             else:
                 words += self._cut(part)
-        if len("".join(words)) != len(text):
+        if size + len("".join(words)) != len(text):
             return None  # what is between two words is a word, too
+        columns.append(self._ids(words))
+        return np.frombuffer(b"".join(columns), np.int32)
+
+    def _encoded(self, part: str) -> bytes | None:
+        """Ids of what stands between two special tokens; ``None`` if it is the tokenizer's to encode."""
+        if not _is_ours(part):
+            return None
+        words = self._cut(part)
+        return self._ids(words) if len("".join(words)) == len(part) else None
+
+    def _ids(self, words: Sequence[str]) -> bytes:
         try:
-            columns: Iterable[bytes] = operator.itemgetter("", *words)(self._known)  # all at once
+            return b"".join(operator.itemgetter("", *words)(self._known))  # all at once
         except KeyError:
             known = self._known.get
             ids = {word: known(word) or self._ids_of(word) for word in dict.fromkeys(words)}
-            columns = map(ids.__getitem__, words)
-        return np.frombuffer(b"".join(columns), np.int32)
+            return b"".join(map(ids.__getitem__, words))
 
     def _ids_of(self, word: str) -> bytes:
         ids = self._known.get(word)
@@ -109,9 +141,13 @@ class Words:
             ids = _column([piece.id for piece in pieces])
             if len(word) < _LONG_WORD:
                 if len(self._known) >= _KEPT + len(self._special):
-                    self.forget()
+                    self._known = dict(self._special)
                 self._known[word] = ids
         return ids
+
+
+def _is_ours(part: str) -> bool:
+    return len(part) <= _LONG_TEXT and (part.isascii() or _OTHER(part) is None)
 
 
 def _column(ids: list[int]) -> bytes:

@@ -36,8 +36,8 @@ def whole(raw: Any, text: str) -> list[int]:
     return ids
 
 
-def encoded(words: Words, text: str) -> list[int] | None:
-    ids = words.encode(text)
+def encoded(words: Words, text: str, *, opening: bool = False) -> list[int] | None:
+    ids = words.encode(text, opening=opening)
     return None if ids is None else ids.tolist()
 
 
@@ -50,6 +50,9 @@ def compare(raw: Any, marks: list[str]) -> None:
     def play(text: str) -> None:
         assert encoded(words, text) == whole(raw, text)
         assert encoded(words, text) == whole(raw, text)  # from what is kept
+        opening = f"{text}{text * 8}{marks[0]}{text * 40}"  # of long parts, some of them alike
+        assert encoded(words, opening, opening=True) == whole(raw, opening)
+        assert encoded(words, opening, opening=True) == whole(raw, opening)
 
     play()
 
