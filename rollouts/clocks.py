@@ -14,36 +14,61 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Self
 
 import anyio
 import attrs
 
 __all__ = ["Clocks", "Standstill", "deadline", "standing_still", "standstills", "stopped_clocks"]
 
-_CLOCKS: contextvars.ContextVar[tuple[anyio.CancelScope, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
+_CLOCKS: contextvars.ContextVar[tuple[deadline, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
 
 
 class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a generator: it is entered at every wait
-    """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop; for ever where ``seconds`` is ``None``."""
+    """``anyio.move_on_after`` whose clock :func:`stopped_clocks` can stop; for ever where ``seconds`` is ``None``.
 
-    __slots__ = ("_scope", "_token")
+    Args:
+        seconds: from when it is made.
+        watched: whether it passes by itself; else from :meth:`watch` on, for code of which most never waits: a timer
+            costs more than all the rest.
+    """
 
-    def __init__(self, seconds: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._scope = _scope_class()(deadline=math.inf if seconds is None else loop.time() + seconds)
+    __slots__ = ("_token", "_watched", "ends", "scope")
 
-    def __enter__(self) -> anyio.CancelScope:
-        scope = self._scope.__enter__()
-        ever = scope.deadline == math.inf  # then there is no clock to stop
-        self._token = None if ever else _CLOCKS.set((*_CLOCKS.get(), scope))
-        return scope
+    def __init__(self, seconds: float | None, *, watched: bool = True) -> None:
+        self.ends = math.inf if seconds is None else asyncio.get_running_loop().time() + seconds
+        self.scope = _scope_class()(deadline=self.ends if watched else math.inf)
+        self._watched = watched
+
+    def __enter__(self) -> Self:
+        self.scope.__enter__()
+        ever = self.ends == math.inf  # then there is no clock to stop
+        self._token = None if ever else _CLOCKS.set((*_CLOCKS.get(), self))
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if self._token is not None:
             _CLOCKS.reset(self._token)
-        return bool(self._scope.__exit__(kind, error, trace))
+        return bool(self.scope.__exit__(kind, error, trace))
+
+    @property
+    def cut(self) -> bool:
+        """Whether it has ended what ran inside."""
+        return self.scope.cancelled_caught
+
+    def watch(self) -> None:
+        """Let it pass by itself from here on."""
+        if not self._watched:
+            self._watched = True
+            self.move(self.ends)
+
+    def move(self, ends: float) -> None:
+        """Let it pass then."""
+        self.ends = ends
+        if self._watched:
+            self.scope.deadline = ends
 
 
 @functools.cache
@@ -55,24 +80,24 @@ def _scope_class() -> type[anyio.CancelScope]:
 class Clocks:
     """The deadlines around whoever makes it. Others may stop them too, in the same event loop."""
 
-    __slots__ = ("_scopes", "_stopped")
+    __slots__ = ("_deadlines", "_stopped")
 
     def __init__(self) -> None:
-        self._scopes = _CLOCKS.get()
-        self._stopped: list[tuple[anyio.CancelScope, float]] = []
+        self._deadlines = _CLOCKS.get()
+        self._stopped: list[tuple[deadline, float]] = []
 
     def stop(self) -> None:
         """Stop those that run."""
         now = asyncio.get_running_loop().time()
-        self._stopped += [(scope, scope.deadline - now) for scope in self._scopes if now < scope.deadline < math.inf]
-        for scope, _ in self._stopped:
-            scope.deadline = math.inf
+        self._stopped += [(one, one.ends - now) for one in self._deadlines if now < one.ends < math.inf]
+        for one, _ in self._stopped:
+            one.move(math.inf)
 
     def start(self) -> None:
         """Let those that were stopped here go on."""
         now = asyncio.get_running_loop().time()
-        for scope, left in self._stopped:
-            scope.deadline = now + left
+        for one, left in self._stopped:
+            one.move(now + left)
         self._stopped.clear()
 
 

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from types import CodeType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import anyio
 import anyio.to_thread
@@ -57,7 +57,6 @@ __all__ = [
     "call_foreign",
     "deadline",
     "function_name",
-    "leashed",
     "shortened",
     "stopped_clocks",
     "waits",
@@ -241,13 +240,12 @@ def at(place: str) -> Iterator[None]:
 class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place of a generator, as a deadline is
     """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
 
-    Entered, it gives the scope of its deadline, for :func:`leashed`.
-
     Args:
         failure: the class to raise.
         what: what runs, for the message and for :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
         seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
         thread: where it runs, if in a thread; listed by :func:`abandoned` when it goes on after us.
+        watched: whether the deadline passes by itself; else from the first wait of what is :meth:`leashed` on.
 
     Raises:
         RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
@@ -262,8 +260,9 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         *,
         seconds: float | None = None,
         thread: WorkerThread | None = None,
+        watched: bool = True,
     ) -> None:
-        super().__init__(seconds)
+        super().__init__(seconds, watched=watched)
         self._failure = failure
         self._what = what
         self._seconds = seconds
@@ -274,20 +273,24 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         until = None if self._seconds is None else self._since + self._seconds
         return Wait(self._place, self._what, self._since, until, self._task, self.thread)
 
-    def __enter__(self) -> anyio.CancelScope:
+    def leashed(self, awaitable: Awaitable[Any], *, grace: float = 10.0) -> Leash:
+        """What to await instead of foreign code's awaitable, inside."""
+        return Leash(awaitable, self, self._what, self._place, grace=grace)
+
+    def __enter__(self) -> Self:
         self._task = asyncio.current_task()
         self._before = 0 if self._task is None else self._task.cancelling()
         self._place = _PLACE.get()
         self._since = time.monotonic()
-        scope = super().__enter__()
+        super().__enter__()
         _OPEN[self] = None
-        return scope
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         raised: BaseException | None = None  # not by what ran inside
-        if error is None and self._is_asked_to_end() and not self._scope.cancel_called and _is_cancelled():
+        if error is None and self._is_asked_to_end() and not self.scope.cancel_called and _is_cancelled():
             error = raised = asyncio.CancelledError()  # swallowed inside: what it answered is no answer
         try:
             if super().__exit__(None if error is None else type(error), error, trace):
@@ -299,7 +302,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
             if self.thread is not None and self.thread.ident is not None and not self.thread.ended:
                 _ABANDONED[self] = None
         try:
-            if error is not None or self._scope.cancel_called:
+            if error is not None or self.scope.cancel_called:
                 self._raise_if_foreign(error)
             if raised is not None:
                 raise raised
@@ -366,8 +369,8 @@ async def call_foreign(
     that it stands in line for a thread is not counted against it.
     """
     if _is_async(function):
-        with boundary(failure, what, seconds=seconds) as scope:
-            return await leashed(function(*arguments), scope, what)
+        with boundary(failure, what, seconds=seconds, watched=False) as entered:
+            return await entered.leashed(function(*arguments))
     threads = anyio.to_thread.current_default_thread_limiter()
     with boundary(failure, f"a free thread for {what}"):
         await threads.acquire()
@@ -392,14 +395,9 @@ async def call_foreign(
         thread.given_up = not taken
         thread.discard()
     if inspect.isawaitable(value):
-        with boundary(failure, what, seconds=seconds) as scope:
-            return await leashed(value, scope, what)
+        with boundary(failure, what, seconds=seconds, watched=False) as entered:
+            return await entered.leashed(value)
     return value
-
-
-def leashed(awaitable: Awaitable[Any], scope: anyio.CancelScope, what: str, *, grace: float = 10.0) -> Leash:
-    """What to await instead of foreign code's awaitable, within a :func:`boundary` that gave ``scope``."""
-    return Leash(awaitable, scope, f"{_PLACE.get()}: {what}", grace=grace)
 
 
 def function_name(function: Any) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+from rollouts.clocks import deadline
+
 __all__ = ["Leash", "left_behind"]
 
 _SWALLOWED = 100
@@ -42,9 +44,10 @@ class Leash:
 
     Args:
         awaitable: foreign.
-        scope: the innermost cancel scope around.
+        around: the deadline around, whose scope is the innermost one; it is watched from the first wait on.
         what: who it is, for messages.
-        grace: seconds from the scope's deadline on that it may hide behind a shield, to clean up.
+        place: where that is.
+        grace: seconds from the deadline on that it may hide behind a shield, to clean up.
     """
 
     _waits_for: Any = None
@@ -54,11 +57,18 @@ class Leash:
     _since = 0.0
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, awaitable: Awaitable[Any], scope: anyio.CancelScope, what: str, *, grace: float = 10.0) -> None:
+    def __init__(
+        self, awaitable: Awaitable[Any], around: deadline, what: str, place: str = "here", *, grace: float = 10.0
+    ) -> None:
         self.awaitable = awaitable
-        self.what = what
-        self._scope = scope
+        self._what, self._place = what, place
+        self._around = around
         self._grace = grace
+
+    @property
+    def what(self) -> str:
+        """Who it is, and where."""
+        return f"{self._place}: {self._what}"
 
     def __repr__(self) -> str:
         return f"<Leash {self.what}: {self._swallowed} cancellations swallowed>"
@@ -88,6 +98,7 @@ class Leash:
                 error = None
                 if not watched:
                     watched = True
+                    self._around.watch()
                     self._look()
                 try:
                     yield self._waits_for
@@ -107,10 +118,10 @@ class Leash:
     def _look(self) -> None:
         """See whether the grace is over; then wake the coroutine wherever it waits."""
         loop = asyncio.get_running_loop()
-        left = self._scope.deadline + self._grace - loop.time()
+        left = self._around.ends + self._grace - loop.time()
         if left == math.inf and self._timer is None:
             return
-        if left <= 0 and self._scope.cancel_called:
+        if left <= 0 and self._around.scope.cancel_called:
             self._overdue = True
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
@@ -137,7 +148,7 @@ class Leash:
             probe = anyio.CancelScope()
             with probe:
                 current = getattr(probe, "_parent_scope", None)  # anyio tells no other way which scope is the current
-            if current is None or current is self._scope:
+            if current is None or current is self._around.scope:
                 return
             current.cancel()
             current.__exit__(None, None, None)

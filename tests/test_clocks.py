@@ -25,7 +25,7 @@ async def test_others_may_stop_the_clocks_of_somebody_who_waits() -> None:
         with deadline(0.1) as outer, deadline(0.05) as inner:
             made.append(Clocks())
             await answered.wait()
-        late.extend([outer.cancel_called, inner.cancel_called])
+        late.extend([outer.scope.cancel_called, inner.scope.cancel_called])
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(waits)
@@ -33,28 +33,51 @@ async def test_others_may_stop_the_clocks_of_somebody_who_waits() -> None:
         made[0].stop()
         with deadline(0.05) as ours:
             await some_time(0.2)
-        assert ours.cancel_called
+        assert ours.cut
         answered.set()
     assert late == [False, False]
 
 
 async def test_a_clock_that_goes_on_has_what_was_left() -> None:
     """And it passes then."""
-    with deadline(0.2) as scope:
+    with deadline(0.2) as limit:
         with stopped_clocks():
-            assert scope.deadline == math.inf
-        assert 0 < scope.deadline - anyio.current_time() <= 0.2
+            assert limit.scope.deadline == math.inf
+        assert 0 < limit.scope.deadline - anyio.current_time() <= 0.2
         await anyio.sleep_forever()
-    assert scope.cancel_called
+    assert limit.cut
 
 
 async def test_a_deadline_that_has_passed_stays_passed() -> None:
     """It cannot be undone by a pause that comes after it."""
-    with deadline(0.0) as scope:
+    with deadline(0.0) as limit:
         with stopped_clocks():
             pass
         await anyio.sleep_forever()
-    assert scope.cancel_called
+    assert limit.cut
+
+
+async def test_one_that_is_watched_later_has_run_all_the_time() -> None:
+    """From when it was made; and it stands still like the others, also before anybody watches it."""
+    with deadline(0.2, watched=False) as limit:
+        assert limit.scope.deadline == math.inf
+        began, clocks = limit.ends, Clocks()
+        clocks.stop()
+        limit.watch()
+        assert limit.scope.deadline == math.inf
+        await some_time(0.05)
+        clocks.start()
+        assert limit.scope.deadline == limit.ends >= began + 0.05
+        await anyio.sleep_forever()
+    assert limit.cut
+
+
+async def test_one_that_had_passed_when_it_is_watched_ends_the_wait() -> None:
+    """Code that ran too long before its first wait waits no more."""
+    with deadline(0.0, watched=False) as limit:
+        limit.watch()
+        await anyio.sleep_forever()
+    assert limit.cut
 
 
 async def test_a_standstill_is_told_first() -> None:

@@ -14,7 +14,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from rollouts.errors import EnvironmentFailure, at, boundary, call_foreign, leashed, waits
+from rollouts.clocks import deadline
+from rollouts.errors import EnvironmentFailure, at, boundary, call_foreign, waits
 from rollouts.leash import Leash, left_behind
 from rollouts.whereabouts import report, where
 
@@ -69,8 +70,8 @@ async def test_a_deadline_ends_the_wait_for_any_guest(guest: Callable[[], Corout
         at("group 3"),
         pytest.raises(EnvironmentFailure, match="did not answer within") as raised,
     ):
-        with boundary(EnvironmentFailure, "World.step", seconds=0.05) as scope:
-            await leashed(guest(), scope, "World.step", grace=0.1)
+        with boundary(EnvironmentFailure, "World.step", seconds=0.05) as entered:
+            await entered.leashed(guest(), grace=0.1)
     assert raised.value.late
     assert waits() == []
     assert len(left_behind()) - before == (guest is not hides)
@@ -130,8 +131,8 @@ async def test_answers_and_errors_come_through() -> None:
         await call_foreign(EnvironmentFailure, "World.step", answer, 0, seconds=9)
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     future.set_result(7)
-    with anyio.CancelScope() as scope:
-        assert await Leash(future, scope, "a future") == 7
+    with deadline(None) as around:
+        assert await Leash(future, around, "a future") == 7
 
 
 async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
@@ -151,6 +152,7 @@ async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
 
 _LEAVING = """
 import anyio
+from rollouts.clocks import deadline
 from rollouts.errors import EnvironmentFailure, call_foreign
 from rollouts.leash import left_behind
 from tests.test_leash import GUESTS, refuses_to_end

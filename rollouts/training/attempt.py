@@ -22,7 +22,6 @@ from rollouts.errors import (
     TokenMismatchError,
     boundary,
     function_name,
-    leashed,
     shortened,
 )
 from rollouts.training.config import RolloutConfig
@@ -75,8 +74,8 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
 async def _generated(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
     """Call the generate function for one rollout, and check what it gave."""
     name = f"generate_fn {function_name(config.generate_fn)}"
-    with boundary(GenerateFailure, name, seconds=config.rollout_seconds) as scope, keeping_turns(log):
-        samples: Any = await leashed(config.generate_fn([request]), scope, name, grace=_CLEANING_SECONDS)
+    with boundary(GenerateFailure, name, seconds=config.rollout_seconds) as entered, keeping_turns(log):
+        samples: Any = await entered.leashed(config.generate_fn([request]), grace=_CLEANING_SECONDS)
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)")
     if len({id(sample) for sample in samples}) < len(samples):

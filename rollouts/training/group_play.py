@@ -71,14 +71,14 @@ class GroupPlayer:
     async def play(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
         """Generate, score and filter one group; ``finished`` holds rollouts by number and is filled."""
         lost: dict[int, list[Sample]] = {}
-        with deadline(self.config.group_seconds) as scope:
+        with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
                 asked = prompt if prompt.replacement == replacement else attrs.evolve(prompt, replacement=replacement)
                 lost = await self._roll(asked, finished)
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
-        if scope.cancelled_caught:
+        if limit.cut:
             lost = self._too_late(prompt, finished)
         elif not lost and len(finished) != self.config.n_samples_per_prompt:
             raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")

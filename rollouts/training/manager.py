@@ -222,13 +222,13 @@ class AsyncRolloutManager:
                 was not filled within ``batch_seconds``: what is accepted and in flight serves the next call.
         """
         began = time.monotonic()
-        with deadline(self.config.batch_seconds) as scope:
+        with deadline(self.config.batch_seconds) as limit:
             if self._tasks is not None:
                 await self._gather_groups()
             else:
                 async with self:
                     await self._gather_groups(finish_again=True)
-        if scope.cancelled_caught:
+        if limit.cut:
             raise GenerateFailure(
                 f"{len(self._ready)} of {self.config.batch_size} groups were accepted within "
                 f"{self.config.batch_seconds:g} s; they are kept; {self.accounting}"

@@ -73,9 +73,9 @@ async def test_a_pause_that_somebody_else_ordered_is_seen() -> None:
                 tasks.start_soon(watch_pauses, lambda: [policy], name="watch")
 
                 async def end(watching: anyio.CancelScope) -> None:
-                    with deadline(30) as scope:
+                    with deadline(30) as limit:
                         await policy.complete(PROMPT, LONG)
-                    assert not scope.cancel_called
+                    assert not limit.scope.cancel_called
                     watching.cancel()
 
                 tasks.start_soon(end, tasks.cancel_scope)
@@ -156,12 +156,12 @@ async def test_what_was_only_seen_is_not_believed_for_ever() -> None:
 async def test_one_that_leaves_does_not_start_the_clock_of_all() -> None:
     """A deadline that several turns are in, of their group, stands still while one of them waits."""
     pause = Pause("http://there", "there")
-    with deadline(60) as group:
+    with deadline(60) as limit:
         turns = [pause.entered(), pause.entered()]
         with ordered("http://there"):
             pause.left(turns[0])
-            assert group.deadline == float("inf")
-        assert group.deadline < float("inf")
+            assert limit.scope.deadline == float("inf")
+        assert limit.scope.deadline < float("inf")
         pause.left(turns[1])
 
 

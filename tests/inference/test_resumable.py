@@ -117,9 +117,9 @@ async def test_deadlines_do_not_run_at_the_gate() -> None:
     async with anyio.create_task_group() as tasks:
 
         async def episode() -> None:
-            with deadline(0.05) as scope, boundary(GenerateFailure, "a rollout", seconds=0.05):
+            with deadline(0.05) as limit, boundary(GenerateFailure, "a rollout", seconds=0.05):
                 await policy.complete(PROMPT, SamplingParams(max_new_tokens=2))
-            assert not scope.cancel_called
+            assert not limit.scope.cancel_called
 
         tasks.start_soon(episode)
         await anyio.sleep(0.15)
