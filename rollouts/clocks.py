@@ -36,14 +36,22 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
     __slots__ = ("_token", "_watched", "ends", "scope")
 
     def __init__(self, seconds: float | None, *, watched: bool = True) -> None:
-        self.ends = math.inf if seconds is None else asyncio.get_running_loop().time() + seconds
-        self.scope = _scope_class()(deadline=self.ends if watched else math.inf)
+        self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._watched = watched
+        self.scope: anyio.CancelScope | None = None
+        if seconds is None:
+            self.ends = math.inf
+            if watched:  # nothing will ever end what runs inside
+                return
+        else:
+            self.ends = asyncio.get_running_loop().time() + seconds
+        self.scope = _scope_class()(deadline=self.ends if watched else math.inf)
 
     def __enter__(self) -> Self:
-        self.scope.__enter__()
-        ever = self.ends == math.inf  # then there is no clock to stop
-        self._token = None if ever else _CLOCKS.set((*_CLOCKS.get(), self))
+        if self.scope is not None:
+            self.scope.__enter__()
+        if self.ends != math.inf:  # else there is no clock to stop
+            self._token = _CLOCKS.set((*_CLOCKS.get(), self))
         return self
 
     def __exit__(
@@ -51,12 +59,17 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
     ) -> bool:
         if self._token is not None:
             _CLOCKS.reset(self._token)
-        return bool(self.scope.__exit__(kind, error, trace))
+        return self.scope is not None and bool(self.scope.__exit__(kind, error, trace))
+
+    @property
+    def passed(self) -> bool:
+        """Whether it has passed."""
+        return self.scope is not None and self.scope.cancel_called
 
     @property
     def cut(self) -> bool:
         """Whether it has ended what ran inside."""
-        return self.scope.cancelled_caught
+        return self.scope is not None and self.scope.cancelled_caught
 
     def watch(self) -> None:
         """Let it pass by itself from here on."""
@@ -67,7 +80,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
     def move(self, ends: float) -> None:
         """Let it pass then."""
         self.ends = ends
-        if self._watched:
+        if self._watched and self.scope is not None:
             self.scope.deadline = ends
 
 

@@ -290,7 +290,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         raised: BaseException | None = None  # not by what ran inside
-        if error is None and self._is_asked_to_end() and not self.scope.cancel_called and _is_cancelled():
+        if error is None and self._is_asked_to_end() and not self.passed and _is_cancelled():
             error = raised = asyncio.CancelledError()  # swallowed inside: what it answered is no answer
         try:
             if super().__exit__(None if error is None else type(error), error, trace):
@@ -302,7 +302,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
             if self.thread is not None and self.thread.ident is not None and not self.thread.ended:
                 _ABANDONED[self] = None
         try:
-            if error is not None or self.scope.cancel_called:
+            if error is not None or self.passed:
                 self._raise_if_foreign(error)
             if raised is not None:
                 raise raised

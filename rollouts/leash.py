@@ -44,7 +44,7 @@ class Leash:
 
     Args:
         awaitable: foreign.
-        around: the deadline around, whose scope is the innermost one; it is watched from the first wait on.
+        around: the deadline around, not watched yet, whose scope is the innermost one. It is from the first wait on.
         what: who it is, for messages.
         place: where that is.
         grace: seconds from the deadline on that it may hide behind a shield, to clean up.
@@ -121,7 +121,7 @@ class Leash:
         left = self._around.ends + self._grace - loop.time()
         if left == math.inf and self._timer is None:
             return
-        if left <= 0 and self._around.scope.cancel_called:
+        if left <= 0 and self._around.passed:
             self._overdue = True
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()

@@ -70,7 +70,7 @@ async def test_a_deadline_ends_the_wait_for_any_guest(guest: Callable[[], Corout
         at("group 3"),
         pytest.raises(EnvironmentFailure, match="did not answer within") as raised,
     ):
-        with boundary(EnvironmentFailure, "World.step", seconds=0.05) as entered:
+        with boundary(EnvironmentFailure, "World.step", seconds=0.05, watched=False) as entered:
             await entered.leashed(guest(), grace=0.1)
     assert raised.value.late
     assert waits() == []
@@ -131,7 +131,7 @@ async def test_answers_and_errors_come_through() -> None:
         await call_foreign(EnvironmentFailure, "World.step", answer, 0, seconds=9)
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     future.set_result(7)
-    with deadline(None) as around:
+    with deadline(None, watched=False) as around:
         assert await Leash(future, around, "a future") == 7
 
 

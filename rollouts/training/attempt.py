@@ -74,7 +74,7 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
 async def _generated(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
     """Call the generate function for one rollout, and check what it gave."""
     name = f"generate_fn {function_name(config.generate_fn)}"
-    with boundary(GenerateFailure, name, seconds=config.rollout_seconds) as entered, keeping_turns(log):
+    with boundary(GenerateFailure, name, seconds=config.rollout_seconds, watched=False) as entered, keeping_turns(log):
         samples: Any = await entered.leashed(config.generate_fn([request]), grace=_CLEANING_SECONDS)
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)")
