@@ -45,6 +45,16 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
     Raises:
         ConfigError: the URL leads nowhere, or a header cannot be sent. No value of a header is told.
     """
+    origin, start = _start(method, url, tuple([name.lower() for name, _ in headers]), last)
+    for name, value in headers:
+        if _UNSENDABLE.search(value):
+            raise ConfigError(f"header {name}: its value holds characters that cannot stand in a header")
+    return origin, start + "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
+
+
+@functools.lru_cache(maxsize=256)
+def _start(method: str, url: str, given: tuple[str, ...], last: bool) -> tuple[Origin, bytes]:
+    """What does not depend on the values of the headers, of which each conversation has one of its own."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -63,16 +73,12 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
         lines["Connection"] = "close"
     if parts.username is not None:
         lines["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
-    given = {name.lower() for name, _ in headers}
     if "authorization" in given and "Authorization" in lines:
         raise ConfigError(f"{without_password(url)}: names a user, but there is a header Authorization, too")
-    for name, value in headers:
-        if not _NAME.fullmatch(name) or name.lower() in ("content-length", "transfer-encoding"):
+    for name in given:
+        if not _NAME.fullmatch(name) or name in ("content-length", "transfer-encoding"):
             raise ConfigError.of("the name of a header", name, "one that a request may bring")
-        if _UNSENDABLE.search(value):
-            raise ConfigError(f"header {name}: its value holds characters that cannot stand in a header")
-    sent = [(name, value) for name, value in lines.items() if name.lower() not in given]
-    text = "".join(f"{name}: {value}\r\n" for name, value in (*sent, *headers))
+    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if name.lower() not in given)
     secure = parts.scheme == "https"
     origin = Origin(host, port if port is not None else (443 if secure else 80), secure)
     return origin, f"{method} {path}{query} HTTP/1.1\r\n{text}".encode()
