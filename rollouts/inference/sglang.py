@@ -270,7 +270,8 @@ class SGLangPolicy:
                         failures += 1
                         if failures > self.endpoint.max_retries:
                             raise EndpointUnavailable(f"gave up after {failures} attempts: {error}") from error
-                        worker = self._workers.instead_of(worker, call.session)
+                        failed = worker if call.running is None else call.running[0]  # it may be the abort that failed
+                        worker = self._workers.instead_of(failed, call.session)
                         await self._pause(failures, worker)
                 self.totals.retries += 1
         finally:

@@ -417,6 +417,20 @@ async def test_a_session_leaves_a_worker_that_fails_it(client: Client) -> None:
         assert (len(full.requests), len(sound.requests)) == (1, 3)
 
 
+async def test_a_server_that_could_not_abort_is_not_turned_back_to(client: Client) -> None:
+    """That an abort failed there says nothing of the server that was chosen instead."""
+    behind: list[str] = []
+    async with StubServer() as sound, StubServer(faults=["reset"] * 9, workers=behind) as dying:
+
+        def pause(failures: int) -> float:
+            behind.extend([sound.url] if failures == 2 else [])  # from the second abort on it is acknowledged
+            return 0.0
+
+        async with SGLangPolicy(Endpoint(base_url=(dying.url, sound.url)), backoff=pause) as policy:
+            await client.complete(policy, session="a")
+        assert (len(dying.requests), len(sound.requests)) == (1, 1)
+
+
 async def test_a_cancelled_request_is_aborted_where_it_runs(client: Client) -> None:
     """Not at the first URL, and not at all of them."""
     arrived, latency = arrivals(2)
