@@ -12,12 +12,17 @@ This module knows no sample, no reward and no group.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec
+
 import anyio
 
 from rollouts.dtypes import History, Limits, Prompt, SamplingParams, StopReason
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.episode import Episode, OnStep, Past
 from rollouts.errors import (
+    ConfigError,
     ContextOverflow,
     EndpointError,
     EnvironmentFailure,
@@ -36,30 +41,7 @@ from rollouts.turns import claim_turn_log
 
 __all__ = ["OnStep", "Past", "run_agent", "run_branches"]
 
-
-async def run_agent(
-    prompt: Prompt,
-    environment_cls: EnvironmentFactory,
-    policy: Policy,
-    renderer: Renderer,
-    *,
-    sampling: SamplingParams,
-    limits: Limits | None = None,
-    max_context: int | None = None,
-    on_step: OnStep | None = None,
-) -> Trajectory:
-    """Play one episode in one sequence: :func:`run_branches` with ``history="append"``."""
-    (trajectory,) = await run_branches(
-        prompt,
-        environment_cls,
-        policy,
-        renderer,
-        sampling=sampling,
-        limits=limits,
-        max_context=max_context,
-        on_step=on_step,
-    )
-    return trajectory
+P = ParamSpec("P")
 
 
 async def run_branches(
@@ -122,6 +104,21 @@ async def run_branches(
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {stop_reason.value}"))
         stop_reason = StopReason.FAILED
     return _sealed(episode.branches, stop_reason, failure)
+
+
+def _in_one_sequence(play: Callable[P, Awaitable[list[Trajectory]]]) -> Callable[P, Coroutine[Any, Any, Trajectory]]:
+    @functools.wraps(play)
+    async def run_agent(*arguments: P.args, **options: P.kwargs) -> Trajectory:
+        if options.get("history") == "fork":
+            raise ConfigError.of("history", "fork", '"append" or "error" here: run_branches gives several')
+        (trajectory,) = await play(*arguments, **options)
+        return trajectory
+
+    return run_agent
+
+
+run_agent = _in_one_sequence(run_branches)
+"""The same for an episode in one sequence, which it gives."""
 
 
 def _sealed(branches: list[Trajectory], stop_reason: StopReason, failure: Failure | None) -> list[Trajectory]:

@@ -323,3 +323,9 @@ def test_tool_schema_reaches_the_model(renderer: Renderer) -> None:
     """The opening names the tools."""
     text = renderer.decode(renderer.opening([Message("user", "hi")], [Tool("add", "Add.")]))
     assert "add" in text
+
+
+async def test_one_sequence_is_not_a_fork(renderer: Renderer) -> None:
+    """It is said before anything is played."""
+    with pytest.raises(ConfigError, match=r"'fork'; expected .append. or .error. here"):
+        await play(renderer, [], history="fork")
