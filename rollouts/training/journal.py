@@ -101,8 +101,7 @@ class Journal:
             try:
                 end = _recovered(self.path)
                 self._sequence = end.sequence
-                self._segment = end.segment
-                self._file: io.FileIO = self._opened(end.segment)
+                self._open(end.segment)
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -165,14 +164,15 @@ class Journal:
                 queue, self._queue, self._waiting = self._queue, [], 0
             if queue:
                 with self._breaking():
-                    if self._file.tell() >= self._segment_bytes:
+                    if self._end >= self._segment_bytes:
                         self._rotate()
-                    start = self._file.tell()
+                    data = self._framed(queue)
                     try:
-                        _write_all(self._file, self._framed(queue))
+                        _write_all(self._file, data)
                     except OSError:
-                        _cut_back(self._file, start)
+                        _cut_back(self._file, self._end)
                         raise
+                    self._end += len(data)
 
     def _sync(self) -> None:
         self.flush()
@@ -216,22 +216,21 @@ class Journal:
     def _rotate(self) -> None:
         self._to_disk()
         self._file.close()
-        self._segment += 1
-        self._file = self._opened(self._segment)
+        self._open(self._segment + 1)
 
-    def _opened(self, number: int) -> io.FileIO:
+    def _open(self, number: int) -> None:
         """Open a segment to append to it; a new one begins with a record that says which it is."""
-        path = _segment_path(self.path, number)
-        file = path.open("ab", buffering=0)
-        if file.tell() == 0:
-            _write_all(file, b"".join(_frame(0, self._sequence, to_msgpack({"segment": number}), b"")))
+        self._segment = number
+        self._file: io.FileIO = self._name().open("ab", buffering=0)
+        if self._file.tell() == 0:
+            _write_all(self._file, b"".join(_frame(0, self._sequence, to_msgpack({"segment": number}), b"")))
             self._sequence += 1
             folder = os.open(self.path, os.O_RDONLY)
             try:
                 os.fsync(folder)  # so that the name lasts, too
             finally:
                 os.close(folder)
-        return file
+        self._end = self._file.tell()
 
     def _name(self) -> Path:
         return _segment_path(self.path, self._segment)

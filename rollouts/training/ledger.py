@@ -26,7 +26,7 @@ from rollouts.training.metrics import RunMetrics
 from rollouts.training.plain import to_msgpack
 from rollouts.training.records import Columns, sample_of, turn_of
 from rollouts.training.told import Told
-from rollouts.training.types import Group, Outcome, Sample
+from rollouts.training.types import RECORDED, Group, Outcome, Sample
 from rollouts.turns import Turn, TurnLog
 
 __all__ = ["History", "Ledger", "Rollout", "Sealed"]
@@ -205,10 +205,14 @@ class _Written:
     """Columns that nobody can change; the checksums of others."""
 
     @classmethod
-    def of(cls, sample: Sample) -> _Written:
+    def of(cls, sample: Sample, fields: Mapping[str, Any] | None = None) -> _Written:
+        """Of a sample, and its fields where they are at hand."""
         told = sample.told
-        fields = to_msgpack(sample.fields_to_dict(records=told is None))
-        return cls(told, fields, tuple(map(_fingerprint, sample.columns)))
+        if fields is None:
+            fields = sample.fields_to_dict(records=told is None)
+        if told is not None:
+            fields = {name: value for name, value in fields.items() if name not in RECORDED}
+        return cls(told, to_msgpack(fields), tuple(map(_fingerprint, sample.columns)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Written) or self.told is not other.told or self.fields != other.fields:
@@ -278,9 +282,8 @@ class Ledger:
 
     async def finished(self, samples: Sequence[Sample]) -> None:
         """A rollout is finished and scored; returns when it is on disk."""
-        self._append(samples)
         assert samples[0].index is not None, "the manager numbers its rollouts"
-        self._written[samples[0].index] = [_Written.of(sample) for sample in samples]
+        self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
         await self.journal.commit()
 
     async def settled(self, group: Group) -> None:
@@ -304,18 +307,21 @@ class Ledger:
         fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
         self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
 
-    def _append(self, samples: Sequence[Sample]) -> None:
+    def _append(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """Append the records of a rollout; gives the fields of its samples."""
         index = samples[0].index
         assert index is not None, "the manager numbers its rollouts"
         held = self._held.get(index, _Held()) if len(samples) == 1 else _Held()
+        told = [sample.fields_to_dict() for sample in samples]
         for branch, sample in enumerate(samples):
             columns = Columns.of(sample)
             start = held.length
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != held.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": sample.fields_to_dict()}
+            fields |= {"length": len(sample), "sample": told[branch]}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
+        return told
 
 
 def _cut(columns: Columns, start: int, stop: int) -> Columns:

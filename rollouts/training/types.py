@@ -20,7 +20,7 @@ from rollouts.errors import ConfigError, Failure
 from rollouts.training.told import Told
 from rollouts.trajectory import Call
 
-__all__ = ["FilterFn", "GenerateFn", "Group", "Outcome", "Prompt", "RewardFn", "Sample", "Status"]
+__all__ = ["RECORDED", "FilterFn", "GenerateFn", "Group", "Outcome", "Prompt", "RewardFn", "Sample", "Status"]
 
 
 class Status(enum.Enum):
@@ -94,7 +94,7 @@ _CONTENTS: dict[type, str] = {
 }
 
 
-def _status(value: Status | str) -> Status:
+def _status_of(value: Status | str) -> Status:
     try:
         return Status(value)
     except ValueError:
@@ -122,7 +122,7 @@ class Sample:
     """The prompt's metadata, free for the user."""
     group_index: int | None = None
     """Which group: one for each prompt taken, never used twice in a run."""
-    status: Status = attrs.field(default=Status.PENDING, converter=_status, on_setattr=attrs.setters.convert)
+    _status: Status = attrs.field(default=Status.PENDING, converter=_status_of, alias="status")
     _rollout_log_probs: Any = attrs.field(default=None, alias="rollout_log_probs")
     label: Any = None
     """The prompt's reference answer."""
@@ -144,6 +144,15 @@ class Sample:
 
     _told: Told | None = attrs.field(default=None, init=False)
     """What it says, held small; of each record that is still as it was."""
+
+    @property
+    def status(self) -> Status:
+        """How far it came; may also be set by its value."""
+        return self._status
+
+    @status.setter
+    def status(self, value: Status | str) -> None:
+        self._status = _status_of(value)
 
     tokens = _column("tokens", "Prompt and response ids, in the order the model saw them.")
     loss_mask = _column("loss_mask", "1 where the token was sampled by the policy; as wide as ``tokens``.")
@@ -265,7 +274,7 @@ class Sample:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and for other processes: everything as it reads."""
         state = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
-        return {**state, **{f"_{name}": self.read(name) for name in _RECORDED}, "_told": None}
+        return {**state, **{f"_{name}": self.read(name) for name in RECORDED}, "_told": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -273,12 +282,12 @@ class Sample:
 
     def _is_as_it_was(self) -> bool:
         """Whether columns and versions are those that were checked when it was made."""
-        told, columns = self._told, (self._tokens, self._loss_mask, self._rollout_log_probs)
-        return (
-            told is not None
-            and self._versions is told
-            and all(mine is its and is_frozen(mine) for mine, its in zip(columns, told.columns, strict=True))
-        )
+        told = self._told
+        if told is None or self._versions is not told:
+            return False
+        tokens, mask, logprobs = told.columns
+        same = self._tokens is tokens and self._loss_mask is mask and self._rollout_log_probs is logprobs
+        return same and is_frozen(tokens) and is_frozen(mask) and is_frozen(logprobs)
 
     def pack(self) -> Sample:
         """Check the sample and hold its columns packed, and records small that nobody has changed."""
@@ -287,12 +296,13 @@ class Sample:
                 value = getattr(self, f"_{name}")
                 if type(value) is not Told and value == getattr(self._told, name)():
                     setattr(self, f"_{name}", self._told)
-        if not self._is_as_it_was():
-            self._tokens, self._loss_mask, self._rollout_log_probs = (
-                self.token_column,
-                self.mask_column,
-                self.logprob_column,
-            )
+        if self._is_as_it_was():
+            return self._check_records()
+        self._tokens, self._loss_mask, self._rollout_log_probs = (
+            self.token_column,
+            self.mask_column,
+            self.logprob_column,
+        )
         return self.check()
 
     def check(self) -> Sample:
@@ -394,7 +404,8 @@ def _are_numbers(values: Collection[Any]) -> bool:
 
 
 _NUMBERS = {int, float}
-_RECORDED = ("response", "messages", "calls", "versions")
+RECORDED = ("response", "messages", "calls", "versions")
+"""What a :class:`Told` holds."""
 _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     (
