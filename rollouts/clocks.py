@@ -108,6 +108,8 @@ class Clocks:
 
     def start(self) -> None:
         """Let those that were stopped here go on."""
+        if not self._stopped:
+            return
         now = asyncio.get_running_loop().time()
         for one, left in self._stopped:
             one.move(now + left)

@@ -9,8 +9,8 @@ This module closes nothing and seals nothing; :mod:`rollouts.agent` does.
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -55,6 +55,10 @@ _UNREAD = Message("assistant")
 Rendered = TypeVar("Rendered")
 
 
+def _new_session() -> str:
+    return os.urandom(16).hex()
+
+
 @attrs.frozen
 class Past:
     """A conversation to go on with."""
@@ -85,7 +89,7 @@ class Episode:
     log: TurnLog | None = None
     """Where the turns of an episode in one sequence are kept."""
     branches: list[Trajectory] = attrs.field(init=False)
-    session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
+    session: str = attrs.field(init=False, factory=_new_session)
     replies: int = attrs.field(init=False, default=0)
     """Replies so far, those of the past among them."""
     calls_asked: int = attrs.field(init=False, default=0)
@@ -243,7 +247,7 @@ class Episode:
             branch.count("forks")
             branch.count("duplicated_tokens", len(tokens) - added)
             self.branches.append(branch)
-            self.session = uuid.uuid4().hex  # calls of one session only ever extend its tokens
+            self.session = _new_session()  # calls of one session only ever extend its tokens
         return bool(why)
 
     # -- turns that outlive the process --

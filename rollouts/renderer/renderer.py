@@ -14,6 +14,7 @@ import collections
 import concurrent.futures
 import datetime
 import functools
+import operator
 import re
 import threading
 import weakref
@@ -154,7 +155,7 @@ class Renderer:
     def _described(self, tools: Sequence[Tool]) -> str:
         """All that there is to know of the tools, which are the same again and again."""
         held, text = self._tools
-        if len(held) != len(tools) or any(mine is not its for mine, its in zip(held, tools, strict=True)):
+        if len(held) != len(tools) or not all(map(operator.is_, held, tools)):
             held, text = self._tools = tuple(tools), repr(tuple(tools))
         return text
 

@@ -10,6 +10,7 @@ import datetime
 import functools
 import hashlib
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from types import BuiltinMethodType
 from typing import Any
@@ -151,7 +152,7 @@ class ChatTemplate:
     def _chat_of(self, tools: Sequence[Tool]) -> list[ChatDict]:
         """The tools as templates read them; the sandbox lets no template change them."""
         held, chats = self._tools
-        if len(held) != len(tools) or any(mine is not its for mine, its in zip(held, tools, strict=True)):
+        if len(held) != len(tools) or not all(map(operator.is_, held, tools)):
             chats = [tool.to_chat() for tool in tools]
             self._tool_texts = {id(chat): [chat, None] for chat in chats}
             self._tools = (tuple(tools), chats)

@@ -6,8 +6,8 @@ tokenizers whose every part is known to be of this kind, and only if a list of h
 texts of ASCII, Latin letters with accents, and common punctuation and symbols, on which the rules read the same here as
 there; a text with anything else in it is the tokenizer's.
 
-Of openings, what stands between two special tokens is looked up whole where it is long and was met before: the tools
-and the system prompt, with which one conversation after the other begins.
+What stands between two special tokens is looked up whole where it comes again and again: the few words of a template,
+and the tools and the system prompt with which one conversation after the other begins.
 
 This module knows no messages and counts nothing.
 """
@@ -20,7 +20,7 @@ import json
 import operator
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,11 @@ _LONG_WORD = 160
 """Characters; most rules and edges of tables have fewer."""
 _LONG_TEXT = 1 << 16
 """Characters between two special tokens from which on the tokenizer works alone: it lets other threads run."""
-_LONG_PART, _PARTS_KEPT = 256, 64
-"""Characters between two special tokens from which on their ids are kept, and of how many of the latest."""
+_SHORT_PART, _SHORT_PARTS = 16, 256
+"""Up to so many characters between two special tokens are looked up whole, if they are of the latest: the roles, the
+ends of lines."""
+_LONG_PART, _LONG_PARTS = 256, 64
+"""And from so many characters on, in an opening."""
 
 
 class Words:
@@ -52,7 +55,8 @@ class Words:
         longest_first = sorted(special, key=len, reverse=True)
         self._between = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")").split if special else None
         self._known = dict(self._special)
-        self._part = functools.lru_cache(_PARTS_KEPT)(self._encoded)
+        self._short = functools.lru_cache(_SHORT_PARTS)(self._encoded)
+        self._long = functools.lru_cache(_LONG_PARTS)(self._encoded)
 
     def __repr__(self) -> str:
         return f"<Words: {len(self._known)} known>"
@@ -84,9 +88,10 @@ class Words:
         return made if all(same) else None
 
     def forget(self) -> None:
-        """Know no word any more, and no part."""
+        """Know no word any more."""
         self._known = dict(self._special)
-        self._part.cache_clear()
+        self._short.cache_clear()
+        self._long.cache_clear()
 
     def encode(self, text: str, *, opening: bool = False) -> TokenColumn | None:
         """Ids of a text, read-only; ``None`` if it is the tokenizer's to encode.
@@ -98,35 +103,27 @@ class Words:
         if self._raw.get_vocab_size() != self._size:  # somebody has added tokens
             return None
         columns: list[bytes] = []
-        words: list[str] = []
-        size = 0
         for place, part in enumerate([text] if self._between is None else self._between(text)):
             if place % 2:
-                words.append(part)  # a special token
+                ids: bytes | None = self._special[part]
+            elif len(part) <= _SHORT_PART:
+                ids = self._short(part)
             elif opening and len(part) >= _LONG_PART:
-                ids = self._part(part)
-                if ids is None:
-                    return None
-                columns += (self._ids(words), ids)
-                size += len("".join(words)) + len(part)
-                words = []
-            elif not _is_ours(part):
-                return None
+                ids = self._long(part)
             else:
-                words += self._cut(part)
-        if size + len("".join(words)) != len(text):
-            return None  # what is between two words is a word, too
-        columns.append(self._ids(words))
+                ids = self._encoded(part)
+            if ids is None:
+                return None
+            columns.append(ids)
         return np.frombuffer(b"".join(columns), np.int32)
 
     def _encoded(self, part: str) -> bytes | None:
         """Ids of what stands between two special tokens; ``None`` if it is the tokenizer's to encode."""
-        if not _is_ours(part):
+        if len(part) > _LONG_TEXT or not (part.isascii() or _OTHER(part) is None):
             return None
         words = self._cut(part)
-        return self._ids(words) if len("".join(words)) == len(part) else None
-
-    def _ids(self, words: Sequence[str]) -> bytes:
+        if len("".join(words)) != len(part):
+            return None  # what is between two words is a word, too
         try:
             return b"".join(operator.itemgetter("", *words)(self._known))  # all at once
         except KeyError:
@@ -144,10 +141,6 @@ class Words:
                     self._known = dict(self._special)
                 self._known[word] = ids
         return ids
-
-
-def _is_ours(part: str) -> bool:
-    return len(part) <= _LONG_TEXT and (part.isascii() or _OTHER(part) is None)
 
 
 def _column(ids: list[int]) -> bytes:
