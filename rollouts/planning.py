@@ -217,7 +217,8 @@ def _at_end(end: float, nearest: Sequence[tuple[float, float]]) -> tuple[float, 
 
 
 def _groups_in_flight(config: Mapping[str, Any]) -> int:
-    return math.ceil(config["batch_size"] * config["over_sampling_factor"])
+    groups: int = math.ceil(config["batch_size"] * config["over_sampling_factor"])
+    return groups
 
 
 def _read(run: Path) -> _Told:
