@@ -31,7 +31,7 @@ __all__ = ["Given", "Measured", "Option", "Plan", "measured", "plan", "shape", "
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 SERVERS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 _REPLAYED = 160
-"""Groups to keep until the load of a run is known."""
+"""Groups to keep until the load of a run is known, in no fewer than four batches."""
 
 
 @attrs.frozen
@@ -192,7 +192,7 @@ def _load(same: Sequence[_Told]) -> float:
     config = same[0].config
     batch_size, n = config["batch_size"], config["n_samples_per_prompt"]
     groups = tuple(group for run in same for group in run.groups)
-    batches = math.ceil(_REPLAYED / batch_size)
+    batches = max(4, math.ceil(_REPLAYED / batch_size))
     workload = Measured(groups, Speed(), batch_size, n)
     factor = config["over_sampling_factor"]
     return fill(workload, batch_size=batch_size, n=n, factor=factor, batches=batches).company
