@@ -101,7 +101,7 @@ class Measured:
 
     groups: tuple[_Played, ...]
     speed: Speed
-    """By how many rollouts were in the engine, relative to the first run."""
+    """By how many rollouts were in the engine, relative to the first run and those like it."""
     batch_size: int
     n: int
     seed: int = 0
@@ -179,7 +179,7 @@ def measured(runs: Sequence[Path]) -> Measured:
 
 
 def _scaled(group: _Played, by: float) -> _Played:
-    """With seconds in the engine as they would have been in the first run."""
+    """With seconds in the engine as they would have been in the first run and those like it."""
     return attrs.evolve(group, seconds=tuple(one * by for one in group.seconds))
 
 
