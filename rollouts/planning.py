@@ -14,11 +14,11 @@ import functools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +30,8 @@ __all__ = ["Given", "Measured", "Option", "Plan", "measured", "plan", "shape", "
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 SERVERS = (1, 2, 4, 16, 64, 256, 1024, 4096)
+_REPLAYED = 160
+"""Groups to keep until the load of a run is known, in no fewer than four batches."""
 
 
 @attrs.frozen
@@ -99,7 +101,7 @@ class Measured:
 
     groups: tuple[_Played, ...]
     speed: Speed
-    """By how many rollouts were in the engine, relative to the first run; the points are the runs."""
+    """By how many rollouts were in the engine, relative to the first run and those like it."""
     batch_size: int
     n: int
     seed: int = 0
@@ -129,54 +131,100 @@ def _order(seed: int, turn: int, count: int) -> list[int]:
     return random.Random(f"{seed}/{turn}").sample(range(count), count)
 
 
+@attrs.frozen
+class _Told:
+    """What a stored run tells."""
+
+    groups: tuple[_Played, ...]
+    tokens: int
+    """That were sampled."""
+    seconds: float
+    """That they were generated in, of all rollouts together."""
+    config: Mapping[str, Any]
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of each rollout."""
+        return self.tokens / self.seconds
+
+    @property
+    def most(self) -> int:
+        """Rollouts in flight at once."""
+        return _groups_in_flight(self.config) * int(self.config["n_samples_per_prompt"])
+
+
 def measured(runs: Sequence[Path]) -> Measured:
     """Read the workload of stored runs of one recipe, the first of which is planned for.
 
-    Runs with other numbers of rollouts in flight say how fast the engine is then. They are to be measured without a
-    limit of requests at the endpoint: seconds in line for it would count as the engine's.
+    Runs with other numbers of rollouts in flight say how fast the engine is then; those with the same number are one
+    measurement. They are to be measured without a limit of requests at the endpoint: seconds in line for it would count
+    as the engine's. As :func:`plan` it plays in an event loop of its own.
 
     Raises:
         ConfigError: no run, or one without a batch or without times.
     """
-    points: list[tuple[float, float]] = []
-    groups: list[_Played] = []
-    for run in runs:
-        played, tokens, seconds = _read(run)
-        wall = _batch_seconds(run)
-        if not seconds or not wall:
-            raise ConfigError.of("run", str(run), "a run with a batch, whose rollouts took time")
-        points.append((seconds / wall, tokens / seconds))
-        scale = points[-1][1] / points[0][1]  # seconds there, as they would have been in the first run
-        groups += [attrs.evolve(group, seconds=tuple(one * scale for one in group.seconds)) for group in played]
-    config = read_info(runs[0])["config"]
-    relative = [(count, rate / points[0][1]) for count, rate in points]
-    (count, rate), most = max(zip(relative, map(_most_in_flight, runs), strict=True))
-    if most > count:
-        relative.append((most, rate))  # the mean of that run was reached with so many at times: it was not full then
-    return Measured(tuple(groups), Speed(relative), config["batch_size"], config["n_samples_per_prompt"])
+    told = [_read(run) for run in runs]
+    alike: dict[int, list[_Told]] = {}
+    for run in told:
+        alike.setdefault(run.most, []).append(run)
+    rates = {most: sum(run.tokens for run in same) / sum(run.seconds for run in same) for most, same in alike.items()}
+    first = rates[told[0].most]
+    points = [(_load(same), rates[most] / first) for most, same in alike.items()]
+    return Measured(
+        tuple(_scaled(group, run.rate / first) for run in told for group in run.groups),
+        Speed(_with_ends(points, max(alike))),
+        told[0].config["batch_size"],
+        told[0].config["n_samples_per_prompt"],
+    )
 
 
-def _groups_in_flight(run: Path) -> int:
-    config = read_info(run)["config"]
+def _scaled(group: _Played, by: float) -> _Played:
+    """With seconds in the engine as they would have been in the first run and those like it."""
+    return attrs.evolve(group, seconds=tuple(one * by for one in group.seconds))
+
+
+def _load(same: Sequence[_Told]) -> float:
+    """How many rollouts one of these runs had in its engine with it, itself included, in the mean.
+
+    By playing them again: rows do not say when a rollout began, and the seconds of a run's batches have its start in
+    them, when the engine had nothing to do.
+    """
+    config = same[0].config
+    batch_size, n = config["batch_size"], config["n_samples_per_prompt"]
+    groups = tuple(group for run in same for group in run.groups)
+    batches = max(4, math.ceil(_REPLAYED / batch_size))
+    workload = Measured(groups, Speed(), batch_size, n)
+    factor = config["over_sampling_factor"]
+    return fill(workload, batch_size=batch_size, n=n, factor=factor, batches=batches).company
+
+
+def _with_ends(points: Sequence[tuple[float, float]], most: float) -> list[tuple[float, float]]:
+    """Points from one rollout to the most that were in flight: the runs went through all of those loads."""
+    up = sorted(points)
+    return [_at_end(1.0, up[:2]), *up, _at_end(most, up[:-3:-1])]
+
+
+def _at_end(end: float, nearest: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Where the line through the nearest two points goes on to.
+
+    With more beside it no rollout is faster, nor does it lose more than the server's throughput shared by more. One
+    point alone tells no line: its run was as fast at that end.
+    """
+    (count, speed), (further, other) = nearest[0], nearest[-1]
+    slope = (1 / other - 1 / speed) / (further - count) if further != count else 0.0
+    few, many = sorted((1 / speed, end / count / speed))
+    return end, 1 / min(max(1 / speed + slope * (end - count), few), many)
+
+
+def _groups_in_flight(config: Mapping[str, Any]) -> int:
     groups: int = math.ceil(config["batch_size"] * config["over_sampling_factor"])
     return groups
 
 
-def _most_in_flight(run: Path) -> float:
-    return float(_groups_in_flight(run) * read_info(run)["config"]["n_samples_per_prompt"])
-
-
-def _batch_seconds(run: Path) -> float:
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return sum(float(msgspec.json.decode(line)["seconds"]) for line in lines)
-
-
-def _read(run: Path) -> tuple[list[_Played], int, float]:
-    """The groups of a run, their sampled tokens, and the seconds that they were generated in."""
+def _read(run: Path) -> _Told:
     rollouts: dict[int, dict[int, tuple[float, float]]] = {}
     kept: set[int] = set()
-    tokens, total = 0, 0.0
+    tokens, total, batched = 0, 0.0, False
     for row in read_rows(run, "all"):
         numbers = row.data["metrics"]
         seconds = float(numbers.get("generation_seconds", 0.0))
@@ -188,15 +236,19 @@ def _read(run: Path) -> tuple[list[_Played], int, float]:
         rollouts.setdefault(row.data["group_index"], {})[row.data["index"]] = (seconds, outside)
         if row.place in ("kept", "unbatched"):
             kept.add(row.data["group_index"])
-    groups = [
+        batched = batched or row.place == "kept"
+    if not total or not batched:
+        raise ConfigError.of("run", str(run), "a run with a batch, whose rollouts took time")
+    config = read_info(run)["config"]
+    groups = (
         _Played(
             tuple(seconds for seconds, _ in rollouts[number].values()),
             tuple(outside for _, outside in rollouts[number].values()),
             number in kept,
         )
-        for number in _not_too_late(sorted(rollouts), _groups_in_flight(run))
-    ]
-    return groups, tokens, total
+        for number in _not_too_late(sorted(rollouts), _groups_in_flight(config))
+    )
+    return _Told(tuple(groups), tokens, total, config)
 
 
 def _not_too_late(numbers: list[int], in_flight: int) -> list[int]:

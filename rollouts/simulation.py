@@ -55,8 +55,9 @@ def _points(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
 class Speed:
     """How fast a server runs each of the rollouts in it, by how many they are.
 
-    Between two points it is interpolated; below the first it is that of the first; above the last the server is full:
-    its throughput stays what it was, shared by more.
+    A step of a server costs something by itself and something for each rollout in it: between two points the seconds
+    that each takes are interpolated. Below the first the speed is that of the first; above the last the server is
+    full: its throughput stays what it was, shared by more.
     """
 
     points: tuple[tuple[float, float], ...] = attrs.field(default=(), converter=_points)
@@ -77,7 +78,7 @@ class Speed:
         if not rest:
             return slow * low / count
         high, fast = rest[0]
-        return slow + (fast - slow) * (count - low) / (high - low)
+        return 1 / (1 / slow + (1 / fast - 1 / slow) * (count - low) / (high - low))
 
 
 @attrs.frozen
@@ -91,6 +92,11 @@ class Filled:
     kept: int
     busy: float
     """Rollouts that were in the engine at a time, in the mean."""
+    company: float
+    """Rollouts that one found there, itself included, in the mean over all of its time in the engine.
+
+    More than :attr:`busy`: most rollouts are there when most are.
+    """
 
 
 class _VirtualSelector(selectors.DefaultSelector):
@@ -129,6 +135,7 @@ class _Engine:
         self._numbers = 0
         self._news = anyio.Event()
         self.busy = 0.0
+        self.company = 0.0
 
     async def play(self, seconds: float) -> None:
         if self._places is None:
@@ -164,6 +171,7 @@ class _Engine:
         if self._ends:
             self._served += (now - self._since) * self._rate()
             self.busy += (now - self._since) * len(self._ends)
+            self.company += (now - self._since) * len(self._ends) ** 2
         self._since = now
 
 
@@ -236,4 +244,7 @@ async def _fill(workload: Workload, engine: _Engine, batch_size: int, n: int, fa
             await manager.generate_batch()
             ends.append(anyio.current_time())
         seconds = tuple(end - start for start, end in itertools.pairwise(ends))
-        return Filled(seconds, manager.accounting.taken, batches * batch_size, engine.busy / max(ends[-1], 1e-9))
+        started, kept = manager.accounting.taken, batches * batch_size
+        return Filled(
+            seconds, started, kept, engine.busy / max(ends[-1], 1e-9), engine.company / max(engine.busy, 1e-9)
+        )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
 from rollouts.cli import main
@@ -13,6 +16,11 @@ from rollouts.planning import Given, measured, plan, shape
 from rollouts.simulation import Speed
 from rollouts.training.run_folder import read_rows
 from tests.stored_runs import edit_line, store_run
+
+
+def _store(run: Path, **options: Any) -> None:
+    """In a loop that ends: a plan plays in a loop of its own."""
+    anyio.run(functools.partial(store_run, run, **options))
 
 
 def test_a_shape_is_read() -> None:
@@ -48,13 +56,13 @@ def test_the_plan_names_the_soonest() -> None:
     assert [option.servers for option in found.scaled] == [1, 4]
 
 
-async def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
+def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
     """Each group once, with its own seconds and outcome, before any comes again; but for the last to begin.
 
     Of those only the quick ones have ended: the others were in flight when the run was over, six groups of them.
     """
     run = tmp_path / "run"
-    await store_run(run, batches=3)
+    _store(run, batches=3)
     for file in ("dropped.jsonl", *(f"batches/batch-{number:06d}.jsonl" for number in range(3))):
         for line in range(len((run / file).read_bytes().splitlines())):
             edit_line(run / file, line, lambda row: row["metrics"].update(generation_seconds=1.0 + row["group_index"]))
@@ -77,19 +85,65 @@ async def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
     assert drawn == told
 
 
-async def test_a_short_run_tells_all_that_it_has(tmp_path: Path) -> None:
+def test_a_short_run_tells_all_that_it_has(tmp_path: Path) -> None:
     """A batch and no more: what ended is all there is to know."""
     run = tmp_path / "run"
-    await store_run(run, batches=1)
+    _store(run, batches=1)
     for line in range(len((run / "batches/batch-000000.jsonl").read_bytes().splitlines())):
         edit_line(run / "batches/batch-000000.jsonl", line, lambda row: row["metrics"].update(generation_seconds=1.0))
     ended = {row.data["group_index"] for row in read_rows(run, "all") if row.place != "failed"}
     assert len(measured([run]).groups) == len(ended)
 
 
-async def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
+def _store_even_run(run: Path, factor: float, seconds: float) -> Path:
+    """Every rollout samples ten tokens in so many seconds, and every group is kept."""
+    _store(run, over_sampling_factor=factor, filter_fn=lambda samples: True, fails=lambda prompt: False)
+    for place in read_rows(run, "all"):
+        assert place.place in ("kept", "unbatched")
+    files = [*run.glob("batches/*.jsonl"), *run.glob("unbatched.jsonl")]
+    for file in files:
+        for line in range(len(file.read_bytes().splitlines())):
+
+            def time_it(row: dict[str, Any]) -> None:
+                row["calls"] = [{"start": 0, "stop": 10}]
+                row["metrics"].update(generation_seconds=seconds)
+
+            edit_line(file, line, time_it)
+    return run
+
+
+def test_runs_with_more_in_flight_tell_the_speed(tmp_path: Path) -> None:
+    """At the loads that they went through: 12 and 24 rollouts at once, and by the line through them fewer."""
+    one = _store_even_run(tmp_path / "one", 1.0, 2.0)
+    two = _store_even_run(tmp_path / "two", 2.0, 3.0)
+    workload = measured([one, two])
+    assert [workload.speed.at(count) for count in (12, 24)] == pytest.approx([1, 2 / 3])
+    assert workload.speed.at(1) == pytest.approx(1 / (1 - 11 / 12 * 0.5))
+    assert {workload.seconds(group, 0) for group in range(20)} == {2.0}
+    alone = measured([one]).speed
+    assert [alone.at(count) for count in (1, 12, 24)] == pytest.approx([1, 1, 0.5])
+
+
+@pytest.mark.parametrize(("seconds", "alone"), [(1.0, 1.0), (9.0, 12.0)])
+def test_a_line_goes_no_further_than_a_server_can(tmp_path: Path, seconds: float, alone: float) -> None:
+    """Alone no rollout is slower than among others, nor the server's throughput higher than with them."""
+    one = _store_even_run(tmp_path / "one", 1.0, 2.0)
+    two = _store_even_run(tmp_path / "two", 2.0, seconds)
+    assert measured([one, two]).speed.at(1) == pytest.approx(alone)
+
+
+def test_equal_runs_are_one_measurement(tmp_path: Path) -> None:
+    """None of them is the one to go by when the machine was faster in one of them."""
+    fast = _store_even_run(tmp_path / "fast", 1.0, 1.0)
+    slow = _store_even_run(tmp_path / "slow", 1.0, 3.0)
+    workload = measured([fast, slow])
+    assert {workload.seconds(group, 0) for group in range(20)} == {2.0}
+    assert workload.speed.at(12) == 1.0
+
+
+def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
     """Rather than planned for as one that takes none."""
-    await store_run(tmp_path / "run")
+    _store(tmp_path / "run")
     with pytest.raises(ConfigError, match="whose rollouts took time"):
         measured([tmp_path / "run"])
 

@@ -39,6 +39,18 @@ def test_without_limits_a_batch_takes_one_rollout() -> None:
     assert filled(Even()).busy == pytest.approx(8)
 
 
+def test_rollouts_are_mostly_there_when_most_are() -> None:
+    """One of two groups takes three times as long: eight at once for a third of the time, then four."""
+
+    class Uneven(Even):
+        def seconds(self, group: int, member: int) -> float:
+            return self.each * (1 + 2 * (group % 2))
+
+    result = filled(Uneven(), factor=1.0, batches=1, batch_size=2, n=4)
+    assert result.busy == pytest.approx((8 + 4 + 4) / 3)
+    assert result.company == pytest.approx((8 * 8 + 4 * 4 + 4 * 4) / (8 + 4 + 4))
+
+
 def test_with_fewer_places_they_take_turns() -> None:
     """Eight rollouts in two places take four times as long."""
     assert filled(Even(), concurrency=2, batches=1).seconds == pytest.approx((40,))
@@ -59,9 +71,9 @@ def test_dropped_groups_cost_prompts() -> None:
 
 
 def test_a_speed_is_interpolated_between_its_points() -> None:
-    """Below the first it is that of the first; above the last the throughput stays."""
+    """Of the seconds that each takes; below the first it is that of the first; above the last the throughput stays."""
     speed = Speed([(100, 0.5), (10, 1.0)])
-    assert [speed.at(count) for count in (1, 10, 55, 100, 200)] == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+    assert [speed.at(count) for count in (1, 10, 55, 100, 200)] == pytest.approx([1, 1, 1 / 1.5, 0.5, 0.25])
     assert Speed().at(1000) == 1
     with pytest.raises(ConfigError, match=r"Speed.points"):
         Speed([(0, 1.0)])

@@ -3,6 +3,7 @@
 A stub server answers each request after a time drawn from the shape. The engine runs the demo model in a process of its
 own: calculator episodes, whose times are what prefill and decoding for so many at once leave each of them. Short runs
 with factors 1 and 3 are all that the plan is told; it predicts what other factors take, and those are run beside them.
+All rounds together are one prediction and one measurement: between two runs the machine may have become another.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import random
 import statistics
 import sys
@@ -40,8 +42,8 @@ TOLERANCE = 0.2
 Row = dict[str, float | int | str]
 _TOLD = (1.0, 3.0)
 """Factors of the runs that the plan is told."""
-_TIMES = {ENGINE: 4}
-"""So many times as many batches: the engine's are filled in a second."""
+_TIMES = {ENGINE: 2}
+"""So many times as many batches, and rounds: the engine's are filled in a second, on cores that others have use for."""
 _PROMPTS = 50
 """So few that each run goes through all of them, and has nearly the filter's true pass rate."""
 _PASSES = 7
@@ -115,10 +117,11 @@ def bench_plan(options: argparse.Namespace) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             told: list[Path] = []
             seconds: dict[float, list[float]] = {factor: [] for factor in options.factors}
-            for number in range(options.rounds):  # all take turns, so that they see the same machine
+            times = _TIMES.get(latency, 1)
+            for number in range(options.rounds * times):  # all take turns, so that they see the same machine
                 for factor in (*_TOLD, *options.factors):
                     path = Path(folder) / f"{number}-{factor:g}"
-                    batches = (options.told if factor in _TOLD else options.batches) * _TIMES.get(latency, 1)
+                    batches = (options.told if factor in _TOLD else options.batches) * times
                     measured_seconds = anyio.run(_run, latency, factor, number, batches, path, options)
                     print(f"{latency}, round {number}, factor {factor:g}: {measured_seconds:.3g} s", file=sys.stderr)
                     if factor in _TOLD:
@@ -152,9 +155,15 @@ def _row(latency: str, option: Option, measured_seconds: list[float]) -> Row:
         "predicted, s": option.seconds,
         "measured, s": seconds,
         "lowest to highest (rounds)": spread,
+        "error of the mean, %": f"{100 * _error_of_mean(measured_seconds) / seconds:.0f}",
         "predicted/measured": ratio,
         "within 20 %": "yes" if good else "NO",
     }
+
+
+def _error_of_mean(values: list[float]) -> float:
+    """By how much it would be another in as many other runs; nothing is known of that after a single one."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def plan_options(parser: argparse.ArgumentParser) -> None:
@@ -164,4 +173,4 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, default=4, help="rollouts in a group (default: %(default)s)")
     parser.add_argument("--told", type=int, default=5, help="batches of each run that is told (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=8, help="of each run that is predicted (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="twice that for the engine (default: %(default)s)")
