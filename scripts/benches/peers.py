@@ -37,8 +37,12 @@ Row = dict[str, float | int | str]
 EPISODES, IN_FLIGHT, TURNS, REPLY = 256, 64, 3, 256
 ANSWER = "The answer is 8."
 SYSTEM = "Use the tools. Finish with: The answer is N."
-PEERS = {"strands-sglang": ("strands_sglang", "0.4.2", 3.5), "verifiers": ("verifiers", "0.4.0", 10.0)}
-"""Distribution to module, version, and how many times our CPU time it is to take at least."""
+PEERS: dict[str, tuple[str, str, float | None]] = {
+    "strands-sglang": ("strands_sglang", "strands-sglang==0.4.2", 3.5),
+    "strands-sglang-async": ("strands_sglang", "strands-sglang==0.4.2", None),
+    "verifiers": ("verifiers", "verifiers==0.4.0", 10.0),
+}
+"""Module, distribution, and how many times our CPU time it is to take at least."""
 
 _said = itertools.count()
 
@@ -185,17 +189,25 @@ def ours(job: Job, url: str, number: int) -> Played:
     )
 
 
-def strands(job: Job, url: str, number: int) -> Played:
-    """An agent of strands for each episode; client and tokenizer shared, as the README of strands-sglang says."""
+def strands(job: Job, url: str, number: int, *, waits: bool = False) -> Played:
+    """An agent of strands for each episode; client and tokenizer shared, as the README of strands-sglang says.
+
+    Its tools are plain functions, as there and as ours are; with ``waits`` they are asynchronous, which spares it the
+    thread in which it runs the others.
+    """
     from strands import Agent
     from strands import tool as strands_tool
     from strands_sglang import SGLangClient, SGLangModel
 
     def a_tool(name: str, description: str, schema: Any, value: Callable[[float, float], float]) -> Any:
-        async def calculate(a: float, b: float) -> str:  # async, so that it needs no thread
+        def calculate(a: float, b: float) -> str:
             return calculated(value(a, b))
 
-        return strands_tool(name=name, description=description, inputSchema=schema)(calculate)
+        async def calculate_later(a: float, b: float) -> str:
+            return calculated(value(a, b))
+
+        function: Any = calculate_later if waits else calculate
+        return strands_tool(name=name, description=description, inputSchema=schema)(function)
 
     values = {"add": float.__add__, "subtract": float.__sub__, "multiply": float.__mul__, "divide": float.__truediv__}
     tools = [
@@ -264,13 +276,14 @@ async def side_by_side(one: Callable[[str], Awaitable[Any]], prompts: list[str])
 LOOPS: dict[str, Callable[[Job, str, int], Played]] = {
     "ours": ours,
     "strands-sglang": strands,
+    "strands-sglang-async": functools.partial(strands, waits=True),
     "verifiers": verifiers,
 }
 
 
 def bench_peers(options: argparse.Namespace) -> list[Row]:
     """CPU time of an episode of 3 turns of 256 tokens with a calculator: ours, strands-sglang's and verifiers'."""
-    missing = [f"{name}=={PEERS[name][1]}" for name in options.peers if not importlib.util.find_spec(PEERS[name][0])]
+    missing = sorted({PEERS[name][1] for name in options.peers if not importlib.util.find_spec(PEERS[name][0])})
     if missing:
         raise SystemExit(
             f"not installed beside this Python: {', '.join(missing)}. Make an environment of its own "
