@@ -274,7 +274,8 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         return Wait(self._place, self._what, self._since, until, self._task, self.thread)
 
     def leashed(self, awaitable: Awaitable[Any], *, grace: float = 10.0) -> Leash:
-        """What to await instead of foreign code's awaitable, inside."""
+        """What to await instead of foreign code's awaitable, inside; one without ``seconds`` is made not watched."""
+        assert self.scope is not None, "what nothing can end has no scope to leave"
         return Leash(awaitable, self, self._what, self._place, grace=grace)
 
     def __enter__(self) -> Self:
