@@ -62,8 +62,8 @@ def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
     Of those only the quick ones have ended: the others were in flight when the run was over, six groups of them.
     """
     run = tmp_path / "run"
-    _store(run, batches=3)
-    for file in ("dropped.jsonl", *(f"batches/batch-{number:06d}.jsonl" for number in range(3))):
+    _store(run, batches=6)
+    for file in ("dropped.jsonl", *(f"batches/batch-{number:06d}.jsonl" for number in range(6))):
         for line in range(len((run / file).read_bytes().splitlines())):
             edit_line(run / file, line, lambda row: row["metrics"].update(generation_seconds=1.0 + row["group_index"]))
     rows = [row for row in read_rows(run, "all") if row.place != "failed"]
