@@ -12,9 +12,7 @@ This module knows no sample, no reward and no group.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ParamSpec
+from typing import Any
 
 import anyio
 
@@ -40,8 +38,6 @@ from rollouts.trajectory import Trajectory
 from rollouts.turns import claim_turn_log
 
 __all__ = ["OnStep", "Past", "run_agent", "run_branches"]
-
-P = ParamSpec("P")
 
 
 async def run_branches(
@@ -106,19 +102,12 @@ async def run_branches(
     return _sealed(episode.branches, stop_reason, failure)
 
 
-def _in_one_sequence(play: Callable[P, Awaitable[list[Trajectory]]]) -> Callable[P, Coroutine[Any, Any, Trajectory]]:
-    @functools.wraps(play)
-    async def run_agent(*arguments: P.args, **options: P.kwargs) -> Trajectory:
-        if options.get("history") == "fork":
-            raise ConfigError.of("history", "fork", '"append" or "error" here: run_branches gives several')
-        (trajectory,) = await play(*arguments, **options)
-        return trajectory
-
-    return run_agent
-
-
-run_agent = _in_one_sequence(run_branches)
-"""The same for an episode in one sequence, which it gives."""
+async def run_agent(*arguments: Any, **options: Any) -> Trajectory:
+    """Play one episode in one sequence, and give it: with what :func:`run_branches` takes but ``history="fork"``."""
+    if options.get("history") == "fork":
+        raise ConfigError.of("history", "fork", '"append" or "error" here: run_branches gives several')
+    (trajectory,) = await run_branches(*arguments, **options)
+    return trajectory
 
 
 def _sealed(branches: list[Trajectory], stop_reason: StopReason, failure: Failure | None) -> list[Trajectory]:

@@ -30,7 +30,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
     Args:
         seconds: from when it is made.
         watched: whether it passes by itself; else from :meth:`watch` on, for code of which most never waits: a timer
-            costs more than all the rest.
+            costs more than all the rest. One that is watched and has no ``seconds`` opens no scope.
     """
 
     __slots__ = ("_token", "_watched", "ends", "scope")
@@ -108,8 +108,6 @@ class Clocks:
 
     def start(self) -> None:
         """Let those that were stopped here go on."""
-        if not self._stopped:
-            return
         now = asyncio.get_running_loop().time()
         for one, left in self._stopped:
             one.move(now + left)

@@ -218,8 +218,6 @@ class Message:
             raise ConfigError.of("Message.role", self.role, f"one of {_ROLES}")
         if not isinstance(self.content, str):
             raise ConfigError.of("Message.content", self.content, "a string")
-        if self.tool_call_id is None and self.name is None and self.reasoning is None:
-            return
         for name in ("tool_call_id", "name", "reasoning"):
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):

@@ -152,7 +152,6 @@ async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
 
 _LEAVING = """
 import anyio
-from rollouts.clocks import deadline
 from rollouts.errors import EnvironmentFailure, call_foreign
 from rollouts.leash import left_behind
 from tests.test_leash import GUESTS, refuses_to_end

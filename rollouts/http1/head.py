@@ -32,9 +32,8 @@ class Origin(NamedTuple):
     secure: bool
 
 
-@functools.lru_cache(maxsize=4096)
 def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], last: bool) -> tuple[Origin, bytes]:
-    """Where a request goes, and its head up to the length of its body. The latest ones are kept.
+    """Where a request goes, and its head up to the length of its body.
 
     Args:
         method: ``GET``, ``POST`` or the like; not ``HEAD`` or ``CONNECT``, whose answers have no body.
@@ -54,7 +53,7 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], la
 
 @functools.lru_cache(maxsize=256)
 def _start(method: str, url: str, given: tuple[str, ...], last: bool) -> tuple[Origin, bytes]:
-    """What does not depend on the values of the headers, of which each conversation has one of its own."""
+    """What does not depend on the values of the headers: a key is among them, and a name for each conversation."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port

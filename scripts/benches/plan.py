@@ -111,7 +111,7 @@ async def _run(
 
 
 def bench_plan(options: argparse.Namespace) -> list[Row]:
-    """Seconds to fill a batch as ``rollouts plan`` predicts them from two short runs, and as they are measured."""
+    """Seconds to fill a batch as ``rollouts plan`` predicts them from runs with two factors, and as they are."""
     rows: list[Row] = []
     for latency in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
