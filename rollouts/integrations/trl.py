@@ -329,4 +329,4 @@ class WeightTransfer:
 
 
 async def _send(endpoint: Endpoint, folder: Path, version: str) -> None:
-    await update_weights(endpoint, folder, version, while_running="retract")
+    await update_weights(endpoint, folder, version)
