@@ -8,11 +8,12 @@ Deliberate differences from SGLang: an id outside the vocabulary is a 400 and no
 once. SGLang's race of a weight update that waits for requests and then fails to flush, since the last of them is still
 there, happens where ``Options.unflushed_updates`` asks for it, and then always.
 
-Quirks that are kept: aborting a known rid aborts every rid that begins with it; ``/health`` blocks while paused and then
-fails; cached prefixes outlive the weights that computed them until the cache is flushed, also through a pause; a flush
-is refused while a request holds its K/V; an update that cannot flush changes the weights and the version of the tokens,
-says ``success: false``, and leaves the folder and the version that ``/model_info`` names; a reply that fills its budget
-with a stop token ends by length; ``ignore_eos`` disables ``stop_token_ids`` too; errors of a stream come with status 200.
+Quirks that are kept: aborting a known rid aborts every rid that begins with it; ``/health`` blocks while paused and
+then fails; cached prefixes outlive the weights that computed them until the cache is flushed, also through a pause; a
+flush is refused while a request holds its K/V; an update that cannot flush changes the weights and the version of the
+tokens, says ``success: false``, and leaves the folder and the version that ``/model_info`` names; a reply that fills
+its budget with a stop token ends by length; ``ignore_eos`` disables ``stop_token_ids`` too; errors of a stream come
+with status 200.
 
 This module knows no tensor.
 """

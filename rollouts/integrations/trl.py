@@ -312,7 +312,7 @@ class WeightTransfer:
         """Serve these weights from now on, as the next version.
 
         Raises:
-            EndpointError: a server did not take them.
+            EndpointError: a server did not take them, or could not flush its cache.
         """
         from safetensors.torch import save_file
 
