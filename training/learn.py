@@ -224,7 +224,7 @@ async def _publish(
     version = str(step)
     folder = lesson.out / "weights" / version
     await anyio.to_thread.run_sync(trainer.model.save_pretrained, folder)
-    await update_weights(endpoint, folder, version, while_running="retract" if lesson.asynchronous else "wait")
+    await update_weights(endpoint, folder, version)
     manager.announce_version(version)
     if lesson.keep_weights:
         lines = b"".join(msgspec.json.encode(sample.to_dict()) + b"\n" for sample in samples)

@@ -35,6 +35,7 @@ async def serve(
 async def running_server(
     model: Path, host: str = "127.0.0.1", port: int = 0, *, slots: int = 64, max_context: int | None = None,
     max_queued: int | None = None, health_seconds: float = 20.0, dtype: str = "float32",
+    unflushed_updates: bool = False,
 ) -> AsyncIterator[str]:  # fmt: skip
     """Serve a model folder in this process while the context lasts; gives the base URL.
 
@@ -48,6 +49,8 @@ async def running_server(
         health_seconds: how long ``/health`` waits for a token.
         dtype: ``"float32"``, or ``"bfloat16"`` for half the memory: then a logprob depends, within its rounding, on
             the rows that it was computed beside.
+        unflushed_updates: a fault, for tests: a weight update that finds requests running, and is sent without a pause,
+            changes the weights, leaves the cache as it was, and answers 400. SGLang does so now and then.
 
     Raises:
         ConfigError: the extra ``engine`` is not installed, the folder does not load, or the address is taken.
@@ -60,6 +63,6 @@ async def running_server(
         raise ConfigError(
             f'the engine needs torch and transformers: pip install "rollouts[engine]" ({error})'
         ) from error
-    options = server.Options(slots, max_context, max_queued, health_seconds, dtype)
+    options = server.Options(slots, max_context, max_queued, health_seconds, dtype, unflushed_updates)
     async with server.running_server(Path(model), host, port, options) as url:
         yield url

@@ -131,7 +131,7 @@ class _Control:
         body = decoded(await http.read(), _Version)
         if body.abort_all_requests:
             self._frontend.abort_all()
-        await self._frontend.ask(lambda: self._frontend.scheduler.set_version(body.new_version))
+        await self._frontend.rename(body.new_version)
         message = f"Weights are now called {body.new_version}."
         return _json({"success": True, "message": message, "new_version": body.new_version})
 
@@ -161,7 +161,7 @@ class _Control:
                 "model_path": str(self._frontend.path),
                 "tokenizer_path": str(self._loaded.path),
                 "is_generation": True,
-                "weight_version": self._frontend.scheduler.version,
+                "weight_version": self._frontend.version,
                 "load_format": "auto",
                 "model_type": self._loaded.model_type,
                 "architectures": [self._loaded.architecture],

@@ -35,25 +35,41 @@ COMMAND_SECONDS = 60.0
 DRAIN_SECONDS = 600.0
 """A weight update waits at most so long for the requests that run."""
 POLL_SECONDS = 0.005
+UNFLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued."
+    " Retract or finish them, then call /flush_cache."
+)
+"""SGLang's own words: clients look for them."""
 
 
 class Frontend:
     """The engine as the event loop sees it. Made, started and stopped inside a running loop."""
 
-    def __init__(self, loaded: Loaded, slots: int, *, max_queued: int | None, health_seconds: float) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        slots: int,
+        *,
+        max_queued: int | None,
+        health_seconds: float,
+        unflushed_updates: bool = False,
+    ) -> None:
         self.loaded = loaded
         self.max_queued = max_queued
         self.health_seconds = health_seconds
         self.started = time.time()
         self.path = loaded.path
-        """Of the weights that are served now."""
+        """Of the last update that succeeded; an update that could not flush changes the weights and not this."""
+        self.version = "default"
+        """As :attr:`path`; tokens carry the scheduler's version."""
+        self.unflushed_updates = unflushed_updates
         self._loop = asyncio.get_running_loop()
         self._in_flight: dict[str, Request] = {}
         self._updating = anyio.Lock()
         self.scheduler = Scheduler(
             SlotModel(loaded, slots),
             self._deliver,
-            version="default",
+            version=self.version,
             decode=self._decode,
         )
         self.scheduler.start()
@@ -138,25 +154,27 @@ class Frontend:
     async def update_weights(self, path: Path, version: str | None, *, flush: bool) -> tuple[bool, str, int]:
         """Serve the weights of another folder: (success, message, requests that were paused meanwhile)."""
         async with self._updating:
+            races = self.unflushed_updates and bool(self._in_flight) and not self.scheduler.paused
             try:
                 weights = await anyio.to_thread.run_sync(load_weights, path, self.loaded.dtype)
                 await self._drain()
                 waiting = self.scheduler.running + self.scheduler.queued
-                flushed = await self.ask(lambda: self._replace(weights, version, flush))
+                flushed = await self.ask(lambda: self._replace(weights, version, flush, races))
             except ConfigError as error:
                 return False, str(error), 0
             except TimeoutError:
                 return False, f"requests still run after {DRAIN_SECONDS:g} s; pause generation first", 0
             finally:
                 self.scheduler.post(lambda: self.scheduler.hold(False))
-        self.path = path
         if not flushed:
-            return False, "Weights were updated, but the cache was not flushed: requests still hold their K/V.", waiting
-        return True, "Weights were updated.", waiting
+            return False, UNFLUSHED, waiting
+        self.path = path
+        self.version = version or self.version
+        return True, "Succeeded to update model weights.", waiting
 
-    def _replace(self, weights: object, version: str | None, flush: bool) -> bool:
+    def _replace(self, weights: object, version: str | None, flush: bool, races: bool) -> bool:
         self.scheduler.replace(weights, version)
-        return self.scheduler.flush() if flush else True
+        return not flush or (not races and self.scheduler.flush())
 
     async def _drain(self) -> None:
         """Unless the engine is paused: let what runs come to its end, and admit nothing new."""
@@ -166,6 +184,11 @@ class Frontend:
         with anyio.fail_after(DRAIN_SECONDS):
             while self.scheduler.running and not self.scheduler.paused:  # noqa: ASYNC110 - the state is the thread's
                 await anyio.sleep(POLL_SECONDS)
+
+    async def rename(self, version: str) -> None:
+        """Call the weights that are served something else."""
+        await self.ask(lambda: self.scheduler.set_version(version))
+        self.version = version
 
     # -- health -------------------------------------------------------------------------------------------------------
 

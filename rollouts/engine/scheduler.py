@@ -118,7 +118,6 @@ class Scheduler:
                 if not request.logprobs:
                     request.prompt_logprobs.clear()
                 self._waiting.appendleft(request)
-            self.slots.forget()
 
     def resume(self) -> None:
         self.paused = False
@@ -140,13 +139,12 @@ class Scheduler:
             request.mark_version(version)
 
     def replace(self, weights: Any, version: str | None) -> None:
-        """Go on with other weights. Prefixes that nobody is using are forgotten: they are of the old ones.
+        """Go on with other weights. Cached prefixes stay, with the K/V of the old weights, until :meth:`flush`.
 
         Raises:
             ConfigError: the weights have other shapes; nothing has changed.
         """
         self.model.replace(weights)
-        self.slots.forget()
         if version is not None:
             self.set_version(version)
 

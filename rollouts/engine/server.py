@@ -5,12 +5,15 @@ deadline, or by the client's disconnect, which aborts its requests.
 
 Deliberate differences from SGLang: an id outside the vocabulary is a 400 and not the end of the server;
 ``sampling_seed`` is always honoured (of ``n`` copies, copy k has seed + k); a health probe of an idle engine answers at
-once; a weight update that finds requests running waits for them and then succeeds; when weights change, prefixes that
-no request is using are forgotten even with ``flush_cache: false``. Quirks that are kept: aborting a known rid aborts
-every rid that begins with it; ``/health`` blocks while paused and then fails; an update while paused requests hold
-their K/V changes the weights and still says ``success: false``, unless ``flush_cache`` is false; a reply that fills its
-budget with a stop token ends by length; ``ignore_eos`` disables ``stop_token_ids`` too; errors of a stream come with
-status 200.
+once. SGLang's race of a weight update that waits for requests and then fails to flush, since the last of them is still
+there, happens where ``Options.unflushed_updates`` asks for it, and then always.
+
+Quirks that are kept: aborting a known rid aborts every rid that begins with it; ``/health`` blocks while paused and
+then fails; cached prefixes outlive the weights that computed them until the cache is flushed, also through a pause; a
+flush is refused while a request holds its K/V; an update that cannot flush changes the weights and the version of the
+tokens, says ``success: false``, and leaves the folder and the version that ``/model_info`` names; a reply that fills
+its budget with a stop token ends by length; ``ignore_eos`` disables ``stop_token_ids`` too; errors of a stream come
+with status 200.
 
 This module knows no tensor.
 """
@@ -52,13 +55,20 @@ class Options:
     max_queued: int | None
     health_seconds: float
     dtype: str
+    unflushed_updates: bool = False
 
 
 @contextlib.asynccontextmanager
 async def running_server(model: Path, host: str, port: int, options: Options) -> AsyncIterator[str]:
     """Serve a model folder while the context lasts; gives the base URL."""
     loaded = await anyio.to_thread.run_sync(load_folder, model, options.max_context, options.dtype)
-    frontend = Frontend(loaded, options.slots, max_queued=options.max_queued, health_seconds=options.health_seconds)
+    frontend = Frontend(
+        loaded,
+        options.slots,
+        max_queued=options.max_queued,
+        health_seconds=options.health_seconds,
+        unflushed_updates=options.unflushed_updates,
+    )
     app = web.Application(client_max_size=2**30, middlewares=[_refusals])
     app.add_routes([web.post("/generate", _Generate(frontend).handle), *control_routes(frontend)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS / 2)

@@ -17,7 +17,7 @@ from rollouts.inference.base import ServerInfo
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
 from rollouts.transport import Garbled, Transport, Unsent
 
-__all__ = ["describe_server", "merged"]
+__all__ = ["describe_server", "merged", "served_version"]
 
 _MARKS = ("model_path", "tokenizer_path", "weight_version")
 
@@ -44,6 +44,17 @@ async def describe_server(transport: Transport, url: str, headers: Mapping[str, 
         weight_version=_text(model.get("weight_version")) or _text(server.get("weight_version")),
         max_context=_max_context(models, server),
     )
+
+
+async def served_version(transport: Transport, url: str, headers: Mapping[str, str]) -> str | None:
+    """The version of the weights that one server says it serves; ``None`` if it says none.
+
+    Raises:
+        EndpointUnavailable: nobody listens there, or it is not ready.
+        EndpointRefused: it wants another key, or it is no SGLang server.
+    """
+    model = await _Asked(transport, url, headers).first("/model_info", "/get_model_info")
+    return _text(model.get("weight_version"))
 
 
 def merged(infos: list[ServerInfo]) -> ServerInfo:

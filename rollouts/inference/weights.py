@@ -1,13 +1,23 @@
-"""New weights for a server that is up: from a folder on disk, under a version that every later token carries.
+"""New weights for servers that are up: from a folder on disk, under a version that every later token carries.
 
-Invariant: when :func:`update_weights` returns, every worker serves the folder under ``version``, and none is paused.
-What happens to the requests that run is the caller's choice, by name; no turn of this process that waits for the server
-meanwhile comes too late by that (``pauses.py``). This module knows no trainer and no tensor.
+Invariant: when :func:`update_weights` returns, every server serves the folder under ``version`` and says so, none is
+paused, and, unless ``while_running`` is ``"in_place"``, none keeps K/V of the old weights. When it raises, no server
+that still answers is paused, and the error says of each server which weights it has. No turn of this process that waits
+for a server meanwhile comes too late by that (``pauses.py``). This module knows no trainer and no tensor.
+
+The update itself asks for a flush, and :func:`update_weights` then flushes again and looks at the status. The first is
+answered for by every rank of a server, ``/flush_cache`` only by one. The second is not trusted to have happened: SGLang
+before 0.5.22 reports no flush that failed, and later versions answer 400 although the weights are new. A flush fails
+while requests hold K/V, so it is done while requests are retracted. Under ``"retract"`` that is the pause of the update
+itself: no request runs between the new weights and the flush.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -16,20 +26,38 @@ import attrs
 import msgspec
 
 from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, boundary
+from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError, boundary
+from rollouts.inference.discovery import served_version
 from rollouts.inference.pauses import ordered
-from rollouts.transport import Transport
+from rollouts.inference.wire_errors import loads, message_of
+from rollouts.transport import Transport, Unsent
 
 __all__ = ["WhileRunning", "update_weights"]
 
-WhileRunning: TypeAlias = Literal["wait", "retract", "in_place", "abort"]
+WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
 """What becomes of requests that run when weights change.
 
-``wait``: they end first, under the old weights. ``retract``: they stop, and go on under the new weights, which read
-their tokens anew: the logprob of each token is exactly that of the version that it carries. ``in_place``: they go on
-at once on what the old weights computed: nothing is read again, and their later logprobs are of no single version.
-``abort``: they end now, and are tried again by whoever sent them.
+``retract``: they stop, and go on under the new weights, which read their tokens again: the logprob of each token is
+exactly that of the version that it carries.
+
+``wait``: they end first, under the old weights. ``abort``: they end now, and their sender may send them again. Neither
+pauses the server before the weights are new. Where it then fails to flush by itself, as SGLang does at times on a busy
+server, it is flushed at once under a pause that retracts; what a reply sampled in between carries the new version and
+may have read K/V of the old weights, and a warning in the log says so.
+
+``in_place``: they go on at once on the K/V of the old weights: their later logprobs are of no single version. The cache
+is flushed only if no request holds K/V. Else a warning in the log says that it was not, and then not only they are
+inexact: a new conversation whose prompt begins like an older one (a system prompt) reads K/V of the old weights and
+carries the new version, until the cache is flushed. Logprobs were off by up to 0.6 on a server left so for minutes.
 """
+
+CONTINUE_SECONDS = 30.0
+"""How long a server that does not acknowledge the end of its pause is asked again."""
+FLUSH_SECONDS = 60.0
+"""How long a flush that fails is tried again, each time under a new pause."""
+RETRY_SECONDS = 0.1
+
+_LOG = logging.getLogger(__name__)
 
 
 async def update_weights(
@@ -37,22 +65,23 @@ async def update_weights(
     folder: str | Path,
     version: str,
     *,
-    while_running: WhileRunning = "wait",
+    while_running: WhileRunning = "retract",
     seconds: float = 600.0,
 ) -> None:
-    """Serve the weights of ``folder``, on every worker of the endpoint.
+    """Serve the weights of ``folder``, on all servers of the endpoint at once.
 
     Args:
-        endpoint: the server or workers.
-        folder: a model folder that the server can read.
+        endpoint: the servers.
+        folder: a model folder that the servers can read.
         version: what the weights are called from now on.
-        while_running: what becomes of requests that run.
+        while_running: what becomes of requests that run: :data:`WhileRunning`.
         seconds: deadline of the whole update.
 
     Raises:
         ConfigError: an unknown ``while_running``.
-        EndpointRefused: a server did not take the weights; it serves on with the old ones.
-        EndpointUnavailable: a server did not answer.
+        EndpointRefused: a server refused; the message says which weights each server has.
+        EndpointUnavailable: a server did not answer, or could not flush its cache; the message says which weights each
+            server has, and whether its cache still holds K/V of the old ones.
     """
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
@@ -60,46 +89,194 @@ async def update_weights(
     headers = {"Content-Type": "application/json"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
-    server = _Server(Transport(connect_seconds=endpoint.connect_seconds), headers)
+    transport = Transport(connect_seconds=endpoint.connect_seconds)
+    servers = [_Server(transport, headers, url, version) for url in endpoint.base_url]
     try:
-        with boundary(EndpointUnavailable, f"updating weights to {version}", seconds=seconds):
-            for url in endpoint.base_url:
-                with ordered(url):
-                    await server.update(url, where, version, while_running)
+        async with anyio.create_task_group() as tasks:
+            for server in servers:
+                tasks.start_soon(server.update, where, while_running, seconds)
     finally:
         with anyio.CancelScope(shield=True):
-            await server.transport.aclose()
+            await transport.aclose()
+    _raise_if_any_failed(servers, version)
 
 
-@attrs.frozen
+@attrs.define
 class _Server:
-    transport: Transport
-    headers: dict[str, str]
+    """One server, and what is known of its weights, its cache and its pause."""
 
-    async def update(self, url: str, folder: str, version: str, while_running: WhileRunning) -> None:
+    _transport: Transport
+    _headers: dict[str, str]
+    _url: str
+    _version: str
+    updated: bool | None = False
+    """``None``: it may have the new weights or the old."""
+    complete: bool = False
+    """The server says that it did all that was asked, the flush included."""
+    flushed: bool = False
+    """A flush of ours succeeded."""
+    paused: bool = False
+    error: RolloutsError | None = None
+
+    @property
+    def name(self) -> str:
+        return without_password(self._url)
+
+    @property
+    def state(self) -> str:
+        """Which weights it has."""
+        if self.updated is None:
+            text = f"{self.name} may have the old weights or the new"
+        elif not self.updated:
+            text = f"{self.name} keeps the weights that it had"
+        elif self.flushed:
+            text = f"{self.name} has the weights {self._version!r}"
+        else:
+            text = (
+                f"{self.name} has the weights {self._version!r}, but its prefix cache"
+                f" {'may hold' if self.complete else 'holds'} K/V of the old weights:"
+                " new replies that read it carry the new version, and their logprobs are of neither"
+            )
+        return f"{text}; it may still be paused: POST {{}} to its /continue_generation" if self.paused else text
+
+    async def update(self, folder: str, while_running: WhileRunning, seconds: float) -> None:
+        """Do it; a failure is kept in ``error``, so that it ends the update of no other server."""
         body = {
             "model_path": folder,
-            "weight_version": version,
+            "weight_version": self._version,
             "flush_cache": while_running != "in_place",
             "abort_all_requests": while_running == "abort",
         }
-        pauses = while_running in ("retract", "in_place")
-        if pauses:
-            await self._post(url, "/pause_generation", {"mode": while_running})
         try:
-            await self._post(url, "/update_weights_from_disk", body)
-        finally:
-            if pauses:
-                with anyio.CancelScope(shield=True):
-                    await self._post(url, "/continue_generation", {})
+            with (
+                boundary(EndpointUnavailable, f"updating {self.name} to weights {self._version!r}", seconds=seconds),
+                ordered(self._url),
+            ):
+                await self._update(body, while_running)
+        except RolloutsError as error:
+            self.error = error
 
-    async def _post(self, url: str, path: str, body: dict[str, Any]) -> None:
-        status, answer = await self.transport.post(url + path, msgspec.json.encode(body), self.headers)
+    async def _update(self, body: dict[str, Any], while_running: WhileRunning) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            if while_running in ("retract", "in_place"):
+                await stack.enter_async_context(self._while_paused(while_running))
+            named = await self._load(body)
+            self.complete = named and while_running != "in_place"
+            await self._flush()
+        if while_running == "in_place":
+            if not self.flushed:
+                _LOG.warning("%s. Flush it when nothing runs, or update with while_running='retract'", self.state)
+        elif not self.flushed:
+            if not self.complete or while_running == "retract":
+                _LOG.warning("%s. It is flushed now; replies of this moment may be inexact", self.state)
+            await self._flush_under_pauses()
+        await self._check(named=named)
+
+    async def _load(self, body: dict[str, Any]) -> bool:
+        """Have the weights loaded; false where they are, but the server neither flushed nor took the version's name."""
+        self.updated = None
         try:
-            content = msgspec.json.decode(answer)
-        except msgspec.DecodeError:
-            content = None
-        refused = isinstance(content, dict) and content.get("success") is False
-        if status != 200 or refused:
-            text = content.get("message", content) if isinstance(content, dict) else repr(answer[:200])
-            raise EndpointRefused(f"{without_password(url)}{path}: {status}: {text}")
+            status, payload = await self._send("/update_weights_from_disk", body)
+        except Unsent:
+            self.updated = False
+            raise
+        answer = loads(payload)
+        if status == 200 and not (isinstance(answer, dict) and answer.get("success") is False):
+            self.updated = True
+            return True
+        if status < 500:
+            self.updated = _has_updated(message_of(payload))
+        if not self.updated:
+            raise self._error("/update_weights_from_disk", status, payload)
+        return False
+
+    async def _flush(self) -> None:
+        status, payload = await self._send("/flush_cache", {})
+        if status not in (200, 400):
+            raise self._error("/flush_cache", status, payload)
+        self.flushed = status == 200
+
+    async def _flush_under_pauses(self) -> None:
+        """Flush while requests are retracted, again and again: between two pauses what was in its way may end."""
+        pause = RETRY_SECONDS
+        with anyio.move_on_after(FLUSH_SECONDS):
+            while not self.flushed:
+                async with self._while_paused("retract"):
+                    await self._flush()
+                if not self.flushed:
+                    await anyio.sleep(pause)
+                    pause = min(2 * pause, 2.0)
+        if not self.flushed:
+            raise EndpointUnavailable(f"{self.name}/flush_cache failed for {FLUSH_SECONDS:g} s, under pauses as well")
+
+    async def _check(self, *, named: bool) -> None:
+        """See that the server says what it serves."""
+        if not named:  # an update that could not flush leaves the name of before, and only in what the server says
+            await self._post("/update_weight_version", {"new_version": self._version, "abort_all_requests": False})
+        served = await served_version(self._transport, self._url, self._headers)
+        if served != self._version:
+            raise EndpointRefused(
+                f"{self.name}/model_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _while_paused(self, mode: str) -> AsyncIterator[None]:
+        self.paused = True
+        try:
+            try:
+                await self._post("/pause_generation", {"mode": mode})
+            except (EndpointRefused, Unsent):
+                self.paused = False
+                raise
+            yield
+        finally:
+            if self.paused:
+                await self._continue()
+        if self.paused:
+            raise EndpointUnavailable(f"{self.name}/continue_generation: no answer within {CONTINUE_SECONDS:g} s")
+
+    async def _continue(self) -> None:
+        with anyio.move_on_after(CONTINUE_SECONDS, shield=True):
+            while self.paused:
+                try:
+                    await self._post("/continue_generation", {})
+                    self.paused = False
+                except EndpointError as error:
+                    if isinstance(error, Unsent) and error.refused:
+                        self.paused = False  # no server listens there, and one that starts again is not paused
+                    else:
+                        await anyio.sleep(RETRY_SECONDS)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        status, payload = await self._send(path, body)
+        if status != 200:
+            raise self._error(path, status, payload)
+
+    async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        # A connection of its own: one that was kept may be closed by the server at this moment.
+        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._headers, fresh=True)
+
+    def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
+        kind = EndpointUnavailable if status >= 500 else EndpointRefused
+        return kind(f"{self.name}{path}: {status}: {message_of(payload)}")
+
+
+def _has_updated(message: str) -> bool | None:
+    """Whether a failed update has changed the weights, by the words of all ranks; ``None`` where some have."""
+    ranks = [part.startswith(("Weights were updated", "Succeeded")) for part in message.split(" | ")]
+    return all(ranks) or (None if any(ranks) else False)
+
+
+def _raise_if_any_failed(servers: Sequence[_Server], version: str) -> None:
+    errors = [server.error for server in servers if server.error is not None]
+    if not errors:
+        return
+    for error in errors:
+        if not isinstance(error, EndpointError):
+            raise error
+    unavailable = all(isinstance(error, EndpointUnavailable) for error in errors)
+    count = sum(server.updated is True for server in servers)
+    fleet = f". {count} of {len(servers)} servers have the weights {version!r}" if len(servers) > 1 else ""
+    text = "; ".join(map(str, errors)) + fleet + ". " + ". ".join(server.state for server in servers)
+    text += ". Mend what failed, and call update_weights again, with while_running='retract', before samples are used"
+    raise (EndpointUnavailable if unavailable else EndpointRefused)(text) from errors[0]

@@ -312,7 +312,7 @@ class WeightTransfer:
         """Serve these weights from now on, as the next version.
 
         Raises:
-            EndpointError: a server did not take them.
+            EndpointError: a server did not take them, or could not flush its cache.
         """
         from safetensors.torch import save_file
 
@@ -329,4 +329,4 @@ class WeightTransfer:
 
 
 async def _send(endpoint: Endpoint, folder: Path, version: str) -> None:
-    await update_weights(endpoint, folder, version, while_running="retract")
+    await update_weights(endpoint, folder, version)

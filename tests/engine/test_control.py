@@ -166,8 +166,8 @@ async def test_in_place_keeps_the_cache_and_refuses_to_flush_it(client: Any, oth
     ask = {"model_path": str(other_weights), "weight_version": "v2"}
     status, refused = await client.post("/update_weights_from_disk", **ask)
     assert (status, refused["success"]) == (400, False)
-    assert "Weights were updated" in refused["message"]
-    assert (await client.get("/model_info"))[1]["weight_version"] == "v2"
+    assert "Weights were updated, but the cache was not flushed" in refused["message"]
+    assert (await client.get("/model_info"))[1]["weight_version"] == "default"
     assert (await client.post("/update_weights_from_disk", **ask, flush_cache=False))[0] == 200
     await client.post("/continue_generation", body={})
     meta = (await running.end())["meta_info"]
@@ -203,7 +203,7 @@ async def test_an_update_waits_for_what_runs_and_drops_old_prefixes(
 ) -> None:
     """The running request ends with its own weights; the next has the new ones and no stale K/V."""
     running = await begun(client)
-    ask = {"model_path": str(other_weights), "weight_version": "v2", "flush_cache": False}
+    ask = {"model_path": str(other_weights), "weight_version": "v2"}
     status, _ = await client.post("/update_weights_from_disk", **ask)
     before = await running.end()
     after = await client.generate(input_ids=PROMPT, sampling_params=SHORT, return_logprob=True)
@@ -213,6 +213,56 @@ async def test_an_update_waits_for_what_runs_and_drops_old_prefixes(
     assert (after["meta_info"]["weight_version"], after["meta_info"]["cached_tokens"]) == ("v2", 0)
     logprobs = [logprob for logprob, _, _ in after["meta_info"]["output_token_logprobs"]]
     assert logprobs == pytest.approx(reference(PROMPT, after["output_ids"], folder=other_weights), abs=1e-4)
+
+
+async def stale(client: Any, reference: Callable[..., list[float]], folder: Path) -> tuple[str, int, float]:
+    """A new conversation: its version, the tokens that it found computed, and how wrong its logprobs are."""
+    after = await client.generate(input_ids=PROMPT, sampling_params=SHORT, return_logprob=True)
+    logprobs = [logprob for logprob, _, _ in after["meta_info"]["output_token_logprobs"]]
+    expected = reference(PROMPT, after["output_ids"], folder=folder)
+    error = max(abs(ours - theirs) for ours, theirs in zip(logprobs, expected, strict=True))
+    return after["meta_info"]["weight_version"], after["meta_info"]["cached_tokens"], error
+
+
+@pytest.mark.parametrize("pause", [None, "retract", "in_place"])
+async def test_prefixes_of_old_weights_live_on_until_they_are_flushed(
+    client: Any, other_weights: Path, reference: Callable[..., list[float]], pause: str | None
+) -> None:
+    """With ``flush_cache: false`` a new conversation reads the K/V of the old weights under the new version."""
+    await client.generate(input_ids=PROMPT, sampling_params=SHORT)
+    if pause is not None:
+        await client.post("/pause_generation", mode=pause)
+    ask = {"model_path": str(other_weights), "weight_version": "v2", "flush_cache": False}
+    assert (await client.post("/update_weights_from_disk", **ask))[0] == 200
+    await client.post("/continue_generation", body={})
+    version, cached, error = await stale(client, reference, other_weights)
+    assert (version, cached) == ("v2", len(PROMPT) - 1)
+    assert error > 1e-2
+    assert (await client.post("/flush_cache"))[0] == 200
+    version, cached, error = await stale(client, reference, other_weights)
+    assert (version, cached) == ("v2", 0)
+    assert error < 1e-4
+
+
+async def test_an_update_that_waited_may_change_the_weights_and_not_the_cache(
+    serving: Callable[..., Any], other_weights: Path, reference: Callable[..., list[float]]
+) -> None:
+    """SGLang's race as a fault: a 400, tokens of the new version, and ``/model_info`` that names the old."""
+    async with serving(unflushed_updates=True) as client:
+        running = await begun(client)
+        ask = {"model_path": str(other_weights), "weight_version": "v2"}
+        status, answer = await client.post("/update_weights_from_disk", **ask)
+        await running.end()
+        _, info = await client.get("/model_info")
+        version, cached, error = await stale(client, reference, other_weights)
+        idle, _ = await client.post("/update_weights_from_disk", **ask)
+        _, named = await client.get("/model_info")
+    assert (status, answer["success"]) == (400, False)
+    assert "Weights were updated, but the cache was not flushed" in answer["message"]
+    assert (info["weight_version"], info["model_path"]) == ("default", str(DEMO_MODEL))
+    assert (version, cached) == ("v2", len(PROMPT) - 1)
+    assert error > 1e-2
+    assert (idle, named["weight_version"], named["model_path"]) == (200, "v2", str(other_weights))
 
 
 async def test_an_update_can_abort_what_runs(client: Any, other_weights: Path) -> None:

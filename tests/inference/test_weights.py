@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
+import attrs
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -16,6 +18,8 @@ from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
+from rollouts.testing.json_server import Asked, JsonServer
+from rollouts.transport import Transport
 
 PROMPT = packed_tokens(range(1, 30))
 
@@ -69,3 +73,212 @@ async def test_an_unknown_way_is_refused() -> None:
     """Before anything is sent."""
     with pytest.raises(ConfigError, match="while_running"):
         await update_weights(Endpoint(), DEMO_MODEL, "1", while_running="hope")  # type: ignore[arg-type]
+
+
+# -- a busy server ----------------------------------------------------------------------------------------------------
+
+UNFLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued."
+    " Retract or finish them, then call /flush_cache."
+)
+
+
+@attrs.define
+class Busy:
+    """The control routes of a server on which requests always run: a flush needs a pause that retracts them."""
+
+    update: Any = attrs.field(factory=lambda: {"success": True, "message": "Succeeded to update model weights."})
+    """What an update is answered with."""
+    names: bool = True
+    """Whether it says which version it serves."""
+    flushes: bool = True
+    """Whether a flush succeeds under such a pause."""
+    continues: list[Any] = attrs.field(factory=list)
+    """What ``/continue_generation`` answers first, without doing it."""
+    mode: str | None = None
+    version: str = "0"
+    flushed: bool = False
+    calls: list[str] = attrs.field(factory=list)
+
+    def __call__(self, asked: Asked) -> Any:
+        self.calls.append(asked.path.removeprefix("/"))
+        return getattr(self, self.calls[-1])(asked.body)
+
+    def pause_generation(self, body: Any) -> Any:
+        self.mode = body["mode"]
+        return {"status": "ok"}
+
+    def continue_generation(self, body: Any) -> Any:
+        if self.continues:
+            return self.continues.pop(0)
+        self.mode = None
+        return {"status": "ok"}
+
+    def update_weights_from_disk(self, body: Any) -> Any:
+        if self.names and isinstance(self.update, dict) and self.update["success"]:
+            self.version = body["weight_version"]
+        return self.update
+
+    def flush_cache(self, body: Any) -> Any:
+        self.flushed = self.flushes and self.mode == "retract"
+        return (200, b"Cache flushed.\n") if self.flushed else (400, b"Flush cache failed.\n")
+
+    def update_weight_version(self, body: Any) -> Any:
+        assert body["abort_all_requests"] is False
+        self.version = body["new_version"]
+        return {"success": True}
+
+    def model_info(self, body: Any) -> Any:
+        return {"model_path": "model", "weight_version": self.version}
+
+
+async def cached(policy: SGLangPolicy) -> int:
+    """How many tokens of a conversation's first prompt the server has computed before."""
+    return (await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))).cached_tokens
+
+
+async def test_by_default_what_runs_is_read_again_under_the_new_weights() -> None:
+    """One reply of both versions, no wait for its end, and no prefix of the old weights."""
+    async with running_server(DEMO_MODEL, unflushed_updates=True) as url, SGLangPolicy(endpoint_at(url)) as policy:
+        replies: list[Completion] = []
+
+        async def reply() -> None:
+            replies.append(await longest(policy))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reply)
+            await sampling(policy, url)
+            await update_weights(endpoint_at(url), DEMO_MODEL, "1")
+            assert not replies
+        assert [span.version for span in replies[0].versions] == ["default", "1"]
+
+
+async def test_weights_that_are_new_with_a_cache_that_is_old_are_flushed() -> None:
+    """SGLang's 400 "Weights were updated, but the cache was not flushed" is no refusal: what it lacks is done."""
+    async with running_server(DEMO_MODEL, unflushed_updates=True) as url, SGLangPolicy(endpoint_at(url)) as policy:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(longest, policy)
+            await sampling(policy, url)
+            await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running="wait")
+        assert (await policy.describe()).weight_version == "1"
+        assert await cached(policy) == 0
+
+
+async def sampling(policy: SGLangPolicy, url: str) -> None:
+    """Wait until a request of the policy runs on the server."""
+    transport = Transport(connect_seconds=5)
+    with anyio.fail_after(30):
+        while not policy.in_flight or b'"num_running_reqs":0' in (await transport.get(f"{url}/v1/loads", {}))[1]:
+            await anyio.lowlevel.checkpoint()
+    await transport.aclose()
+
+
+@pytest.mark.parametrize("while_running", ["retract", "wait", "abort"])
+@pytest.mark.parametrize("says", ["flushed", "not flushed"])
+async def test_the_cache_is_flushed_whatever_the_server_says(while_running: WhileRunning, says: str) -> None:
+    """Under a pause, and checked: servers of before 0.5.22 say nothing of a flush that failed."""
+    server = Busy() if says == "flushed" else Busy((400, {"success": False, "message": UNFLUSHED}))
+    async with JsonServer(server) as listening:
+        await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running=while_running)
+    assert (server.flushed, server.version, server.mode) == (True, "1", None)
+    assert server.calls.index("flush_cache") > server.calls.index("update_weights_from_disk")
+    if while_running == "retract":  # nothing may begin between the new weights and the flush
+        assert "continue_generation" not in server.calls[: server.calls.index("flush_cache")]
+
+
+async def test_a_cache_that_cannot_be_flushed_is_said_as_what_it_is() -> None:
+    """The weights are new, the cache is old, what to do; and the server is not paused."""
+    server = Busy((400, {"success": False, "message": UNFLUSHED}), flushes=False)
+    async with JsonServer(server) as listening:
+        with pytest.raises(EndpointUnavailable) as caught:
+            await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="wait", seconds=0.5)
+    text = str(caught.value)
+    assert f"{listening.url} has the weights '1'" in text
+    assert "its prefix cache holds K/V of the old weights" in text
+    assert "call update_weights again" in text
+    assert "old ones" not in text
+    assert server.mode is None
+
+
+async def test_a_success_that_is_none_is_refused() -> None:
+    """Status 200 with ``success: false``: the weights are the old ones, in the server's own words."""
+    server = Busy({"success": False, "message": "Failed to get weights iterator: nothing there."})
+    async with JsonServer(server) as listening:
+        with pytest.raises(EndpointRefused, match=r"nothing there.*keeps the weights that it had"):
+            await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+    assert server.mode is None
+    assert "flush_cache" not in server.calls
+
+
+async def test_a_server_that_names_another_version_is_an_error() -> None:
+    """What it says of itself is looked at when all is done."""
+    server = Busy(names=False)
+    async with JsonServer(server) as listening:
+        with pytest.raises(EndpointRefused, match="weight_version '0'; expected '1'"):
+            await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+
+
+async def test_a_continue_that_fails_is_sent_again() -> None:
+    """An update leaves nothing paused because an answer was lost."""
+    server = Busy(continues=[(503, b"busy"), (500, b"worse")])
+    async with JsonServer(server) as listening:
+        await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+    assert (server.mode, server.flushed) == (None, True)
+
+
+async def test_an_update_that_is_cancelled_leaves_nothing_paused() -> None:
+    """By the task that waits for it, while the server loads."""
+    server = Busy(update=None)
+    async with JsonServer(server) as listening:
+        with anyio.move_on_after(0.5):
+            await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+    assert "update_weights_from_disk" in server.calls
+    assert server.mode is None
+
+
+# -- several servers --------------------------------------------------------------------------------------------------
+
+
+async def test_a_half_updated_fleet_is_named() -> None:
+    """Which servers have the new version and which the old: one that refuses does not keep the next from its own."""
+    old, new = Busy((400, {"success": False, "message": "Failed to get weights iterator: no space."})), Busy()
+    async with JsonServer(old) as first, JsonServer(new) as second:
+        with pytest.raises(EndpointRefused, match="1 of 2 servers have the weights '1'") as caught:
+            await update_weights(Endpoint(base_url=(first.url, second.url)), DEMO_MODEL, "1")
+    assert f"{first.url} keeps the weights that it had" in str(caught.value)
+    assert "no space" in str(caught.value)
+    assert f"{second.url} has the weights '1'" in str(caught.value)
+    assert (new.version, new.flushed, old.version) == ("1", True, "0")
+    assert (old.mode, new.mode) == (None, None)
+
+
+async def test_a_server_that_does_not_answer_holds_up_no_other() -> None:
+    """All are updated at once; of the one that is late it is not known which weights it has."""
+    late, new = Busy(update=None), Busy()
+    async with JsonServer(late) as first, JsonServer(new) as second:
+        with pytest.raises(EndpointUnavailable, match="1 of 2 servers") as caught:
+            await update_weights(Endpoint(base_url=(first.url, second.url)), DEMO_MODEL, "1", seconds=1.0)
+    assert f"{first.url} may have the old weights or the new" in str(caught.value)
+    assert f"{second.url} has the weights '1'" in str(caught.value)
+    assert (late.mode, new.mode) == (None, None)
+
+
+# -- in place ---------------------------------------------------------------------------------------------------------
+
+
+async def test_in_place_flushes_where_nothing_runs() -> None:
+    """No request holds K/V: the next conversation reads none of the old weights."""
+    async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
+        await cached(policy)
+        assert await cached(policy) > 0
+        await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running="in_place")
+        assert await cached(policy) == 0
+
+
+async def test_in_place_says_that_new_conversations_read_the_old_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """Where requests run the cache stays, and a warning names the server and the version."""
+    server = Busy()
+    async with JsonServer(server) as listening:
+        await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
+    assert f"{listening.url} has the weights '1', but its prefix cache holds K/V of the old weights" in caplog.text
+    assert (server.mode, server.version) == (None, "1")
