@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.dtypes import are_logprobs
 from rollouts.training.run_folder import column_digests
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
@@ -24,9 +25,6 @@ from rollouts.trajectory import digest
 __all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored"]
 
 LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
-
-LOGPROB_TOLERANCE = 1e-4
-"""By how much rounding may lift a logprob above 0."""
 
 
 @attrs.frozen
@@ -146,7 +144,7 @@ def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iter
 
 def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]) -> Iterator[Violation]:
     """Law 2: a logprob where a token is trained, and nowhere else."""
-    good = np.where(mask, np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE), logprobs == 0)
+    good = np.where(mask, are_logprobs(logprobs), logprobs == 0)
     if not good.all():
         position = int(good.argmin())
         place = f"{sample}, rollout_log_probs, position {position}"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollouts.dtypes import Prompt, StopReason
+from rollouts.dtypes import LOGPROB_TOLERANCE, Prompt, StopReason
 from rollouts.errors import ConfigError
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.training.sinks import Format, RunWriter
@@ -148,6 +148,15 @@ def test_the_line_says_where_what_and_what_instead(run: Path) -> None:
     where = f"{run / FIRST}, line 6 (group "
     assert str(violation).startswith(f"law 2 (mask) broken: {where}")
     assert f"rollout_log_probs, position {damage.at}: got 0.25; expected a finite number <= 0" in str(violation)  # type: ignore[attr-defined]
+
+
+def test_a_logprob_may_be_above_0_by_what_a_reply_may(sound: Path) -> None:
+    """The tolerance for rounding is the one that replies are read with."""
+    sample = load_run(sound)[0]
+    position = sample.loss_mask.index(1)
+    for logprob, broken in ((LOGPROB_TOLERANCE, 0), (1.01 * LOGPROB_TOLERANCE, 1)):
+        sample.rollout_log_probs[position] = logprob
+        assert len(check_sample(sample)) == broken
 
 
 @pytest.mark.parametrize("name", ["dropped.jsonl", "failed.jsonl", "unbatched.jsonl"])
