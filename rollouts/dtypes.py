@@ -39,6 +39,7 @@ __all__ = [
     "VersionSpan",
     "are_logprobs",
     "as_messages",
+    "finite",
     "frozen",
     "is_frozen",
     "packed_logprobs",
@@ -70,8 +71,8 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""By how much rounding may lift a logprob above 0; what lies further above is refused. A logprob within the tolerance is
-stored as the server gave it and not cut to 0, so that a record differs in no bit from the reply."""
+"""By how much rounding may lift a logprob above 0; what lies further above is refused. A logprob within the tolerance
+is stored as the server gave it and not cut to 0, so that a record differs in no bit from the reply."""
 
 
 def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
@@ -134,6 +135,18 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def finite(value: Any) -> float | None:
+    """What foreign code gave for a number, as a float; ``None`` where it is none, or NaN, or infinite.
+
+    Whatever converts is a number, NumPy's and torch's scalars too, but no text.
+    """
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _seconds(value: Any) -> bool:

@@ -32,7 +32,7 @@ from rollouts.dtypes import (
     ToolCall,
     as_messages,
 )
-from rollouts.environments.base import Environment, Resumable, StepResult, is_resumable
+from rollouts.environments.base import Environment, Resumable, StepResult, bad_step, is_resumable, sound_step
 from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, HistoryRewritten, call_foreign
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
@@ -400,9 +400,7 @@ class Episode:
     ) -> tuple[Sequence[Message], StopReason | None]:
         """The environment's answer to a reply, or the reason why there is no next turn."""
         step = await self._step(environment, name, reply)
-        if step.reward is not None:
-            rewards = step.reward if isinstance(step.reward, Sequence) else (step.reward,)
-            self.trajectory.step_rewards.extend(float(reward) for reward in rewards)
+        self.trajectory.step_rewards.extend(step.rewards)
         for metric, amount in step.metrics.items():
             self.trajectory.count(metric, amount)
         if step.done:
@@ -413,19 +411,17 @@ class Episode:
     async def _step(self, environment: Environment, name: str, reply: Message) -> StepResult:
         """One step of the environment; calls that cannot run are answered here, in their place among the results."""
         sound = [call for call in reply.tool_calls if call.error is None]
-        step = StepResult()
+        step, what = StepResult(), f"{name}.step"
         if sound or not reply.tool_calls:
             asked = reply if len(sound) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=sound)
-            step = await self._foreign(f"{name}.step", environment.step, asked)
-            if not isinstance(step, StepResult):
-                raise _bad_step(name, f"got {step!r}; expected a StepResult")
+            step = sound_step(await self._foreign(what, environment.step, asked), what)
             if not step.done and not step.messages:
-                raise _bad_step(name, "no messages and not done; expected one or the other")
+                raise bad_step(what, "no messages and not done; expected one or the other")
         if len(sound) == len(reply.tool_calls):
             return step
         answered = {message.tool_call_id for message in step.messages}
         if not step.done and not answered.issuperset(call.id for call in sound):
-            raise _bad_step(name, f"{step.messages!r}; expected a tool message for each call {sound!r}")
+            raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {sound!r}")
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
 
     async def _foreign(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -446,12 +442,6 @@ async def _rendered(new: Sequence[Message], function: Callable[..., Rendered], *
     if sum([len(message.content) for message in new]) < _LONG_TEXT:
         return function(*arguments)
     return await anyio.to_thread.run_sync(function, *arguments)
-
-
-def _bad_step(name: str, text: str) -> EnvironmentFailure:
-    error = EnvironmentFailure(f"{name}.step: {text}")
-    error.what = f"{name}.step"
-    return error
 
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:
