@@ -333,6 +333,19 @@ async def test_a_step_gives_finite_numbers(renderer: Renderer, ids: Any, fields:
     assert "found" not in trajectory.metrics
 
 
+async def test_a_list_of_rewards_that_cannot_be_read_is_the_environments_failure(renderer: Renderer, ids: Any) -> None:
+    """Reading it runs code of the environment's author, outside of the step."""
+
+    class Torn(list[float]):
+        def __iter__(self) -> Any:
+            raise RuntimeError("no list today")
+
+    trajectory = await play(renderer, [ids("3<|im_end|>")], answering(reward=Torn()))
+    assert trajectory.failure is not None
+    expected = "Shop.step: reading its StepResult raised RuntimeError('no list today')"
+    assert (trajectory.failure.kind, trajectory.failure.message) == ("EnvironmentFailure", expected)
+
+
 @pytest.mark.parametrize(
     ("reward", "stored"),
     [

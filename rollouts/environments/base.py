@@ -16,7 +16,7 @@ import attrs
 import msgspec
 
 from rollouts.dtypes import Message, Prompt, Tool, ToolCall, finite
-from rollouts.errors import ConfigError, EnvironmentFailure, boundary, shortened
+from rollouts.errors import ConfigError, EnvironmentFailure, shortened
 
 __all__ = [
     "Environment",
@@ -64,30 +64,12 @@ def sound_step(step: Any, what: str) -> StepResult:
     """
     if not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
-
-    def number(field: str, value: Any) -> float:
-        found = finite(value)
-        if found is None:
-            raise bad_step(what, f"StepResult.{field}: got {shortened(value)}; expected a finite number")
-        return found
-
-    with boundary(EnvironmentFailure, what):  # reading a guest's list or mapping runs its code
-        given: Any = step.reward
-        reward: float | tuple[float, ...] | None = None
-        if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
-            reward = tuple(number(f"reward[{place}]", value) for place, value in enumerate(given))
-        elif given is not None:
-            reward = number("reward", given)
-        counts: Any = step.metrics
-        if not isinstance(counts, Mapping) or not all(isinstance(name, str) for name in counts):
-            expected = "a mapping of names to finite numbers"
-            raise bad_step(what, f"StepResult.metrics: got {shortened(counts)}; expected {expected}")
-        metrics = {}
-        for name, value in counts.items():
-            found = number(f"metrics[{name!r}]", value)
-            is_whole = isinstance(value, numbers.Integral) and abs(found) < 2**53
-            metrics[name] = int(found) if is_whole else found
-    return attrs.evolve(step, reward=reward, metrics=metrics)
+    try:
+        return StepResult(step.messages, step.done, _reward_of(step), _metrics_of(step))
+    except ConfigError as error:
+        raise bad_step(what, str(error)) from None
+    except Exception as error:  # reading a guest's list or mapping runs its code
+        raise bad_step(what, f"reading its StepResult raised {shortened(error)}") from error
 
 
 def bad_step(what: str, text: str) -> EnvironmentFailure:
@@ -95,6 +77,32 @@ def bad_step(what: str, text: str) -> EnvironmentFailure:
     error = EnvironmentFailure(f"{what}: {text}")
     error.what = what
     return error
+
+
+def _reward_of(step: StepResult) -> float | tuple[float, ...] | None:
+    given: Any = step.reward
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
+        return tuple([_number(f"reward[{place}]", value) for place, value in enumerate(given)])
+    return None if given is None else _number("reward", given)
+
+
+def _metrics_of(step: StepResult) -> dict[str, float]:
+    given: Any = step.metrics
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError.of("StepResult.metrics", given, "a mapping of names to finite numbers")
+    metrics: dict[str, float] = {}
+    for name, value in given.items():
+        number = _number(f"metrics[{name!r}]", value)
+        is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
+        metrics[name] = int(number) if is_count else number
+    return metrics
+
+
+def _number(field: str, value: Any) -> float:
+    number = finite(value)
+    if number is None:
+        raise ConfigError.of(f"StepResult.{field}", value, "a finite number")
+    return number
 
 
 @runtime_checkable
