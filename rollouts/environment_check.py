@@ -253,7 +253,7 @@ class _Check:
                 if not result.done and not result.messages:
                     wrong.append("a step that is not done says nothing")
         text = "; ".join(dict.fromkeys(wrong))
-        self.found("answers", "bad" if wrong else "good", text or "one tool message for each call; finite rewards")
+        self.found("answers", "bad" if wrong else "good", text or "one tool message for each call, in their order")
 
     async def _determinism(self, played: Sequence[_Episode]) -> None:
         for number, (prompt, first) in enumerate(zip(self.prompts, played, strict=True)):
