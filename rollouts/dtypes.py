@@ -21,6 +21,7 @@ import numpy.typing as npt
 from rollouts.errors import ConfigError
 
 __all__ = [
+    "LOGPROB_TOLERANCE",
     "ChatDict",
     "Completion",
     "Endpoint",
@@ -36,7 +37,9 @@ __all__ = [
     "Tool",
     "ToolCall",
     "VersionSpan",
+    "are_logprobs",
     "as_messages",
+    "finite",
     "frozen",
     "is_frozen",
     "packed_logprobs",
@@ -65,6 +68,16 @@ def packed_tokens(values: Iterable[int] | TokenColumn) -> TokenColumn:
 def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
     """Pack logprobs (natural logarithm) into a read-only float32 column, shape ``(n,)``."""
     return _packed(values, np.float32)
+
+
+LOGPROB_TOLERANCE = 1e-4
+"""By how much rounding may lift a logprob above 0; what lies further above is refused. A logprob within the tolerance
+is stored as the server gave it and not cut to 0, so that a record differs in no bit from the reply."""
+
+
+def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
+    """Where a column holds logprobs: finite numbers that are not above 0, but for :data:`LOGPROB_TOLERANCE`."""
+    return np.isfinite(values) & (values <= LOGPROB_TOLERANCE)
 
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
@@ -122,6 +135,18 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def finite(value: Any) -> float | None:
+    """What foreign code gave for a number, as a float; ``None`` where it is none, or NaN, or infinite.
+
+    Whatever converts is a number, NumPy's and torch's scalars too, but no text.
+    """
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _seconds(value: Any) -> bool:
@@ -488,7 +513,8 @@ class Completion:
     """What one call of the policy gave back: exactly the tokens it sampled.
 
     Raises:
-        ValueError: the columns differ in length, a logprob is not finite, or the versions do not cover the tokens.
+        ValueError: the columns differ in length, a logprob is not finite or lies above 0, or the versions do not cover
+            the tokens.
     """
 
     tokens: TokenColumn = attrs.field(converter=packed_tokens, eq=attrs.cmp_using(eq=np.array_equal))
@@ -513,8 +539,8 @@ class Completion:
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
-        if np.count_nonzero(np.isfinite(self.logprobs)) < len(self.logprobs):
-            raise ValueError("a sampled token came without a finite logprob")
+        if np.count_nonzero(are_logprobs(self.logprobs)) < len(self.logprobs):
+            raise ValueError("a sampled token came without a finite logprob <= 0")
         position = 0
         for span in self.versions:
             if span.start != position or span.stop <= span.start:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import anyio
@@ -32,8 +32,15 @@ from rollouts.dtypes import (
     ToolCall,
     as_messages,
 )
-from rollouts.environments.base import Environment, Resumable, StepResult, is_resumable
-from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, HistoryRewritten, call_foreign
+from rollouts.environments.base import Environment, Resumable, StepResult, bad_step, is_resumable, sound_step
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    GenerateFailure,
+    HistoryRewritten,
+    TokenMismatchError,
+    call_foreign,
+)
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
@@ -102,9 +109,14 @@ class Episode:
     began: float = attrs.field(init=False, factory=time.monotonic)
     kept: tuple[int, int, int] = attrs.field(init=False, default=(0, 0, 0))
     """Tokens, calls and messages that the log of turns has."""
+    earlier: Trajectory | None = attrs.field(init=False, default=None)
+    """What this episode was before it was interrupted, if it can go on from there."""
+    seconds_before: float = attrs.field(init=False, default=0.0)
+    """Wall time that it had by then."""
 
     def __attrs_post_init__(self) -> None:
         self.branches = [Trajectory(self.history)]
+        self._read_earlier()
 
     @property
     def trajectory(self) -> Trajectory:
@@ -115,17 +127,17 @@ class Episode:
         """Turns, until something ends them."""
         reply = None
         turn = 0
-        turns = self._turns_before()
         resumable = environment if is_resumable(environment) else None
         if past is not None:
             tools, reply = await self._resume(environment, name, past)
-        elif turns and resumable is not None:
-            await self._foreign(f"{name}.restore", resumable.restore, self.prompt, turns[-1].fields["snapshot"])
+        elif self.earlier is not None and resumable is not None:
+            last = self._turns[-1].fields
+            await self._foreign(f"{name}.restore", resumable.restore, self.prompt, last["snapshot"])
             tools = self._tools(environment)
-            self._go_on_from(turns)
+            self._go_on_from(self.earlier, last)
             turn = self.replies
         else:
-            if self.log is not None and self.log.turns:
+            if self._turns:
                 self.trajectory.count("restarted_at_resume")
             tools = await self._open(environment, name)
         while True:
@@ -253,22 +265,28 @@ class Episode:
     # -- turns that outlive the process --
 
     @property
-    def seconds_before(self) -> float:
-        """Wall time that the episode had before it was interrupted."""
-        turns = self._turns_before()
-        return float(turns[-1].fields["seconds"]) if turns else 0.0
+    def _turns(self) -> Sequence[Turn]:
+        """Turns that were kept before the rollout was interrupted."""
+        return self.log.turns if self.log is not None else ()
 
-    def _turns_before(self) -> Sequence[Turn]:
-        """The turns of this episode that were finished before it was interrupted, if it can go on from there."""
-        turns = self.log.turns if self.log is not None else ()
+    def _read_earlier(self) -> None:
+        """Make the trajectory of the turns before again; where they do not fit, count them and begin again."""
+        turns = self._turns
         same = turns and turns[0].fields["prompt"] == prompt_digest(self.prompt)
-        return turns if same and turns[-1].resumable else ()
+        if not same or not turns[-1].resumable:
+            return
+        try:
+            seconds = float(turns[-1].fields["seconds"])
+            self.earlier = replayed(turns, self.renderer.vocab_size)
+        except (TokenMismatchError, LookupError, TypeError, ValueError):
+            self.trajectory.count("unfit_turns_at_resume", len(turns))
+        else:
+            self.seconds_before = seconds
 
-    def _go_on_from(self, turns: Sequence[Turn]) -> None:
-        self.branches = [replayed(turns)]
-        last = turns[-1].fields
+    def _go_on_from(self, earlier: Trajectory, last: Mapping[str, Any]) -> None:
+        self.branches = [earlier]
         self.calls_asked, self.session = last["calls_asked"], last["session"]
-        self.began -= last["seconds"]
+        self.began -= self.seconds_before
         self.replies = len(self.trajectory.calls)
         self.reply_start = self.trajectory.calls[-1].start
         self.sampled = int(self.trajectory.mask.sum())
@@ -400,9 +418,7 @@ class Episode:
     ) -> tuple[Sequence[Message], StopReason | None]:
         """The environment's answer to a reply, or the reason why there is no next turn."""
         step = await self._step(environment, name, reply)
-        if step.reward is not None:
-            rewards = step.reward if isinstance(step.reward, Sequence) else (step.reward,)
-            self.trajectory.step_rewards.extend(float(reward) for reward in rewards)
+        self.trajectory.step_rewards.extend(step.rewards)
         for metric, amount in step.metrics.items():
             self.trajectory.count(metric, amount)
         if step.done:
@@ -413,19 +429,17 @@ class Episode:
     async def _step(self, environment: Environment, name: str, reply: Message) -> StepResult:
         """One step of the environment; calls that cannot run are answered here, in their place among the results."""
         sound = [call for call in reply.tool_calls if call.error is None]
-        step = StepResult()
+        step, what = StepResult(), f"{name}.step"
         if sound or not reply.tool_calls:
             asked = reply if len(sound) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=sound)
-            step = await self._foreign(f"{name}.step", environment.step, asked)
-            if not isinstance(step, StepResult):
-                raise _bad_step(name, f"got {step!r}; expected a StepResult")
+            step = sound_step(await self._foreign(what, environment.step, asked), what)
             if not step.done and not step.messages:
-                raise _bad_step(name, "no messages and not done; expected one or the other")
+                raise bad_step(what, "no messages and not done; expected one or the other")
         if len(sound) == len(reply.tool_calls):
             return step
         answered = {message.tool_call_id for message in step.messages}
         if not step.done and not answered.issuperset(call.id for call in sound):
-            raise _bad_step(name, f"{step.messages!r}; expected a tool message for each call {sound!r}")
+            raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {sound!r}")
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
 
     async def _foreign(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -446,12 +460,6 @@ async def _rendered(new: Sequence[Message], function: Callable[..., Rendered], *
     if sum([len(message.content) for message in new]) < _LONG_TEXT:
         return function(*arguments)
     return await anyio.to_thread.run_sync(function, *arguments)
-
-
-def _bad_step(name: str, text: str) -> EnvironmentFailure:
-    error = EnvironmentFailure(f"{name}.step: {text}")
-    error.what = f"{name}.step"
-    return error
 
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:

@@ -16,7 +16,7 @@ import anyio
 import attrs
 
 from rollouts.dtypes import Limits, Message, Prompt, StopReason, Tool, ToolCall, as_messages
-from rollouts.environments.base import Environment, StepResult
+from rollouts.environments.base import Environment, sound_step
 from rollouts.errors import EnvironmentFailure, boundary, call_foreign, function_name
 from rollouts.recipe import Recipe
 from rollouts.training.rewards import score
@@ -117,23 +117,20 @@ class Hosted:
     async def _step(self, reply: Message) -> HostedStep:
         assert self._environment is not None, "an episode is started before it is played"
         what = f"{self.name}.step"
-        step = await call_foreign(
+        answer = await call_foreign(
             EnvironmentFailure, what, self._environment.step, reply, seconds=self.limits.step_seconds
         )
-        if not isinstance(step, StepResult):
-            raise EnvironmentFailure(f"{what}: got {step!r}; expected a StepResult")
+        step = sound_step(answer, what)
         self.messages += [reply, *step.messages]
-        given = step.reward if isinstance(step.reward, Sequence) else (step.reward,)
-        rewards = [float(reward) for reward in given if reward is not None]
-        self._rewards += rewards
+        self._rewards += step.rewards
         self.over = step.done
         return HostedStep(
             texts=tuple(message.content for message in step.messages),
-            reward=await self._reward(rewards, done=step.done),
+            reward=await self._reward(step.rewards, done=step.done),
             done=step.done,
         )
 
-    async def _reward(self, rewards: list[float], *, done: bool) -> float | None:
+    async def _reward(self, rewards: Sequence[float], *, done: bool) -> float | None:
         """What this step is worth to whoever adds up."""
         config = self.recipe.config
         if config.reward_fn is None or config.group_rm:

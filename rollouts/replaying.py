@@ -27,7 +27,14 @@ from rollouts.training.types import Sample
 
 __all__ = ["CIRCUMSTANCES", "Replayed", "replay"]
 
-CIRCUMSTANCES = ("environment_seconds", "attempts", "turns_before_resume", "restarted_at_resume", "snapshot_failures")
+CIRCUMSTANCES = (
+    "environment_seconds",
+    "attempts",
+    "turns_before_resume",
+    "restarted_at_resume",
+    "unfit_turns_at_resume",
+    "snapshot_failures",
+)
 """Metrics that are none of the rollout's own."""
 
 

@@ -1,8 +1,8 @@
 """What an episode leaves behind after each turn, so that another process can go on with it.
 
 Invariant: a trajectory made again from its turns is the one that was played: every reply is checked against the tokens
-that it was sampled from, as when it was first stored. Turns are kept for one episode of a rollout; where a rollout
-plays several, none is kept, since nobody could tell them apart.
+that it was sampled from, as when it was first stored, and turns that hold what no turn can have make none. Turns are
+kept for one episode of a rollout; where a rollout plays several, none is kept, since nobody could tell them apart.
 
 This module knows no file, no environment and no group.
 """
@@ -20,7 +20,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import ChatDict, Completion, LogprobColumn, Message, Prompt, TokenColumn, ToolCall, VersionSpan
+from rollouts.dtypes import (
+    ChatDict,
+    Completion,
+    LogprobColumn,
+    Message,
+    Prompt,
+    TokenColumn,
+    ToolCall,
+    VersionSpan,
+    finite,
+)
 from rollouts.trajectory import Call, Trajectory
 
 __all__ = [
@@ -73,15 +83,26 @@ class Turn:
         return "snapshot" in self.fields
 
 
-def replayed(turns: Sequence[Turn]) -> Trajectory:
+def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory:
     """The trajectory that these turns, from the first on, were taken of.
+
+    Args:
+        turns: as they were kept.
+        vocab_size: ids must be below it; ``None`` where it is not known.
 
     Raises:
         TokenMismatchError: a reply was sampled from other tokens than those that stand before it.
+        ValueError: an id, a logprob, a version, a reward or a metric is none that a turn can have.
     """
     tokens = np.concatenate([turn.tokens for turn in turns])
     logprobs = np.concatenate([turn.logprobs for turn in turns])
     last = turns[-1].fields
+    limit = 2**31 if vocab_size is None else vocab_size
+    if tokens.min() < 0 or tokens.max() >= limit:
+        raise ValueError(f"turns: got ids from {tokens.min()} to {tokens.max()}; expected 0 <= id < {limit}")
+    for name, numbers in (("step_rewards", last["step_rewards"]), ("metrics", last["metrics"].values())):
+        if any(finite(number) is None for number in numbers):
+            raise ValueError(f"turns: got {name} {list(numbers)}; expected finite numbers")
     spans = [VersionSpan(*span) for span in last["versions"]]
     trajectory = Trajectory()
     for call in [Call(**fields) for turn in turns for fields in turn.fields["calls"]]:
@@ -104,6 +125,8 @@ def replayed(turns: Sequence[Turn]) -> Trajectory:
             seconds=call.seconds,
         )
         trajectory.add_reply(completion, Message("assistant"))
+    if len(trajectory.calls) != turns[-1].number:
+        raise ValueError(f"turns: got {len(trajectory.calls)} calls; expected {turns[-1].number}, one a turn")
     trajectory.add_context(tokens[len(trajectory) :])
     trajectory.messages[:] = [message_from_dict(fields) for turn in turns for fields in turn.fields["messages"]]
     trajectory.metrics.update(last["metrics"])

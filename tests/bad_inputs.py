@@ -186,18 +186,24 @@ def spoken(text: str) -> Callable[[Path], Any]:
     return run
 
 
-def asked(fault: Fault | Answer, **options: Any) -> Callable[[Path], Any]:
+def asked(fault: Fault | Answer, *, vocab_size: int | None = None, **options: Any) -> Callable[[Path], Any]:
     """One completion of a server with a fault."""
 
     async def run(folder: Path) -> Any:
         async with StubServer(faults=[fault] * 3) as server:
             endpoint = Endpoint(base_url=server.url, max_retries=0, **options)
-            policy = SGLangPolicy(endpoint, vocab_size=None, backoff=lambda failures: 0.0)
+            policy = SGLangPolicy(endpoint, vocab_size=vocab_size, backoff=lambda failures: 0.0)
             async with policy:
                 ids = np.arange(1, 6, dtype=np.int32)
                 return await policy.complete(ids, SamplingParams(max_new_tokens=16))
 
     return run
+
+
+def sampled(token: int, logprob: float) -> Answer:
+    """A reply of one token."""
+    body = b'{"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[%g,%d,null]]}}'
+    return Answer(200, body % (logprob, token))
 
 
 def damaged(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
@@ -248,6 +254,14 @@ async def hangs(*arguments: Any) -> Any:
 
 async def nothing(*arguments: Any) -> StepResult:
     return StepResult()
+
+
+async def unpaid(*arguments: Any) -> StepResult:
+    return StepResult(done=True, reward=float("nan"))
+
+
+async def uncounted(*arguments: Any) -> StepResult:
+    return StepResult(done=True, metrics={"found": "yes"})  # type: ignore[dict-item]
 
 
 def never(samples: Sequence[Sample]) -> Any:
@@ -306,6 +320,8 @@ ROWS = [
     Row(FOREIGN, "a step that raises", "World.step raised ConnectionError: the world is down", world(step=raises)),
     Row(FOREIGN, "a step that hangs", "World.step did not answer within 0.05 s", world(step=hangs, seconds=0.05)),
     Row(FOREIGN, "a step that says nothing", "World.step: no messages and not done; expected one or the other", world(step=nothing)),
+    Row(FOREIGN, "a step whose reward is not a number", "World.step: StepResult.reward: got nan; expected a finite number", world(step=unpaid)),
+    Row(FOREIGN, "a step whose metric is not a number", "World.step: StepResult.metrics['found']: got 'yes'; expected a finite number", world(step=uncounted)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),
     Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
@@ -320,6 +336,8 @@ ROWS = [
     Row(SERVER, "ids that were not sent", "5 ids were sent; the server says that it was given 6", asked("wrong_count")),
     Row(SERVER, "logprobs of other ids", "output_token_logprobs are not those of output_ids: first difference at 2", asked("wrong_ids")),
     Row(SERVER, "a logprob that is not a number", "output_token_logprobs[0]: got nan; expected a finite number", asked("nan")),
+    Row(SERVER, "a logprob above 0", "output_token_logprobs[0]: got 5.0; expected a logprob <= 0, give or take 0.0001 of rounding", asked(sampled(7, 5.0))),
+    Row(SERVER, "an id outside the vocabulary", "output_ids[0]: got id 1000000; expected 0 <= id < 509 (vocab_size): does the tokenizer belong to the server's model?", asked(sampled(1_000_000, -0.5), vocab_size=509)),
     Row(SERVER, "no logprobs", "3 sampled ids came without output_token_logprobs, which were asked for", asked("no_logprobs")),
     Row(CALLS, "a call that is not JSON", "Error: The tool call could not be read: it is not valid JSON: …", spoken('<tool_call>\n{"name": "add", "arguments": {\n</tool_call>')),
     Row(CALLS, "a tool that there is not", "Error: there is no tool 'fly'; the tools are: add, subtract, multiply, divide", spoken('<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>')),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from rollouts.agent import run_agent
@@ -281,6 +284,84 @@ async def test_step_rewards_and_metrics_add_up(renderer: Renderer, ids: Any) -> 
     assert trajectory.step_rewards == [0.5, 0.0]
     assert trajectory.metrics["moves"] == 4
     assert (await play(renderer, [ids("3<|im_end|>")])).step_rewards == []
+
+
+def answering(**fields: Any) -> type[SingleTurnEnvironment]:
+    """An environment whose only step is this."""
+
+    class Shop(SingleTurnEnvironment):
+        async def step(self, reply: Message) -> StepResult:
+            return StepResult(done=True, **fields)
+
+    return Shop
+
+
+class Unspeakable:
+    """A number of foreign code that cannot be made one."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no number today")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"reward": math.nan}, "reward: got nan; expected a finite number"),
+        ({"reward": -math.inf}, "reward: got -inf; expected a finite number"),
+        ({"reward": "0.1"}, "reward: got '0.1'; expected a finite number"),
+        ({"reward": b"1"}, "reward: got b'1'; expected a finite number"),
+        ({"reward": 10**400}, "reward: got 1000"),
+        ({"reward": {"right": 1}}, "reward: got {'right': 1}; expected a finite number"),
+        ({"reward": [0.5, None]}, "reward[1]: got None; expected a finite number"),
+        ({"reward": [0.5, "1"]}, "reward[1]: got '1'; expected a finite number"),
+        ({"reward": Unspeakable()}, "reward: got <"),
+        ({"metrics": {"found": "yes"}}, "metrics['found']: got 'yes'; expected a finite number"),
+        ({"metrics": {"found": math.nan}}, "metrics['found']: got nan; expected a finite number"),
+        ({"metrics": {"found": None}}, "metrics['found']: got None; expected a finite number"),
+        ({"metrics": {3: 1}}, "metrics: got {3: 1}; expected a mapping of names to finite numbers"),
+        ({"metrics": [1]}, "metrics: got [1]; expected a mapping of names to finite numbers"),
+        ({"metrics": None}, "metrics: got None; expected a mapping of names to finite numbers"),
+    ],
+)
+async def test_a_step_gives_finite_numbers(renderer: Renderer, ids: Any, fields: Any, said: str) -> None:
+    """What is none is the environment's failure, by field and value, and nothing of it is stored."""
+    trajectory = await play(renderer, [ids("3<|im_end|>")], answering(**fields))
+    assert trajectory.failure is not None
+    assert (trajectory.failure.kind, trajectory.failure.cause) == ("EnvironmentFailure", "environment_step")
+    assert trajectory.failure.message.startswith(f"Shop.step: StepResult.{said}")
+    assert trajectory.step_rewards == []
+    assert "found" not in trajectory.metrics
+
+
+async def test_a_list_of_rewards_that_cannot_be_read_is_the_environments_failure(renderer: Renderer, ids: Any) -> None:
+    """Reading it runs code of the environment's author, outside of the step."""
+
+    class Torn(list[float]):
+        def __iter__(self) -> Any:
+            raise RuntimeError("no list today")
+
+    trajectory = await play(renderer, [ids("3<|im_end|>")], answering(reward=Torn()))
+    assert trajectory.failure is not None
+    expected = "Shop.step: reading its StepResult raised RuntimeError('no list today')"
+    assert (trajectory.failure.kind, trajectory.failure.message) == ("EnvironmentFailure", expected)
+
+
+@pytest.mark.parametrize(
+    ("reward", "stored"),
+    [
+        (None, []), (1, [1.0]), (True, [1.0]), (np.float32(0.5), [0.5]), (np.int64(2), [2.0]), (np.array(0.25), [0.25]),
+        (Fraction(1, 2), [0.5]), ((), []), ([0.5, 1, np.bool_(True)], [0.5, 1.0, 1.0]),
+    ],
+)  # fmt: skip
+async def test_what_is_a_finite_number_is_a_step_reward(
+    renderer: Renderer, ids: Any, reward: Any, stored: list[float]
+) -> None:
+    """Integers, truth values and NumPy's scalars too, one or several; floats are stored."""
+    trajectory = await play(renderer, [ids("3<|im_end|>")], answering(reward=reward, metrics={"found": np.int64(1)}))
+    assert trajectory.stop_reason is StopReason.TASK_COMPLETED
+    assert trajectory.step_rewards == stored
+    assert all(type(number) is float for number in trajectory.step_rewards)
+    assert (trajectory.metrics["found"], type(trajectory.metrics["found"])) == (1, int)
 
 
 async def test_seeds_differ_by_turn_and_rollout(renderer: Renderer, ids: Any) -> None:

@@ -165,6 +165,7 @@ def completion(**fields: Any) -> Completion:
         {"logprobs": [-0.1, None]},
         {"logprobs": [-0.1, float("nan")]},
         {"logprobs": [-0.1, float("-inf")]},
+        {"logprobs": [-0.1, 0.5]},
         {"versions": []},
         {"versions": [VersionSpan("v1", 0, 1)]},
         {"versions": [VersionSpan("v1", 0, 3)]},

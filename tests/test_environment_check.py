@@ -87,7 +87,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "no finite reward": (
         "    async def step(self, reply: Message) -> StepResult:\n"
         "        return StepResult(done=True, reward=float('nan'))\n",
-        "answers", "a reward or metric is nan",
+        "episodes", r"World\.step: StepResult\.reward: got nan; expected a finite number",
     ),
     "left to chance": (
         "    @tool\n    def roll(self) -> str:\n        '''Roll.'''\n        return str(random.random())\n",

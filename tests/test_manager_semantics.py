@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import threading
 from collections import Counter
@@ -969,10 +970,20 @@ async def test_an_edit_of_the_mask_survives() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"metrics": {"note": "hi"}}, {"metrics": None}, {"calls": ["call"]}, {"versions": ["3"]}]
+    "field",
+    [
+        {"metrics": {"note": "hi"}},
+        {"metrics": {"note": math.nan}},
+        {"metrics": None},
+        {"calls": ["call"]},
+        {"versions": ["3"]},
+        {"step_rewards": [0.5, math.nan]},
+        {"step_rewards": ["0.5"]},
+        {"step_rewards": None},
+    ],
 )
 async def test_records_of_another_kind_are_refused_with_their_rollout(field: dict[str, Any]) -> None:
-    """4.15 What would break the metrics of a batch is found in the rollout that brought it."""
+    """4.15 What would break the metrics of a batch, or its file, is found in the rollout that brought it."""
 
     def bad(request: Prompt) -> list[Sample]:
         sample = sample_for(request, reward=1.0)

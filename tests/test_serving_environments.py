@@ -18,7 +18,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, ToolCall
-from rollouts.environments import SimulatedUser
+from rollouts.environments import SimulatedUser, StepResult
 from rollouts.environments.ors import GroupScore, ORSEnvironment, ORSServer
 from rollouts.environments.ors.wire import ORSError
 from rollouts.errors import ConfigError
@@ -221,6 +221,23 @@ async def test_an_environment_that_fails_to_start_is_the_sessions_failure() -> N
         server = ORSServer(url)
         with pytest.raises(ORSError, match=r"status 500: Fails\.start raised RuntimeError: no sandbox left"):
             await ORSEnvironment(server).start((await server.prompts("train"))[0])
+        await server.aclose()
+
+
+async def test_a_step_without_a_finite_reward_is_the_sessions_failure() -> None:
+    """The client is told the field and the value, and no reward."""
+
+    class Fails(Talkative):
+        async def step(self, reply: Message) -> StepResult:
+            return StepResult(done=True, reward=float("nan"))
+
+    async with environment_server(attrs.evolve(recipe(Endpoint()), environment_cls=Fails), limits=Limits()) as url:
+        server = ORSServer(url)
+        environment = ORSEnvironment(server)
+        await environment.start((await server.prompts("train"))[0])
+        with pytest.raises(ORSError, match=r"Fails\.step: StepResult\.reward: got nan; expected a finite number"):
+            await environment.step(calls((environment.tools[0].name, {})))
+        await environment.close()
         await server.aclose()
 
 

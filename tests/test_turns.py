@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import msgspec
 import pytest
 
@@ -150,6 +152,51 @@ async def test_turns_that_are_not_as_they_were_sampled_are_a_broken_law(renderer
     changed = Turn(1, tokens, book.turns[0].mask, book.turns[0].logprobs, book.turns[0].fields)
     with pytest.raises(TokenMismatchError):
         replayed([changed, *book.turns[1:]])
+
+
+def changed(turn: Turn, **fields: Any) -> Turn:
+    """A turn with other columns, or other fields."""
+    columns = {name: fields.pop(name) for name in ("tokens", "logprobs") if name in fields}
+    return attrs.evolve(turn, **columns, fields={**turn.fields, **fields})
+
+
+def _with(column: Any, position: int, value: float) -> Any:
+    column = column.copy()
+    column[position] = value
+    return column
+
+
+UNFIT: dict[str, Callable[[Turn, int], Turn]] = {
+    "a sampled id outside the vocabulary": lambda turn, size: changed(turn, tokens=_with(turn.tokens, -3, size)),
+    "an id of the prompt outside the vocabulary": lambda turn, size: changed(turn, tokens=_with(turn.tokens, 0, size)),
+    "a negative id": lambda turn, size: changed(turn, tokens=_with(turn.tokens, -3, -1)),
+    "another id in a request": lambda turn, size: changed(turn, tokens=_with(turn.tokens, 0, 5)),
+    "a logprob above 0": lambda turn, size: changed(turn, logprobs=_with(turn.logprobs, int(turn.mask.argmax()), 5.0)),
+    "versions that do not cover the reply": lambda turn, size: changed(turn, versions=[]),
+    "a step reward of NaN": lambda turn, size: changed(turn, step_rewards=[math.nan]),
+    "a metric of NaN": lambda turn, size: changed(turn, metrics={"found": math.nan}),
+    "no calls": lambda turn, size: changed(turn, calls=[]),
+    "no seconds": lambda turn, size: changed(turn, seconds=None),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+async def test_turns_that_do_not_fit_start_the_rollout_again(renderer: Renderer, what: str) -> None:
+    """What no reply could have given is not gone on from; it costs that rollout its turns, and is counted."""
+    first = Book(stop_after=2)
+    await play(renderer, first)
+    last = UNFIT[what](first.turns[-1], renderer.vocab_size)
+    if what in ("an id of the prompt outside the vocabulary", "another id in a request"):
+        turns = [UNFIT[what](first.turns[0], renderer.vocab_size), first.turns[-1]]
+    else:
+        turns = [first.turns[0], last]
+    book = Book(turns)
+    resumed = await play(renderer, book)
+    same(resumed, await play(renderer, Book()))
+    assert resumed.metrics["restarted_at_resume"] == 1
+    assert resumed.metrics["unfit_turns_at_resume"] == 2
+    assert "turns_before_resume" not in resumed.metrics
+    assert [turn.number for turn in book.turns[2:]] == list(range(1, TURNS)), "kept from the first on"
 
 
 async def test_an_environment_without_a_snapshot_starts_again(renderer: Renderer) -> None:

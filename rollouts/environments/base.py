@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_checkable
 
 import attrs
 import msgspec
 
-from rollouts.dtypes import Message, Prompt, Tool, ToolCall
-from rollouts.errors import ConfigError
+from rollouts.dtypes import Message, Prompt, Tool, ToolCall, finite
+from rollouts.errors import ConfigError, EnvironmentFailure, shortened
 
-__all__ = ["Environment", "EnvironmentFactory", "Resumable", "StepResult", "ToolEnvironment", "is_resumable", "tool"]
+__all__ = [
+    "Environment",
+    "EnvironmentFactory",
+    "Resumable",
+    "StepResult",
+    "ToolEnvironment",
+    "bad_step",
+    "is_resumable",
+    "sound_step",
+    "tool",
+]
 
 
 @attrs.frozen
@@ -30,9 +41,68 @@ class StepResult:
     """The episode is over; ``messages`` are then not rendered any more."""
     reward: float | Sequence[float] | None = None
     """Reward of this step, or one for each of its calls that has one; without a reward function the sum of all of them
-    is the rollout's reward."""
+    is the rollout's reward. Finite numbers, or the rollout fails."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``."""
+    """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``; finite, too."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """``reward`` as several, none where there is none."""
+        given = self.reward
+        return () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+
+
+def sound_step(step: Any, what: str) -> StepResult:
+    """What an environment's step returned, checked where it enters: rewards as floats, metrics as floats and integers.
+
+    Args:
+        step: anything.
+        what: who returned it, for messages, e.g. ``"CalculatorEnvironment.step"``.
+
+    Raises:
+        EnvironmentFailure: it is no :class:`StepResult`, or a reward or metric of it is no finite number.
+    """
+    if not isinstance(step, StepResult):
+        raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
+    try:
+        return StepResult(step.messages, step.done, _reward_of(step), _metrics_of(step))
+    except ConfigError as error:
+        raise bad_step(what, str(error)) from None
+    except Exception as error:  # reading a guest's list or mapping runs its code
+        raise bad_step(what, f"reading its StepResult raised {shortened(error)}") from error
+
+
+def bad_step(what: str, text: str) -> EnvironmentFailure:
+    """The failure of a step that returned something wrong."""
+    error = EnvironmentFailure(f"{what}: {text}")
+    error.what = what
+    return error
+
+
+def _reward_of(step: StepResult) -> float | tuple[float, ...] | None:
+    given: Any = step.reward
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
+        return tuple([_number(f"reward[{place}]", value) for place, value in enumerate(given)])
+    return None if given is None else _number("reward", given)
+
+
+def _metrics_of(step: StepResult) -> dict[str, float]:
+    given: Any = step.metrics
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError.of("StepResult.metrics", given, "a mapping of names to finite numbers")
+    metrics: dict[str, float] = {}
+    for name, value in given.items():
+        number = _number(f"metrics[{name!r}]", value)
+        is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
+        metrics[name] = int(number) if is_count else number
+    return metrics
+
+
+def _number(field: str, value: Any) -> float:
+    number = finite(value)
+    if number is None:
+        raise ConfigError.of(f"StepResult.{field}", value, "a finite number")
+    return number
 
 
 @runtime_checkable

@@ -94,7 +94,8 @@ class SGLangPolicy:
 
     Args:
         endpoint: where, with which key, deadlines and number of retries. Its ``sampling`` is not read here.
-        vocab_size: ids at or above it are never sent: a real server dies of them. ``None`` if it is not known.
+        vocab_size: ids at or above it are never sent (a real server dies of them), and a reply that has one is refused.
+            ``None`` if it is not known.
         backoff: seconds to wait after the given number of failed attempts, from 1.
     """
 
@@ -170,7 +171,7 @@ class SGLangPolicy:
 
         Raises:
             EndpointUnavailable: no answer worth keeping within ``request_seconds`` and ``max_retries``.
-            EndpointRefused: the server will not serve this request.
+            EndpointRefused: the server will not serve this request, or its reply is none that could be trained.
             ContextOverflow: prompt and budget do not fit the model's context.
             ConfigError: an id is not one of the vocabulary; nothing was sent.
             TokenMismatchError: the answer is not about the ids that were sent.
@@ -338,7 +339,14 @@ class SGLangPolicy:
                 # Many long replies that arrive at once are read one in each turn of the loop, not all in one.
                 async with self._one_long_reply:
                     await anyio.lowlevel.checkpoint()
-            completion = wire.read_completion(payload, rid=rid, ids=call.ids, stop=call.sampling.stop, seconds=seconds)
+            completion = wire.read_completion(
+                payload,
+                rid=rid,
+                ids=call.ids,
+                stop=call.sampling.stop,
+                seconds=seconds,
+                vocab_size=self._sequences.vocab_size,
+            )
             wire.check_obeyed(completion, call.sampling, call.stop_token_ids)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)

@@ -1,7 +1,8 @@
 """SGLang's wire: request bodies out, completions and errors in.
 
 Invariant: any bytes at all become a checked :class:`~rollouts.dtypes.Completion` or an error of the house, and nothing
-else. What a completion holds are the ids that the server sampled, never text, and each id has its own logprob.
+else. What a completion holds are the ids that the server sampled, never text, and each id has its own logprob. Where
+the size of the vocabulary is known, all of them are below it.
 
 Fields that older servers lack are read with defaults. This module does no I/O and knows no retries.
 """
@@ -16,7 +17,15 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from rollouts.dtypes import Completion, LogprobColumn, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import (
+    LOGPROB_TOLERANCE,
+    Completion,
+    LogprobColumn,
+    SamplingParams,
+    TokenColumn,
+    VersionSpan,
+    are_logprobs,
+)
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
 from rollouts.inference.sequences import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
@@ -117,7 +126,13 @@ def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]
 
 
 def read_completion(
-    payload: bytes, *, rid: str, ids: EncodedIds, stop: Sequence[str] = (), seconds: float = 0.0
+    payload: bytes,
+    *,
+    rid: str,
+    ids: EncodedIds,
+    stop: Sequence[str] = (),
+    seconds: float = 0.0,
+    vocab_size: int | None = None,
 ) -> Completion:
     """Read the body of a 200.
 
@@ -127,10 +142,12 @@ def read_completion(
         ids: what was sent.
         stop: the stop strings that were asked for.
         seconds: wall time of the call, for the completion.
+        vocab_size: ids must be below it; ``None`` where it is not known.
 
     Raises:
         EndpointUnavailable: not JSON, an error that may pass, or NaN instead of logprobs.
-        EndpointRefused: JSON that is no answer to a ``/generate``, or one that contradicts itself.
+        EndpointRefused: JSON that is no answer to a ``/generate``, or one that contradicts itself; an id outside the
+            vocabulary, or a logprob above 0.
         ContextOverflow: an error that says so.
         TokenMismatchError: not the ids that were sent, or logprobs of other ids than the sampled ones.
     """
@@ -155,6 +172,7 @@ def read_completion(
             " so that replies cannot be told apart and generations cannot be aborted"
         )
     tokens, logprobs = _columns(reply, meta)
+    _check_values(tokens, logprobs, vocab_size)
     # A request that was aborted while it was queued may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
@@ -204,6 +222,25 @@ def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
         )
     tokens = np.frombuffer(struct.pack(f"={len(sampled)}i", *sampled), np.int32)
     return tokens, _finite([triple.logprob for triple in triples])
+
+
+def _check_values(tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None) -> None:
+    """Refuse what a trainer could not take: its embedding has no row for such an id, and no probability is above 1."""
+    if not len(tokens):
+        return
+    if vocab_size is not None and np.maximum.reduce(tokens) >= vocab_size:
+        at = int((tokens >= vocab_size).argmax())
+        raise EndpointRefused(
+            f"output_ids[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
+            " belong to the server's model?"
+        )
+    good = are_logprobs(logprobs)
+    if np.count_nonzero(good) < len(good):
+        at = int(good.argmin())
+        raise EndpointRefused(
+            f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a logprob <= 0, give or take"
+            f" {LOGPROB_TOLERANCE:g} of rounding"
+        )
 
 
 def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> None:

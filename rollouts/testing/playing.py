@@ -6,13 +6,13 @@ agent's loop would do it. No model, no tokens, no server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from rollouts.dtypes import ChatDict, Message, Prompt, ToolCall
-from rollouts.environments.base import Environment, StepResult
+from rollouts.environments.base import Environment, StepResult, sound_step
 
 __all__ = ["Played", "calling", "play"]
 
@@ -34,8 +34,7 @@ class Played:
     @property
     def rewards(self) -> list[float]:
         """Of the steps that have one."""
-        given: list[Any] = [step.reward for step in self.steps if step.reward is not None]
-        return [float(number) for reward in given for number in (reward if isinstance(reward, Sequence) else [reward])]
+        return [reward for step in self.steps for reward in step.rewards]
 
     @property
     def chat(self) -> list[ChatDict]:
@@ -57,6 +56,7 @@ async def play(environment: Environment, prompt: Prompt | str, replies: Iterable
         replies: what the model says, in order; a text is a reply without tool calls.
 
     Raises:
+        EnvironmentFailure: a step's reward or metric is no finite number.
         Exception: whatever the environment raised; it is closed then too.
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
@@ -66,7 +66,7 @@ async def play(environment: Environment, prompt: Prompt | str, replies: Iterable
         for said in replies:
             reply = said if isinstance(said, Message) else Message("assistant", said)
             messages.append(reply)
-            steps.append(await environment.step(reply))
+            steps.append(sound_step(await environment.step(reply), f"{type(environment).__name__}.step"))
             if steps[-1].done:
                 break
             messages += steps[-1].messages

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rollouts.dtypes import Prompt, StopReason
+from rollouts.dtypes import Prompt, StopReason, finite
 from rollouts.errors import (
     ConfigError,
     Failure,
@@ -115,7 +115,7 @@ def packed_by(samples: Sequence[Sample], failure: type[RolloutsError], source: s
     """Check samples that foreign code had in hand, and hold them packed; what does not pack is its failure."""
     for sample in samples:
         try:
-            sample.pack()
+            _packed(sample)
         except ConfigError as error:
             raise failure(f"{source}: {error}") from error
 
@@ -124,8 +124,19 @@ def salvaged(samples: Sequence[Sample]) -> list[Sample]:
     """Samples of something that failed, for the record: columns that do not pack are emptied."""
     for sample in samples:
         try:
-            sample.pack()
+            _packed(sample)
         except ConfigError:
             sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
-            sample.versions, sample.calls, sample.metrics = [], [], {}
+            sample.versions, sample.calls, sample.metrics, sample.step_rewards = [], [], {}, []
     return list(samples)
+
+
+def _packed(sample: Sample) -> None:
+    """Pack it, and see that its numbers are some that a file can hold: in JSON, NaN would come back as nothing."""
+    sample.pack()
+    rewards: Any = sample.step_rewards
+    if not isinstance(rewards, Sequence) or any(finite(reward) is None for reward in rewards):
+        raise ConfigError.of("Sample.step_rewards", rewards, "a list of finite numbers")
+    for name, value in sample.metrics.items():
+        if finite(value) is None:
+            raise ConfigError.of(f"Sample.metrics[{name!r}]", value, "a finite number")

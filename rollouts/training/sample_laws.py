@@ -1,4 +1,5 @@
-"""Laws 1 and 2 on one stored sample: its tokens are those of its requests, its mask is what its calls sampled.
+"""Laws 1 and 2 on one stored sample: its tokens are those of its requests, its mask is what its calls sampled. And that
+its step rewards are numbers: a row as the run writes them (law 4).
 
 Invariant: pure; what a row says is checked against what can be computed from its other columns, and the first wrong
 position of each column is told. Changes that no column contradicts (a token after the last request, a logprob that is
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.dtypes import are_logprobs
 from rollouts.training.run_folder import column_digests
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
@@ -24,9 +26,6 @@ from rollouts.trajectory import digest
 __all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored"]
 
 LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
-
-LOGPROB_TOLERANCE = 1e-4
-"""By how much rounding may lift a logprob above 0."""
 
 
 @attrs.frozen
@@ -70,10 +69,11 @@ class Stored(msgspec.Struct):
     label: Any
     digests: dict[str, int | None]
     history: str | None = None
+    step_rewards: list[float | None] = []
 
 
 def check_sample(sample: Sample) -> list[Violation]:
-    """Every way in which laws 1 and 2 do not hold for a sample in memory."""
+    """Every way in which laws 1 and 2 do not hold for a sample in memory, and step rewards that are no numbers."""
     columns = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
     fields = {**sample.to_dict(), "outcome": "kept", "batch": None, "digests": columns}
     fields |= {name: fields[name] or 0 for name in ("group_index", "index", "rollout_id")}
@@ -82,12 +82,12 @@ def check_sample(sample: Sample) -> list[Violation]:
 
 
 def check_stored(stored: Stored, place: str) -> list[Violation]:
-    """Every way in which laws 1 and 2 do not hold for a stored sample; ``place`` names it in messages."""
+    """As :func:`check_sample`, for a stored sample; ``place`` names it in messages."""
     try:
         tokens = np.array(stored.tokens, np.int32)
     except OverflowError:
         return [Violation(1, f"{place}, tokens", "an id over 32 bits", "ids of 32 bits")]
-    violations = list(_check_tokens(stored, place, tokens))
+    violations = [*_check_tokens(stored, place, tokens), *_check_step_rewards(stored, place)]
     columns = _columns(stored)
     if columns is None:
         widths = [len(stored.tokens), len(stored.loss_mask), len(stored.rollout_log_probs or ())]
@@ -146,12 +146,21 @@ def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iter
 
 def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]) -> Iterator[Violation]:
     """Law 2: a logprob where a token is trained, and nowhere else."""
-    good = np.where(mask, np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE), logprobs == 0)
+    good = np.where(mask, are_logprobs(logprobs), logprobs == 0)
     if not good.all():
         position = int(good.argmin())
         place = f"{sample}, rollout_log_probs, position {position}"
         expected = "a finite number <= 0, since the mask is 1" if mask[position] else "0, since the mask is 0"
         yield Violation(2, place, str(logprobs[position]), expected)
+
+
+def _check_step_rewards(stored: Stored, place: str) -> Iterator[Violation]:
+    """JSON holds NaN and infinity as null, Parquet as they are."""
+    for position, reward in enumerate(stored.step_rewards):
+        if reward is None or not math.isfinite(reward):
+            where = f"{place}, step_rewards, position {position}"
+            yield Violation(4, where, str(reward), "a finite number")
+            return
 
 
 def _compare(

@@ -142,6 +142,23 @@ async def test_ids_that_would_kill_a_server_are_never_sent(client: Client, bad: 
         assert not server.requests
 
 
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (([7, 50], [-0.1, -0.2], None), r"output_ids\[1\]: got id 50; expected 0 <= id < 50 \(vocab_size\)"),
+        (([7, 8], [-0.1, 5.0], None), r"output_token_logprobs\[1\]: got 5\.0; expected a logprob <= 0"),
+    ],
+    ids=["id", "logprob"],
+)
+async def test_a_reply_that_no_trainer_could_take_is_refused(client: Client, reply: Any, said: str) -> None:
+    """It is no completion, and the same request is not sent again."""
+    async with StubServer(lambda *_: reply) as server, client.policy(server.url, vocab_size=50) as policy:
+        with pytest.raises(EndpointRefused, match=said):
+            await client.complete(policy)
+        assert len(server.requests) == 1
+        assert policy.totals.completions == 0
+
+
 # -- what is believed -------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.dtypes import Completion, SamplingParams, VersionSpan
+from rollouts.dtypes import LOGPROB_TOLERANCE, Completion, SamplingParams, VersionSpan
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
@@ -315,10 +315,34 @@ def test_output_ids_are_ids(text: bytes) -> None:
         read(b'{"output_ids":%b,%b}' % (text, triples))
 
 
-@pytest.mark.parametrize(("text", "logprob"), [(b"3.4028234e38", 3.4028234e38), (b"-3.402823e38", -3.402823e38)])
-def test_a_logprob_may_be_as_large_as_a_float32(text: bytes, logprob: float) -> None:
-    """What is larger, even by little, is not finite there."""
+@pytest.mark.parametrize("sign", [b"", b"-"])
+def test_a_logprob_may_be_as_small_as_a_float32(sign: bytes) -> None:
+    """What is larger in size, even by little, is not finite there."""
     body = b'{"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[0,7,null],[%b,7,null]]}}'
-    assert read(body % text).logprobs[1] == np.float32(logprob)
+    assert read(body % b"-3.402823e38").logprobs[1] == np.float32(-3.402823e38)
     with pytest.raises(BrokenNumbers, match=r"output_token_logprobs\[1\]"):
-        read(body % text.replace(b"3.402823", b"3.402824"))
+        read(body % (sign + b"3.402824e38"))
+
+
+@pytest.mark.parametrize("logprob", [5.0, 1.1e-4, 3.4028234e38])
+def test_a_logprob_above_0_is_refused(logprob: float) -> None:
+    """No probability is above 1; the message names the position and the value."""
+    expected = r"output_token_logprobs\[1\]: got .*; expected a logprob <= 0, give or take 0\.0001 of rounding"
+    with pytest.raises(EndpointRefused, match=expected):
+        read(reply(output_token_logprobs=[TRIPLES[0], [logprob, 8, None], TRIPLES[2]]))
+
+
+def test_rounding_above_0_is_stored_as_it_came() -> None:
+    """As much as the laws of a stored sample allow, and no bit of it is changed."""
+    kept = read(reply(output_token_logprobs=[TRIPLES[0], [LOGPROB_TOLERANCE, 8, None], TRIPLES[2]]))
+    assert kept.logprobs[1] == np.float32(LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize(("vocab_size", "good"), [(9, False), (10, True), (None, True)])
+def test_ids_outside_the_vocabulary_are_refused(vocab_size: int | None, good: bool) -> None:
+    """By position and id, where the vocabulary is known: no trainer has a row for such an id."""
+    if good:
+        assert read(reply(), vocab_size=vocab_size).tokens.tolist() == [7, 8, 9]
+        return
+    with pytest.raises(EndpointRefused, match=r"output_ids\[2\]: got id 9; expected 0 <= id < 9 \(vocab_size\)"):
+        read(reply(), vocab_size=vocab_size)

@@ -7,22 +7,32 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import attrs
+import numpy as np
 import pytest
 
+from rollouts.dtypes import Completion, Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import ToolEnvironment, tool
 from rollouts.errors import ConfigError, JournalError
-from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer import renderer_for
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.testing.server import StubServer
+from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.journal import Journal, read_journal
 from rollouts.training.ledger import History, Ledger
 from rollouts.training.metrics import Accounting
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.run_folder import read_info, read_rows
-from rollouts.training.sinks import RunWriter
+from rollouts.training.sinks import Format, RunWriter
+from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
 from tests.stored_runs import some_sample, spread
 
@@ -87,8 +97,10 @@ async def new_run(path: Path, generate: Counted, **options: Any) -> AsyncRollout
     return manager
 
 
-async def go_on(path: Path, generate: Counted, batches: int = BATCHES, **options: Any) -> AsyncRolloutManager:
-    settings = config(generate, **options)
+async def go_on(
+    path: Path, generate: Counted | RolloutConfig, batches: int = BATCHES, **options: Any
+) -> AsyncRolloutManager:
+    settings = generate if isinstance(generate, RolloutConfig) else config(generate, **options)
     data = buffer()
     opened = reopen(path, {"recipe": "test", "config": settings.describe()}, data)
     with opened.ledger.journal:
@@ -271,6 +283,125 @@ async def test_a_disk_that_takes_no_more_stops_the_run_and_what_is_finished_stay
     await go_on(tmp_path / "run", again)
     assert not done & again.calls.keys()
     assert verify_run(tmp_path / "run").ok
+
+
+# -- replies that no trainer could take -------------------------------------------------------------------------------
+
+
+class Shelves(ToolEnvironment):
+    """One tool, and a state that it tells."""
+
+    @tool
+    def look(self) -> str:
+        """Look at the shelf."""
+        return "nothing"
+
+    async def snapshot(self) -> None:
+        return None
+
+    async def restore(self, prompt: Prompt, snapshot: None) -> None:
+        return None
+
+
+class Lines:
+    """Replies of two turns, a call and an answer; the first ``poisoned`` calls hold an id outside the vocabulary."""
+
+    def __init__(self, poisoned: int = 0) -> None:
+        renderer = renderer_for(str(DEMO_MODEL))
+        self.outside = renderer.vocab_size
+        self._call = renderer.encode('<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>').tolist()
+        self._answer = renderer.encode("Nothing.<|im_end|>").tolist()
+        self._result = renderer.encode("<tool_response>").tolist()
+        self._left = poisoned
+
+    def __call__(self, tokens: Any) -> list[int]:
+        ids, mark = np.asarray(tokens).tolist(), self._result
+        if any(ids[at : at + len(mark)] == mark for at in range(len(ids))):
+            return self._answer
+        self._left -= 1
+        return [self.outside, *self._call] if self._left >= 0 else self._call
+
+
+class Unchecked(ScriptedPolicy):
+    """Takes every reply, and refuses to send what it took, as this client did before it checked replies."""
+
+    async def complete(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
+        if tokens.max() >= renderer_for(str(DEMO_MODEL)).vocab_size:
+            raise ConfigError("tokens: expected ids of the vocabulary")
+        return await super().complete(tokens, sampling, **options)
+
+
+def shelves(policy: Any) -> RolloutConfig:
+    generate = partial(
+        generate_rollout_batch,
+        environment_cls=Shelves,
+        endpoint=Endpoint(),
+        tokenizer=str(DEMO_MODEL),
+        policy=policy,
+    )
+    return RolloutConfig(
+        generate_fn=generate, reward_fn=_by_index, batch_size=2, n_samples_per_prompt=3, max_attempts=2
+    )
+
+
+def _by_index(sample: Sample) -> float:
+    assert sample.index is not None
+    return float(sample.index % 2)
+
+
+def ids_in(path: Path) -> set[int]:
+    """Every id that the journal has."""
+    return {int(token) for entry in read_journal(path) if entry.columns is not None for token in entry.columns.tokens}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+async def test_a_run_with_a_poisoned_turn_in_its_journal_comes_to_its_end(tmp_path: Path, format: Format) -> None:
+    """An id outside the vocabulary, in a turn that went on: that rollout starts again, and the run is not lost."""
+    path, lines = tmp_path / "run", Lines(poisoned=10**6)
+    settings, data = shelves(Unchecked(lines)), buffer()
+    description = {"recipe": "test", "config": settings.describe()}
+    writer, ledger = RunWriter(path, description, format=format), begin(path, description, data)
+    with ledger.journal:
+        manager = AsyncRolloutManager(settings, data, on_group=writer.on_group, ledger=ledger)
+        with pytest.raises(ConfigError, match="ids of the vocabulary"):
+            await fill(manager, writer, ledger)
+    writer.finish("failed", manager.accounting)
+    manager.accounting.check()
+    history = History.read(path / "journal")
+    assert history.turns, "a poisoned turn was kept"
+    assert lines.outside in ids_in(path / "journal")
+
+    sound = Lines()
+    async with StubServer(lambda ids, params: sound(ids)) as server:
+        async with SGLangPolicy(Endpoint(base_url=server.url), vocab_size=sound.outside) as policy:
+            ended = await go_on(path, shelves(policy))
+    assert (ended.batches, ended.accounting.failed) == (BATCHES, 0)
+    ended.accounting.check()
+    assert verify_run(path).violations == []
+    samples = load_run(path)
+    assert max(max(sample.tokens) for sample in samples) < sound.outside
+    again = {sample.index for sample in samples if "unfit_turns_at_resume" in sample.metrics}
+    assert again == history.turns.keys() & {sample.index for sample in samples}
+    assert again == {sample.index for sample in samples if "restarted_at_resume" in sample.metrics}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+async def test_a_refused_reply_is_never_kept(tmp_path: Path, format: Format) -> None:
+    """It costs its attempt, of which the journal has the reason and not one id; the run goes on beside it."""
+    lines = Lines(poisoned=3)
+    async with StubServer(lambda ids, params: lines(ids)) as server:
+        async with SGLangPolicy(Endpoint(base_url=server.url), vocab_size=lines.outside) as policy:
+            settings, data = shelves(policy), buffer()
+            description = {"recipe": "test", "config": settings.describe()}
+            writer, ledger = RunWriter(tmp_path, description, format=format), begin(tmp_path, description, data)
+            with ledger.journal:
+                manager = AsyncRolloutManager(settings, data, on_group=writer.on_group, ledger=ledger)
+                await fill(manager, writer, ledger)
+    lost = [entry.fields["failure"] for entry in read_journal(tmp_path / "journal") if entry.kind == "attempt"]
+    assert [failure["kind"] for failure in lost] == ["EndpointRefused"] * 3
+    assert all(f"got id {lines.outside}; expected 0 <= id < {lines.outside}" in failure["message"] for failure in lost)
+    assert lines.outside not in ids_in(tmp_path / "journal")
+    assert verify_run(tmp_path).violations == []
 
 
 # -- a trainer's own checkpoints --------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollouts.dtypes import Prompt, StopReason
+from rollouts.dtypes import LOGPROB_TOLERANCE, Prompt, StopReason
 from rollouts.errors import ConfigError
-from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, parquet
 from rollouts.training.sinks import Format, RunWriter
 from rollouts.training.stored import load_run
 from rollouts.training.verify import Report, check_sample, verify_run
@@ -101,6 +103,8 @@ DAMAGES: dict[str, tuple[int, Callable[[Row, Callable[[int], int]], Any]]] = {
     "another rollout": (5, lambda row, pick: bump(row, "rollout_id")),
     "another prompt": (5, lambda row, pick: row.update(prompt="something else")),
     "another label": (5, lambda row, pick: row.update(label="something else")),
+    "a step reward that is none": (4, lambda row, pick: row.update(step_rewards=[0.5, None])),
+    "a step reward of another kind": (4, lambda row, pick: row.update(step_rewards=["0.5"])),
     "no tokens at all": (4, lambda row, pick: row.pop("tokens")),
     "an id of 33 bits": (1, lambda row, pick: row["tokens"].__setitem__(0, 2**32)),
     "a negative id": (1, lambda row, pick: row["tokens"].__setitem__(pick(len(row["tokens"])), -1)),
@@ -148,6 +152,36 @@ def test_the_line_says_where_what_and_what_instead(run: Path) -> None:
     where = f"{run / FIRST}, line 6 (group "
     assert str(violation).startswith(f"law 2 (mask) broken: {where}")
     assert f"rollout_log_probs, position {damage.at}: got 0.25; expected a finite number <= 0" in str(violation)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+async def test_a_step_reward_is_a_finite_number(tmp_path: Path, format: Format, reward: float) -> None:
+    """One that is not stands as null in JSON and as it is in Parquet; both are found, by position."""
+    await store_run(tmp_path, format=format)
+    file = tmp_path / FIRST
+    if format == "jsonl":
+        edit_line(file, 4, lambda row: row.update(step_rewards=[0.5, reward]))
+    else:
+        file = file.with_suffix(".parquet")
+        rows = list(parquet.read(file))
+        rows[4]["step_rewards"] = [0.5, reward]
+        file.write_bytes(parquet.encode(rows))
+    (violation,) = verify_run(tmp_path).violations
+    assert violation.law == 4
+    assert re.search(
+        rf"{file}, line 5 \(.*\), step_rewards, position 1: got (None|nan|inf); expected a finite number",
+        str(violation),
+    )
+
+
+def test_a_logprob_may_be_above_0_by_what_a_reply_may(sound: Path) -> None:
+    """The tolerance for rounding is the one that replies are read with."""
+    sample = load_run(sound)[0]
+    position = sample.loss_mask.index(1)
+    for logprob, broken in ((LOGPROB_TOLERANCE, 0), (1.01 * LOGPROB_TOLERANCE, 1)):
+        sample.rollout_log_probs[position] = logprob
+        assert len(check_sample(sample)) == broken
 
 
 @pytest.mark.parametrize("name", ["dropped.jsonl", "failed.jsonl", "unbatched.jsonl"])

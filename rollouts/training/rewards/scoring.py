@@ -6,10 +6,10 @@ reward is never turned into a number. A sync function runs in a worker thread, s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollouts.dtypes import finite
 from rollouts.errors import RewardFailure, call_foreign, function_name, shortened
 from rollouts.training.types import RewardFn, Sample
 
@@ -57,10 +57,7 @@ async def rewards_of(samples: Sequence[Sample], reward_fn: Callable[..., Any], *
 
 
 def _finite(value: Any, source: str) -> float:
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
-        number = math.nan
-    if not math.isfinite(number):
+    number = finite(value)
+    if number is None:
         raise RewardFailure(f"reward from {source}: got {shortened(value)}; expected a finite number")
     return number
