@@ -118,7 +118,7 @@ def compare_evaluations(before: Path, after: Path, ks: Sequence[int], console: C
     first, second = load_evaluation(before), load_evaluation(after)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", str(before), str(after), "difference", "95 %", "tasks", "better", "worse"):
-        table.add_column(name, justify="right")
+        table.add_column(Text(visible(name)), justify="right")
     shared = {score.key for score in first} & {score.key for score in second}
     ours, theirs = ([score for score in scores if score.key in shared] for scores in (first, second))
     for k in ks:
@@ -246,5 +246,5 @@ def _summary(scores: Sequence[TaskScore], exam: Exam) -> Text:
     for k in exam.ks:
         text.append(f"pass@{k} {estimate_pass_at_k(scores, k)}\n", "bold")
     text.append(f"reward {estimate_mean(scores)}\n")
-    text.append(f"files: {exam.out}")
+    text.append(visible(f"files: {exam.out}"))
     return text
