@@ -26,6 +26,7 @@ from rich.text import Text
 from rollouts.errors import ConfigError
 from rollouts.launching import Aim, aimed
 from rollouts.recipe import Recipe, preflight
+from rollouts.running import observe
 from rollouts.training.evaluation import (
     TaskScore,
     compare,
@@ -84,7 +85,7 @@ async def evaluate(aim: Aim, exam: Exam, console: Console) -> list[TaskScore]:
         done = Counter({score.key: score.rollouts for score in task_scores(_stored(exam.out))})
         writer = _Writer(exam.out / "rollouts.jsonl", done.total(), exam.rollouts * len(prompts))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(writer.watch, console)
+            tasks.start_soon(observe, writer.watch, console)
             await run_evaluation(recipe.config, prompts, exam.rollouts, done=done, on_group=writer.add)
             tasks.cancel_scope.cancel()
     wanted = {task_key(prompt.prompt, prompt.label) for prompt in prompts}
