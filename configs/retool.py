@@ -4,10 +4,12 @@
         --data dapo-math-17k.jsonl --out runs/retool
 """
 
+import functools
 from typing import Literal
 
 from environments.retool import RetoolEnvironment, load_maths
 from rollouts.dtypes import Endpoint, History
+from rollouts.environments.python_tool import REQUIRED
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.training.rewards import boxed_math
 
@@ -24,14 +26,15 @@ def recipe(
     max_turns: int = 8,
     keep: Literal["spread", "all"] = "spread",
     history: History = "append",
+    require: tuple[str, ...] = REQUIRED,
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Problems from a file or ``hub:OWNER/DATASET/PATH``."""
+    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names what the sandbox must enforce."""
     return agent_recipe(
         "retool",
         endpoint,
-        RetoolEnvironment,
+        functools.partial(RetoolEnvironment, require=require),
         load_maths(data, limit=limit),
         reward_fn=boxed_math,
         batch_size=batch_size,

@@ -66,15 +66,16 @@ async def check(subject: Subject, console: Console) -> bool:
     tools, history = (_TOOLS, "append") if subject.recipe is None else await _of_recipe(subject, model)
     renderer = await anyio.to_thread.run_sync(_renderer, subject, model)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
-    console.print(Text(f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history}", "bold"))
+    about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history}"
+    console.print(Text(visible(about), "bold"))
     console.print(steps_table(test))
     for note in test.notes:
-        console.print(Text(f"note: {note}", "yellow"))
+        console.print(Text(visible(f"note: {note}"), "yellow"))
     good = test.verdict == "exact"
     try:
         pieces = await anyio.to_thread.run_sync(conversation, renderer, tools)
     except ConfigError as error:
-        console.print(Text(f"no example: {error}", "red"))
+        console.print(Text(visible(f"no example: {error}"), "red"))
         return False
     console.print(example_table(pieces, renderer))
     if subject.endpoint is not None:

@@ -35,7 +35,7 @@ async def watch(manager: AsyncRolloutManager, *, batches: int, console: Console)
     if not console.is_terminal:
         while True:
             await anyio.sleep(_LINE_SECONDS)
-            console.print(plain_line(manager, batches=batches), markup=False, highlight=False, soft_wrap=True)
+            console.print(Text(plain_line(manager, batches=batches)), soft_wrap=True)
     with Live(panel(manager, batches=batches), console=console, auto_refresh=False, transient=True) as live:
         while True:
             await anyio.sleep(_REDRAW_SECONDS)
@@ -68,7 +68,8 @@ def panel(manager: AsyncRolloutManager, *, batches: int) -> Panel:
     body.add_row(bar)
     body.add_row(groups)
     body.add_row(rates)
-    body.add_row(Text(f"waiting for {waits[0]}" if waits else "waiting for nothing", "dim", no_wrap=True))
+    waiting = visible(f"waiting for {waits[0]}" if waits else "waiting for nothing")
+    body.add_row(Text(waiting, "dim", no_wrap=True))
     return Panel(body, title="rollouts", subtitle=f"{time.monotonic() - numbers.started:.0f} s", expand=True)
 
 
@@ -86,7 +87,7 @@ def plain_line(manager: AsyncRolloutManager, *, batches: int) -> str:
             f"{counts.failed} failed",
             f"{numbers.tokens_per_second:.0f} tokens/s",
             f"mean reward {_number(numbers.mean_reward)}",
-            f"oldest: {waits[0]}" if waits else "waiting for nothing",
+            visible(f"oldest: {waits[0]}" if waits else "waiting for nothing"),
         ]
     )
 
@@ -105,7 +106,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
             f"{batch.get('sampled_tokens/mean', 0):.0f} of them trained, {batch.get('turns/mean', 0):.1f} turns, "
             f"{batch.get('seconds', 0):.1f} s\n"
         )
-        text.append(_faulty_calls(batch), "yellow")
+        text.append(visible(_faulty_calls(batch)), "yellow")
     rate = numbers.sampled_tokens / max(result.seconds, 1e-9)
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate:.0f} tokens/s, ")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")
@@ -113,9 +114,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"not kept: {count} × {visible(reason)}\n")
     if result.unbatched:
         text.append(f"accepted but in no batch: {result.unbatched} of those returned, in ")
-        text.append(f"{writer.path / 'unbatched.jsonl'}\n")
-    text.append(f"files: {writer.path}\n")
-    text.append(f"next:  rollouts show {writer.path}\n       rollouts verify {writer.path}")
+        text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
+    text.append(visible(f"files: {writer.path}\n"))
+    text.append(visible(f"next:  rollouts show {writer.path}\n       rollouts verify {writer.path}"))
     return text
 
 
@@ -143,9 +144,9 @@ def groups_table(groups: Sequence[Sequence[Row]]) -> Table:
         lengths = [len(sample) for sample in samples]
         trained = [int(sample.mask_column.sum()) for sample in samples]
         table.add_row(
-            str(samples[0].group_index),
+            Text(visible(str(samples[0].group_index))),
             _outcome(rows[0]),
-            visible(_prompt_text(samples[0].prompt)),
+            Text(visible(_prompt_text(samples[0].prompt))),
             " ".join(f"{reward:g}" for reward in rewards),
             f"{statistics.pstdev(rewards):.2f}" if rewards else "",
             f"{min(lengths)}-{max(lengths)}",
@@ -165,13 +166,13 @@ def samples_table(rows: Sequence[Row]) -> Table:
         mean = f"{logprobs[mask].mean():.3f}" if logprobs is not None and mask.any() else ""
         status = f"{sample.status.value} {sample.stop_reason.value if sample.stop_reason else ''}"
         counts = (len(sample.calls), len(sample), int(mask.sum()))
-        table.add_row(str(sample.index), _number(sample.reward), status, *map(str, counts), mean)
+        table.add_row(Text(visible(str(sample.index))), _number(sample.reward), status, *map(str, counts), mean)
     return table
 
 
 def _outcome(row: Row) -> Text:
     if row.place == "kept":
-        return Text(f"batch {row.data.get('batch')}", "green")
+        return Text(visible(f"batch {row.data.get('batch')}"), "green")
     return Text(row.place, {"dropped": "yellow", "failed": "red"}.get(row.place, "cyan"))
 
 

@@ -98,7 +98,8 @@ async def check_environment(candidate: Candidate, console: Console) -> bool:
     findings = await examine(candidate)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
-        table.add_row(finding.about, Text(finding.verdict, _STYLES[finding.verdict]), Text(visible(finding.text)))
+        about = Text(visible(finding.about))
+        table.add_row(about, Text(finding.verdict, _STYLES[finding.verdict]), Text(visible(finding.text)))
     console.print(table)
     bad = sum(finding.verdict == "bad" for finding in findings)
     console.print(Text(f"{bad} bad" if bad else "all good", "bold red" if bad else "green"))

@@ -26,6 +26,7 @@ from rich.text import Text
 from rollouts.errors import ConfigError
 from rollouts.launching import Aim, aimed
 from rollouts.recipe import Recipe, preflight
+from rollouts.running import observe
 from rollouts.training.evaluation import (
     TaskScore,
     compare,
@@ -84,7 +85,7 @@ async def evaluate(aim: Aim, exam: Exam, console: Console) -> list[TaskScore]:
         done = Counter({score.key: score.rollouts for score in task_scores(_stored(exam.out))})
         writer = _Writer(exam.out / "rollouts.jsonl", done.total(), exam.rollouts * len(prompts))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(writer.watch, console)
+            tasks.start_soon(observe, writer.watch, console)
             await run_evaluation(recipe.config, prompts, exam.rollouts, done=done, on_group=writer.add)
             tasks.cancel_scope.cancel()
     wanted = {task_key(prompt.prompt, prompt.label) for prompt in prompts}
@@ -118,7 +119,7 @@ def compare_evaluations(before: Path, after: Path, ks: Sequence[int], console: C
     first, second = load_evaluation(before), load_evaluation(after)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", str(before), str(after), "difference", "95 %", "tasks", "better", "worse"):
-        table.add_column(name, justify="right")
+        table.add_column(Text(visible(name)), justify="right")
     shared = {score.key for score in first} & {score.key for score in second}
     ours, theirs = ([score for score in scores if score.key in shared] for scores in (first, second))
     for k in ks:
@@ -246,5 +247,5 @@ def _summary(scores: Sequence[TaskScore], exam: Exam) -> Text:
     for k in exam.ks:
         text.append(f"pass@{k} {estimate_pass_at_k(scores, k)}\n", "bold")
     text.append(f"reward {estimate_mean(scores)}\n")
-    text.append(f"files: {exam.out}")
+    text.append(visible(f"files: {exam.out}"))
     return text

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 from rich.console import Console
+from rich.text import Text
 
 from rollouts.display import groups_table, samples_table
 from rollouts.dtypes import Prompt
@@ -25,7 +26,7 @@ from rollouts.training.rewards import score
 from rollouts.training.run_folder import Row, Which, read_info, read_rows
 from rollouts.training.types import Sample
 from rollouts.trajectory import Trajectory
-from rollouts.transcript import heading, pieces_of, pieces_table, transcript
+from rollouts.transcript import heading, pieces_of, pieces_table, transcript, visible
 
 __all__ = ["play_one", "show_run"]
 
@@ -70,17 +71,20 @@ def show_run(
     shown = list(itertools.islice(groups, limit))
     if group is not None:
         console.print(samples_table(shown[0]))
-        console.print(f"next: rollouts show {path} --group {group} --sample 0", style="dim", soft_wrap=True)
+        _say_next(path, group, console)
         return
     if not shown:
-        console.print(f"{path} holds no groups of outcome {outcome}", soft_wrap=True)
+        console.print(Text(visible(f"{path} holds no groups of outcome {outcome}")), soft_wrap=True)
         return
     console.print(groups_table(shown))
     more = sum(1 for _ in groups)
     if more:
         console.print(f"... and {more} more: --limit", style="dim")
-    first = shown[0][0].data.get("group_index")
-    console.print(f"next: rollouts show {path} --group {first} --sample 0", style="dim", soft_wrap=True)
+    _say_next(path, shown[0][0].data.get("group_index"), console)
+
+
+def _say_next(path: Path, group: Any, console: Console) -> None:
+    console.print(Text(visible(f"next: rollouts show {path} --group {group} --sample 0"), "dim"), soft_wrap=True)
 
 
 def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Sample:
@@ -101,7 +105,7 @@ def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
             raise ConfigError.of("tokenizer", tokenizer, "a name or a folder: --tokenizer gives one")
         return Codec(load_tokenizer(tokenizer, local_files_only=True)).decode  # a look must not wait for the network
     except ConfigError as error:
-        console.print(f"messages instead of tokens: {error}", style="yellow", markup=False, soft_wrap=True)
+        console.print(Text(visible(f"messages instead of tokens: {error}"), "yellow"), soft_wrap=True)
         return None
 
 
@@ -119,7 +123,7 @@ async def play_one(aim: Aim, text: str | None, console: Console) -> None:
             try:
                 await score(sample, recipe.config.reward_fn, seconds=recipe.config.reward_seconds)
             except RewardFailure as error:
-                console.print(f"no reward: {error}", style="yellow", markup=False, soft_wrap=True)
+                console.print(Text(visible(f"no reward: {error}"), "yellow"), soft_wrap=True)
         console.print(heading(sample), soft_wrap=True)
 
 

@@ -31,7 +31,7 @@ from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, RecipeFunction, build, load_recipe, preflight, read_options
 from rollouts.renderer import renderer_for
-from rollouts.running import RunResult, Stop, Watch, run
+from rollouts.running import RunResult, Stop, Watch, observe, run
 from rollouts.serving import EngineProcess, engine_process
 from rollouts.training.config import RolloutConfig
 from rollouts.training.journal import Journal
@@ -103,11 +103,6 @@ async def _told(telling: Telling, recipe: Recipe) -> AsyncIterator[tuple[Rollout
         yield recipe.config, observe
 
 
-async def _while_it_can(watch: Watch, manager: AsyncRolloutManager) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal ends one observer, not the other
-        await watch(manager)
-
-
 async def _watch_pauses(manager: AsyncRolloutManager) -> None:
     await watch_pauses(shared_policies)
 
@@ -116,7 +111,7 @@ def _both(one: Watch, other: Watch) -> Watch:
     async def watch_both(manager: AsyncRolloutManager) -> None:
         async with anyio.create_task_group() as tasks:
             for single in (one, other):
-                tasks.start_soon(_while_it_can, single, manager)
+                tasks.start_soon(observe, single, manager)
 
     return watch_both
 

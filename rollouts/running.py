@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
@@ -17,7 +19,7 @@ import anyio.to_thread
 import attrs
 
 from rollouts.collecting import calm_collector
-from rollouts.errors import RolloutsError
+from rollouts.errors import RolloutsError, function_name, shortened
 from rollouts.recipe import Recipe
 from rollouts.training.ledger import Ledger
 from rollouts.training.manager import AsyncRolloutManager
@@ -25,7 +27,7 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.sinks import RunStatus, RunWriter
 
-__all__ = ["RunResult", "Stop", "Watch", "run"]
+__all__ = ["RunResult", "Stop", "Watch", "observe", "run"]
 
 
 class Stop:
@@ -67,6 +69,18 @@ Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
 """An observer that runs beside the work and is cancelled at its end."""
 
 
+async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+    """Await an observer: what it raises is reported on standard error and ends the observer, never the work."""
+    try:
+        await watch(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - rich raises SystemExit where its pipe is closed
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run goes on"
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed, too
+            print(text, file=sys.stderr, flush=True)
+
+
 async def run(
     recipe: Recipe,
     writer: RunWriter,
@@ -82,7 +96,7 @@ async def run(
         recipe: what to do.
         writer: where batches and groups go.
         stop: asks for an early end.
-        watch: an observer.
+        watch: an observer; what it raises costs the run nothing, see :func:`observe`.
         ledger: where everything is journaled before it counts; without one the run cannot be resumed.
         state: where an earlier process left off, with the recipe's buffer set accordingly.
 
@@ -113,7 +127,7 @@ async def _run(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
             if watch is not None:
-                tasks.start_soon(_observe, watch, manager)
+                tasks.start_soon(observe, watch, manager)
             try:
                 async with manager:
                     for _ in range(manager.batches, recipe.batches):
@@ -152,11 +166,6 @@ async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, ledger: Le
             )
         except OSError as error:
             raise RolloutsError(f"batch {writer.batches} cannot be written to {writer.path}: {error}") from error
-
-
-async def _observe(watch: Watch, manager: AsyncRolloutManager) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal ends the observing, not the run
-        await watch(manager)
 
 
 async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:

@@ -1,14 +1,15 @@
 """A sample to look at: what the model was shown, what it sampled (coloured, token by token), and the numbers beside it.
 
 Invariant: the text shown is decoded from the stored tokens, never from the messages, wherever the tokenizer is at hand;
-a model's control characters do not reach the terminal. Trained tokens are green where they were likely, yellow where
-not, red where the model surprised itself.
+control characters of a model, a server or a file do not reach the terminal, and none of their words is markup. Trained
+tokens are green where they were likely, yellow where not, red where the model surprised itself.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from rollouts.trajectory import Call
 __all__ = ["Piece", "heading", "pieces_of", "pieces_table", "transcript", "visible"]
 
 Decode = Callable[[Any], str]
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _LONGEST_CHARACTER = 8
 """Tokens that one character may be spelled in, at most."""
@@ -106,14 +109,23 @@ def heading(sample: Sample) -> Text:
 
 
 def visible(text: str) -> str:
-    """Text with its control characters made visible, line ends and tabs apart."""
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "␡" if c == "\x7f" else c for c in text)
+    """Text with its control characters made visible, line ends and tabs apart: as it may go to a terminal.
+
+    Controls of ASCII become their pictures. Those above it (U+009B begins an escape sequence), characters that change
+    the direction or the end of a line, and lone surrogates (which cannot be printed) become their numbers.
+    """
+    return _CONTROL.sub(_shown, text)
+
+
+def _shown(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<U+{code:04X}>"
 
 
 def _failure(sample: Sample) -> Text:
     if sample.failure is None:
         return Text("")
-    return Text(f"{sample.failure.kind} at {sample.failure.place}: {visible(sample.failure.message)}", "red")
+    return Text(visible(f"{sample.failure.kind} at {sample.failure.place}: {sample.failure.message}"), "red")
 
 
 def _messages(sample: Sample) -> Table:
@@ -123,7 +135,7 @@ def _messages(sample: Sample) -> Table:
         for call in message.get("tool_calls") or ():
             text += f"\n→ {call.get('function', call)}"
         trained = message.get("role") == "assistant"
-        role = Text(str(message.get("role")), "bold green" if trained else "dim")
+        role = Text(visible(str(message.get("role"))), "bold green" if trained else "dim")
         table.add_row(role, Text(visible(text.strip()), "green" if trained else "dim"))
     return table
 
@@ -135,7 +147,7 @@ def _call_numbers(call: Call, logprobs: npt.NDArray[np.float32], versions: Seque
         lines.append(f"logprob {statistics.fmean(logprobs.tolist()):.3f}, min {logprobs.min():.2f}")
     lines.append(f"cached {call.cached_tokens}/{call.start}, {call.seconds:.2f} s")
     lines.append(f"version {', '.join(names)}")
-    return Text("\n".join(lines), "cyan")
+    return Text(visible("\n".join(lines)), "cyan")
 
 
 def _coloured(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], decode: Decode) -> Text:

@@ -1,7 +1,8 @@
 """Who waits for what, since when, in which file and line.
 
-Invariant: it only looks, and it can look while the event loop is stuck: it needs nothing but the interpreter. This
-module knows what :func:`rollouts.errors.waits` lists, and nothing of what is done there.
+Invariant: it only looks, and it can look while the event loop is stuck: it needs nothing but the interpreter. What goes
+wrong with a report on a signal is raised nowhere. This module knows what :func:`rollouts.errors.waits` lists, and
+nothing of what is done there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rollouts.clocks import standstills
-from rollouts.errors import Wait, abandoned, waits
+from rollouts.errors import Wait, abandoned, shortened, waits
 from rollouts.leash import Leash, left_behind
 
 __all__ = ["report", "reporting_on_signal", "standing", "where"]
@@ -39,7 +40,7 @@ def where(wait: Wait) -> str:
         frames = list(_outwards(frame))[::-1]
     elif wait.task is not None:
         frames = list(_inwards(wait.task.get_coro()))
-        if not any(frame.f_back is None for frame in frames[-1:]):  # it runs at this moment: the loop is inside it
+        if frames and frames[-1].f_back is not None:  # it runs at this moment: the loop is inside it
             frames = list(_outwards(frames[-1]))[::-1]
     return _told(frames)
 
@@ -75,7 +76,12 @@ def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextI
         return
 
     def tell(_: int, frame: types.FrameType | None) -> None:
-        print(report(frame), file=file or sys.stderr, flush=True)
+        try:
+            text = report(frame)
+        except Exception as error:  # noqa: BLE001 - it would be raised in whatever line the main thread is at
+            text = f"rollouts: no report: it raised {shortened(error)}"
+        with contextlib.suppress(Exception, SystemExit):  # closed, or in the midst of another line
+            print(text, file=file or sys.stderr, flush=True)
 
     before = signal.signal(number, tell)
     try:

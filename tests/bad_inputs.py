@@ -307,7 +307,7 @@ ROWS = [
     Row(CONFIG, "no turns", "Limits.max_turns: got 0; expected an integer >= 1", lambda folder: Limits(max_turns=0)),
     Row(CONFIG, "a key beside a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
     Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
-    Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'disk'; expected something that is enforced here: no namespaces here (unshare: …); each file is limited", lambda folder: containment_of(["landlock", "seccomp"], "unshare: Operation not permitted", "linux").check("all")),
+    Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'network'; this machine does not enforce network (no namespaces here (unshare: Operation not permitted) and no system call filter); expected one that does, or pass require=[] to run without", lambda folder: containment_of(["landlock"], "unshare: Operation not permitted", "linux").check("network")),
     Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a JSONL file that exists", lambda folder: load_prompts(folder / "none.jsonl")),
     Row(DATA, "an empty file", "data: got 'DIR/data.jsonl'; expected at least one row", data("\n\n")),
     Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),

@@ -63,6 +63,7 @@ async def store_run(
     format: Format = "jsonl",
     fails: Callable[[Prompt], bool] = lambda prompt: prompt.group_index == 3,
     journaled: bool = False,
+    prompt: str = "question {}",
     **options: Any,
 ) -> AsyncRolloutManager:
     """Write a finished run of 2 batches of 3 groups of 4; group 3 fails, groups without spread are dropped."""
@@ -75,7 +76,7 @@ async def store_run(
 
     sizes = {"batch_size": 3, "n_samples_per_prompt": 4, "over_sampling_factor": 2.0, **options}
     config = RolloutConfig(generate_fn=generate, **{"filter_fn": spread, **sizes})
-    rows = [{"prompt": f"question {number}", "label": number, "metadata": {"n": [number]}} for number in range(20)]
+    rows = [{"prompt": prompt.format(number), "label": number, "metadata": {"n": [number]}} for number in range(20)]
     description, data = {"config": config.describe()}, DataBuffer(rows)
     writer = RunWriter(path, description, format=format)
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,9 @@ import pytest
 
 from rollouts import __version__
 from rollouts.cli import main
+from rollouts.cli.words import tell
 from rollouts.engine import DEMO_MODEL
+from rollouts.errors import EndpointRefused
 from rollouts.training.run_folder import read_info
 from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
@@ -216,6 +218,21 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--debug", "verify", "none"], ["verify", "none", "--debug"]):
         assert main(arguments) == 2
         assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_words_of_a_server_do_not_steer_the_terminal(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences, C1 controls and bidirectional overrides of an error are shown, in its traceback too."""
+    try:
+        raise ValueError("cause \x1b]0;title\x07 \x9b31m")
+    except ValueError as cause:
+        error = EndpointRefused("refused \x1b[2J \x9b31m \u202e")
+        error.__cause__ = cause
+    tell(error, debug=debug)
+    said = capsys.readouterr().err
+    assert said.endswith("rollouts: error: refused ␛[2J <U+009B>31m <U+202E>\n")
+    assert ("cause ␛]0;title␇ <U+009B>31m" in said) is debug
+    assert not set("\x1b\x07\x9b\u202e") & set(said)
 
 
 def test_a_recorded_run_is_replayed_without_its_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

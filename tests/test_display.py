@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.display import groups_table, panel, plain_line, samples_table, summary, watch
+from rollouts.errors import EnvironmentFailure, at, boundary
 from rollouts.running import run
 from rollouts.training import AsyncRolloutManager
 from rollouts.training.run_folder import read_rows
@@ -102,3 +103,24 @@ async def test_tables_list_groups_and_samples(manager: AsyncRolloutManager, tmp_
     assert f"question {rows[0].data['group_index']}" in text
     assert "batch 0" in text
     assert len(shown(samples_table(rows[:4])).strip().splitlines()) == 5
+
+
+HOSTILE = "[/INST] [x] :smile: \x1b[2J\x9b\u202e"
+SHOWN = "[/INST] [x] :smile: ␛[2J<U+009B><U+202E>"
+
+
+async def test_a_prompt_is_text_and_not_markup(manager: AsyncRolloutManager, tmp_path: Path) -> None:
+    """Tags of Mistral's and Llama's templates are shown; nothing of a stored row steers the terminal."""
+    (row, *_) = read_rows(tmp_path / "run", "all")
+    for prompt in (HOSTILE, [{"role": "user", "content": HOSTILE}]):
+        hostile = attrs.evolve(row, data={**row.data, "prompt": prompt, "batch": HOSTILE})
+        text = shown(groups_table([[hostile]]), width=200)
+        assert text.count(SHOWN) == 2
+        assert not set("\x1b\x9b\u202e") & set(text)
+
+
+async def test_what_is_waited_for_is_text(manager: AsyncRolloutManager) -> None:
+    """The name of a place is shown as it is, in the panel and in the line."""
+    with at(HOSTILE), boundary(EnvironmentFailure, "World.step"):
+        assert SHOWN in shown(panel(manager, batches=2), width=200)
+        assert SHOWN in plain_line(manager, batches=2)

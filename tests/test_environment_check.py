@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rollouts.cli import main
-from rollouts.environment_check import Candidate, Finding, examine
+from rollouts.environment_check import Candidate, Finding, check_environment, examine
 from rollouts.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -171,6 +173,18 @@ def test_the_command_says_it_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert "KeyError" in capsys.readouterr().out
     assert main(["check-env", str(tmp_path / "none.py")]) == 2
     assert "a Python file" in capsys.readouterr().err
+
+
+async def test_the_name_of_a_tool_is_text(tmp_path: Path) -> None:
+    """Not markup: a server of tools may name one as it likes."""
+    path = tmp_path / "world.py"
+    path.write_text(
+        HEAD + "    tools = (Tool('[/b] :smile:\\x1b[2J', 'Add.', {'type': 'object', 'properties': {}}),)\n"
+    )
+    console = Console(file=io.StringIO(), width=300)
+    await check_environment(Candidate(path=path, stall_seconds=PATIENT, step_seconds=20), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "tool [/b] :smile:␛[2J" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("name", ["calculator", "countdown", "guess", "mixed"])

@@ -72,6 +72,16 @@ def test_two_evaluations_are_compared_on_what_they_share(tmp_path: Path) -> None
     assert row[-3:] == ["2", "1", "1"]
 
 
+def test_names_of_folders_and_tasks_are_text(tmp_path: Path) -> None:
+    """Not markup, and no colour of an emoji: the heads of the columns are what was typed."""
+    before, after = (store(tmp_path / name, {"[/INST] a": [0, 1]}) for name in ("[x]", ":smile:"))
+    console = Console(width=400, record=True)
+    compare_evaluations(before, after, (1,), console)
+    text = console.export_text()
+    assert f"{before}" in text
+    assert f"{after}" in text
+
+
 def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
     """With what is expected there."""
     with pytest.raises(ConfigError, match=r"it holds eval\.json"):

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from rollouts.cli import main
 from rollouts.dtypes import Endpoint
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError
@@ -29,7 +30,7 @@ from rollouts.training.run_folder import read_info
 from rollouts.training.sinks import RunWriter
 from rollouts.training.stored import load_run
 from rollouts.training.verify import verify_run
-from tests.stored_runs import some_sample, spread
+from tests.stored_runs import some_sample, spread, store_run
 
 STATES = ("goes on", "killed", "finished")
 FIRST = set(range(8))
@@ -127,3 +128,21 @@ def test_a_run_is_shown_and_exported_in_every_state(seen: dict[str, Seen], state
     assert (seen[state].groups == FIRST) == (state != "finished")
     assert "batch 0" in seen[state].shown
     assert ("unbatched" in seen[state].shown) or state == "finished"
+
+
+async def test_a_run_of_prompts_with_tags_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts and folders with ``[/INST]``, ``[x]`` and ``:smile:`` are text for every form of the command."""
+    path = tmp_path / "[x] [INST]:smile:"
+    await store_run(path, prompt="[/INST] [x] :smile: {}")
+    for options in (
+        [],
+        ["--group", "0"],
+        ["--group", "0", "--sample", "0"],
+        ["--outcome", "unbatched"],
+        ["--limit", "1"],
+    ):
+        assert await anyio.to_thread.run_sync(main, ["show", str(path), *options]) == 0
+    out = capsys.readouterr().out
+    assert "[/INST] [x] :smile: 0" in out
+    assert f"next: rollouts show {path} --group 0 --sample 0" in out
+    assert "messages instead of tokens: " in out

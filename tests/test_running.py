@@ -165,13 +165,53 @@ async def test_a_cancelled_run_is_written(tmp_path: Path) -> None:
     assert read_info(tmp_path / "run")["status"] == "stopped"
 
 
-async def test_a_closed_terminal_does_not_end_a_run(tmp_path: Path) -> None:
-    """An observer whose output is gone is let go; the run goes on."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        IndexError("list index \x1b[2J"),
+        BrokenPipeError(),
+        ExceptionGroup("both", [ValueError("one")]),
+        SystemExit(1),  # what rich raises where its pipe is closed
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_observer_does_not_end_a_run(
+    error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it raises ends the observing, is said once on standard error with its place, and the run goes on."""
 
     async def watch(manager: AsyncRolloutManager) -> None:
-        raise BrokenPipeError
+        while not manager.accounting.in_flight:
+            await anyio.lowlevel.checkpoint()
+        raise error
 
     assert (await stored(a_recipe(), tmp_path / "run", watch=watch)).status == "finished"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rollouts: watch is off, it raised {error!r} at {__file__}:")
+    assert line.endswith(" in watch; the run goes on")
+    assert "\x1b" not in line
+
+
+async def test_an_observer_with_a_closed_standard_error_does_not_end_a_run(tmp_path: Path) -> None:
+    """Where its failure cannot be said either, the run goes on."""
+    script = f"""
+import anyio, os, sys
+from pathlib import Path
+from rollouts.running import run
+from rollouts.training.sinks import RunWriter
+from tests.test_running import a_recipe
+
+async def watch(manager):
+    raise IndexError
+
+recipe = a_recipe()
+sys.stderr = open(os.devnull, "w")
+sys.stderr.close()
+result = anyio.run(lambda: run(recipe, RunWriter(Path({str(tmp_path / "run")!r}), recipe.describe()), watch=watch))
+print(result.status)
+"""
+    done = await anyio.run_process([sys.executable, "-c", script], cwd=Path(__file__).parents[1], check=False)
+    assert done.stdout == b"finished\n"
 
 
 @pytest.mark.parametrize("batches", [1, 3])

@@ -44,8 +44,8 @@ def played(renderer: Renderer, reply: list[int], logprobs: list[float]) -> Sampl
     return sample
 
 
-def shown(what: Any, **options: Any) -> str:
-    console = Console(file=io.StringIO(), width=120, **options)
+def shown(what: Any, width: int = 120, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, **options)
     console.print(what)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -105,6 +105,49 @@ def test_pieces_cover_a_sequence_without_a_gap(renderer: Renderer) -> None:
 def test_control_characters_do_not_reach_the_terminal() -> None:
     """A model cannot move the cursor; line ends and tabs stay."""
     assert visible("a\x1b[2Jb\n\tc\x7f") == "a␛[2Jb\n\tc␡"
+
+
+@pytest.mark.parametrize(
+    "character",
+    ["\x80", "\x85", "\x9b", "\x9f", "\u061c", "\u200e", "\u200f", "\u2028", "\u2029", "\ud800", "\udfff"]
+    + [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))],
+    ids=lambda character: f"{ord(character):04X}",
+)
+def test_what_steers_a_terminal_or_the_order_of_a_line_is_shown_by_its_number(character: str) -> None:
+    """C1 controls (U+009B begins an escape sequence), bidirectional controls, line separators, lone surrogates."""
+    assert visible(f"a{character}b") == f"a<U+{ord(character):04X}>b"
+
+
+def test_letters_of_every_script_stay_as_they_are() -> None:
+    """Joiners that emoji, Persian and Hindi are written with, too."""
+    text = "naïve\u00a0größer שלום می‌خواهم 👩‍💻 क्‍ष 日本 �"
+    assert visible(text) == text
+
+
+HOSTILE = "[/b] [x] :smile: \x1b[2J \x9b31m \u202e"
+SHOWN = "[/b] [x] :smile: ␛[2J <U+009B>31m <U+202E>"
+
+
+def test_nothing_foreign_in_a_transcript_is_markup_or_steers_the_terminal() -> None:
+    """Role, content and call of a message; label; kind, place and words of a failure; finish reason and version."""
+    failure = Failure(HOSTILE, f"words {HOSTILE}", f"place {HOSTILE}", "")
+    call = {"function": {"name": HOSTILE}}
+    messages = [
+        {"role": f"role {HOSTILE}", "content": f"content {HOSTILE}"},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    sample = Sample(prompt="q", label=f"label {HOSTILE}", messages=messages, failure=failure)
+    text = shown(transcript(sample, None), width=400)
+    for word in ("role", "content", "label", "place", "words"):
+        assert f"{word} {SHOWN}" in text
+    assert "'name': '[/b] [x] :smile: " in text
+    reply = Call("r", 1, 2, f"reason {HOSTILE}", 0, 0, 0.1)
+    spans = [VersionSpan(f"v {HOSTILE}", 1, 2)]
+    sample = Sample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0, -0.1], calls=[reply], versions=spans)
+    text += shown(transcript(sample, lambda tokens: f"{HOSTILE} "))
+    assert "reason [/b] [x]" in text
+    assert "version v [/b] [x]" in text
+    assert not set("\x1b\x9b\u202e") & set(text)
 
 
 def test_a_character_of_several_tokens_is_one_character() -> None:

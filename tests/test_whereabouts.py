@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
 import threading
+from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from rollouts.errors import EnvironmentFailure, RewardFailure, abandoned, at, boundary, call_foreign, waits
+from rollouts.errors import EnvironmentFailure, RewardFailure, Wait, abandoned, at, boundary, call_foreign, waits
 from rollouts.whereabouts import report, reporting_on_signal, where
 
 
@@ -63,6 +65,42 @@ async def test_a_thread_that_hangs_is_told_by_its_line_and_counted_while_it_hang
     with anyio.fail_after(10):
         while abandoned():
             await checkpoint()
+
+
+async def test_a_task_that_has_ended_stands_nowhere() -> None:
+    """Its coroutine has no frame any more, which is no error of whoever looks."""
+
+    async def end() -> None:
+        return None
+
+    task = asyncio.get_running_loop().create_task(end())
+    await task
+    assert where(Wait("group 1", "World.step", 0.0, None, task)) == "a place that is not known"
+
+
+class Unspeakable:
+    """A name that cannot be written."""
+
+    def __format__(self, form: str) -> str:
+        raise LookupError("no words")
+
+
+class Gone(io.StringIO):
+    """A standard error that is closed, or in the midst of a line of ours."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("reentrant call")
+
+
+async def test_a_report_that_cannot_be_made_costs_nothing() -> None:
+    """The signal is answered with why there is none; where that cannot be written either, with nothing."""
+    said = io.StringIO()
+    unspeakable: Any = Unspeakable()
+    for file in (said, Gone()):
+        with reporting_on_signal(signal.SIGUSR1, file), boundary(EnvironmentFailure, unspeakable):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await checkpoint()
+    assert said.getvalue() == "rollouts: no report: it raised LookupError('no words')\n"
 
 
 async def test_the_signal_answers_also_while_the_loop_is_stuck() -> None:

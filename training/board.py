@@ -67,7 +67,7 @@ class Board:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(Text(text), soft_wrap=True)
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         """One step is done."""

@@ -28,6 +28,7 @@ import msgspec
 import torch
 import transformers
 from rich.console import Console
+from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from rollouts.cli.words import options_of
@@ -40,6 +41,7 @@ from rollouts.serving import engine_process
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
 from rollouts.training.evaluation import TaskScore, estimate_mean, estimate_pass_at_k, run_evaluation, task_scores
 from rollouts.training.filters import check_reward_nonzero_std
+from rollouts.transcript import visible
 from training.board import Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 
@@ -150,12 +152,11 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         }
     (lesson.out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     picture = draw_curve(lesson.out / "steps.csv", lesson.out / "curve.png", before=before, after=after)
-    console.print(
+    said = (
         f"held out: {estimate_mean(before)} before, {estimate_mean(after)} after; "
-        f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}",
-        highlight=False,
-        soft_wrap=True,
+        f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}"
     )
+    console.print(Text(visible(said)), soft_wrap=True)
     return result
 
 
@@ -294,7 +295,7 @@ def main() -> int:
         _make_room(lesson)
         anyio.run(learn, lesson, Console())
     except RolloutsError as error:
-        print(f"learn: error: {error}", file=sys.stderr)
+        print(visible(f"learn: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -27,6 +27,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.integrations.trl import RolloutFunc, dataset_rows, env_reward
 from rollouts.recipe import Recipe, build, load_recipe, preflight
+from rollouts.transcript import visible
 
 __all__ = ["Job", "train"]
 
@@ -134,7 +135,7 @@ def main() -> int:
         fields = {name: value for name, value in vars(args).items() if name != "set"}
         train(Job(options=options_of(args), **fields))
     except RolloutsError as error:
-        print(f"trl_grpo: error: {error}", file=sys.stderr)
+        print(visible(f"trl_grpo: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

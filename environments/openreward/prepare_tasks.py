@@ -13,6 +13,7 @@ import anyio
 from environments.openreward.config import load_settings
 from environments.openreward.tasks import prepare_tasks, write_tasks
 from rollouts.errors import RolloutsError
+from rollouts.transcript import visible
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
         fetch = functools.partial(prepare_tasks, settings, max_tasks=args.max_tasks, seed=args.seed)
         rows = anyio.run(fetch)
     except RolloutsError as error:
-        print(f"prepare_tasks: error: {error}", file=sys.stderr)
+        print(visible(f"prepare_tasks: error: {error}"), file=sys.stderr)
         return 2
     write_tasks(rows, args.output)
     print(f"{len(rows)} tasks: {args.output}")

@@ -38,6 +38,7 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.exports import export_rows
 from rollouts.training.sinks import check_free
 from rollouts.training.verify import verify_run
+from rollouts.transcript import visible
 
 __all__ = ["add_runs"]
 
@@ -196,9 +197,9 @@ def _play(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     report = verify_run(args.run)
-    print(report)
+    print(visible(str(report)))
     for violation in report.violations[:_VIOLATIONS_SHOWN]:
-        print(violation, file=sys.stderr)
+        print(visible(str(violation)), file=sys.stderr)
     left = len(report.violations) - _VIOLATIONS_SHOWN
     if left > 0:
         print(f"... and {left} more", file=sys.stderr)

@@ -17,6 +17,7 @@ import anyio
 
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.launching import Aim
+from rollouts.transcript import visible
 
 __all__ = [
     "BAD_INPUT", "BROKEN", "INTERRUPTED", "add_aim", "add_verb", "aim_of", "all_options_of", "in_loop", "numbers",
@@ -29,10 +30,10 @@ Result = TypeVar("Result")
 
 
 def tell(error: RolloutsError, *, debug: bool) -> None:
-    """One line on standard error; with ``debug``, the traceback before it."""
+    """One line on standard error, with no control characters; with ``debug``, the traceback before it."""
     if debug:
-        traceback.print_exception(error)
-    print(f"rollouts: error: {error}", file=sys.stderr)
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    print(visible(f"rollouts: error: {error}"), file=sys.stderr)
 
 
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:

@@ -2,7 +2,8 @@
 
 Invariant: each run is a fresh interpreter in an empty folder, in a process tree of its own that is gone when the call
 returns, also when it is cancelled. What the platform lets us forbid is forbidden; what it does not is in
-:func:`containment`, which says so before the first run.
+:func:`containment`. A machine that does not enforce what ``require`` names runs nothing; by default that is
+:data:`REQUIRED`.
 
 The rooms behind it are in ``sandbox/``. This module knows no prompt and no reward.
 """
@@ -23,11 +24,12 @@ import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.environments.base import ToolEnvironment, tool
-from rollouts.environments.sandbox.containment import Containment, containment_of
+from rollouts.environments.sandbox.containment import REQUIRED, Containment, containment_of
 from rollouts.environments.sandbox.launch import SandboxError, run_program
 from rollouts.errors import ConfigError
 
 __all__ = [
+    "REQUIRED",
     "Containment",
     "Execution",
     "PythonLimits",
@@ -138,6 +140,7 @@ async def run_python(
     stdin: str = "",
     limits: PythonLimits | None = None,
     paths: Sequence[str] = (),
+    require: Collection[str] | Literal["all"] = REQUIRED,
     namespaces: bool = True,
 ) -> Execution:
     """Run a Python program that nobody trusts, and wait for its end.
@@ -148,13 +151,17 @@ async def run_python(
         stdin: what it reads.
         limits: what it may use.
         paths: folders with further packages, which it may read and import.
+        require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` runs it with whatever this
+            machine enforces.
         namespaces: use them if there are any.
 
     Raises:
+        ConfigError: something that is required cannot be enforced on this machine.
         SandboxError: the sandbox could not be set up as :func:`containment` says. The program's own failures are in
             the result.
     """
     known = await anyio.to_thread.run_sync(containment, namespaces)
+    known.check(require)
     settings = _settings(limits or PythonLimits(), known.namespaces)
     source, given = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
@@ -206,7 +213,8 @@ class PythonToolEnvironment(ToolEnvironment):
 
     Args:
         limits: of each call.
-        require: names of :class:`Containment` that must be enforced, or ``"all"``.
+        require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` runs programs with whatever
+            this machine enforces.
         paths: folders with further packages.
 
     Raises:
@@ -219,11 +227,12 @@ class PythonToolEnvironment(ToolEnvironment):
         self,
         *,
         limits: PythonLimits | None = None,
-        require: Collection[str] | Literal["all"] = (),
+        require: Collection[str] | Literal["all"] = REQUIRED,
         paths: Sequence[str] = (),
     ) -> None:
         self.limits = limits or PythonLimits()
         self.paths = tuple(paths)
+        self.require: Collection[str] | Literal["all"] = require
         containment().check(require)
 
     async def snapshot(self) -> None:
@@ -235,7 +244,7 @@ class PythonToolEnvironment(ToolEnvironment):
     @tool
     async def python(self, code: str) -> str:
         """Run a Python program in a fresh interpreter and return what it prints."""
-        done = await run_python(code, limits=self.limits, paths=self.paths)
+        done = await run_python(code, limits=self.limits, paths=self.paths, require=self.require)
         return shown(done, self.limits)
 
 

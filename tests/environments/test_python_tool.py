@@ -7,14 +7,16 @@ sandbox, where it must not; with namespaces, and without, as on a machine that f
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import platform
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -31,7 +33,7 @@ from rollouts.environments.python_tool import (
     containment,
     run_python,
 )
-from rollouts.environments.sandbox.containment import containment_of
+from rollouts.environments.sandbox.containment import REQUIRED, containment_of
 from rollouts.errors import ConfigError
 
 MIB = 1 << 20
@@ -45,6 +47,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 def namespaces(request: pytest.FixtureRequest) -> bool:
     if request.param and not containment().namespaces:
         pytest.skip(f"namespaces are forbidden here: {containment()!r}")
+    if set(REQUIRED) & set(containment(request.param).not_enforced):
+        pytest.skip(f"what is required by default is not enforced here: {containment(request.param)!r}")
     return bool(request.param)
 
 
@@ -546,7 +550,7 @@ Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
 Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
 from rollouts.environments.python_tool import PythonToolEnvironment, run_python
-PythonToolEnvironment(require=["seconds", "network"])
+PythonToolEnvironment()
 print(anyio.run(run_python, "print(1 + 1)").stdout)
 PythonToolEnvironment(require="all")
 """
@@ -555,7 +559,108 @@ PythonToolEnvironment(require="all")
     assert done.stdout.strip() == "2", done
     assert "disk: NOT ENFORCED, no namespaces here (the sandbox could not be set up: OSError: " in done.stderr
     assert "unshare" in done.stderr
-    assert "ConfigError: require: got 'disk'; expected something that is enforced here: no namespaces" in done.stderr
+    assert "ConfigError: require: got 'all'; this machine does not enforce disk (no namespaces here (" in done.stderr
+
+
+UNSHARE, LANDLOCK, PRCTL = {"x86_64": (272, 444, 157), "aarch64": (97, 444, 167)}.get(platform.machine(), (0, 0, 0))
+REFUSALS = {
+    "namespaces": (UNSHARE, None, errno.EPERM),
+    "landlock": (LANDLOCK, None, errno.ENOSYS),
+    "seccomp": (PRCTL, 22, errno.EINVAL),
+}
+"""For each mechanism its system call, the first argument that is refused (``None``: any), and with which error."""
+
+REFUSE = """
+import ctypes, struct
+step = lambda code, value, yes=0, no=0: struct.pack("=HBBI", code, yes, no, value)
+program = step(0x20, 0)
+for call, argument, error in {refused!r}:
+    refuse = step(0x06, 0x50000 | error)
+    if argument is not None:
+        refuse = step(0x20, 16) + step(0x15, argument, no=1) + refuse + step(0x06, 0x7FFF0000)
+    program += step(0x15, call, no=len(refuse) // 8) + refuse
+program += step(0x06, 0x7FFF0000)
+class Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(Program(len(program) // 8, program)), 0, 0) == 0
+"""
+
+
+def where_it_lacks(mechanisms: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process whose kernel refuses these mechanisms, as an old kernel or a container does."""
+    if platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("the numbers of its system calls are not known here")
+    refused = [REFUSALS[name] for name in mechanisms]
+    root = Path(__file__).parents[2]
+    line = [sys.executable, "-c", REFUSE.format(refused=refused) + script]
+    return subprocess.run(line, cwd=root, text=True, capture_output=True, check=False, timeout=120)
+
+
+def test_without_any_mechanism_it_refuses_to_start(tmp_path: Path) -> None:
+    """By default, with the names of what is missing, what the machine lacks, and what to pass to run without."""
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    script = f"""
+import anyio
+from rollouts.environments.python_tool import PythonToolEnvironment, run_python
+from rollouts.errors import ConfigError
+from rollouts.training import Sample
+from rollouts.training.rewards import code_tests
+program = "print(open({str(secret)!r}).read())"
+sample = Sample(messages=[{{"role": "assistant", "content": program}}], metadata={{"test_list": ["assert True"]}})
+for start in (PythonToolEnvironment, lambda: anyio.run(run_python, program), lambda: anyio.run(code_tests, sample)):
+    try:
+        print("started:", start())
+    except ConfigError as error:
+        print("refused:", error)
+"""
+    done = where_it_lacks(list(REFUSALS), script)
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["refused"] * 3, done
+    for line in lines:
+        assert "this machine does not enforce network, signals, survivors (no namespaces here (" in line
+        assert "unshare: Operation not permitted" in line
+        assert "and no system call filter), writing (" in line
+        assert "reading (no namespaces here (" in line
+        assert "and no Landlock)" in line
+        assert line.endswith("pass require=[] to run without")
+
+
+def test_what_is_missing_is_given_up_by_name() -> None:
+    """A kernel without namespaces and Landlock: reading and writing are refused until ``require`` leaves them out."""
+    script = """
+import anyio, functools
+from rollouts.environments.python_tool import PythonToolEnvironment, run_python
+from rollouts.errors import ConfigError
+try:
+    PythonToolEnvironment()
+except ConfigError as error:
+    print(error)
+PythonToolEnvironment(require=["network", "signals", "survivors"])
+print(anyio.run(functools.partial(run_python, "print(1 + 1)", require=())).stdout)
+"""
+    done = where_it_lacks(["namespaces", "landlock"], script)
+    refused, ran = done.stdout.split("\n", 1)
+    assert ran.strip() == "2", done
+    assert "does not enforce writing (" in refused
+    assert "reading (" in refused
+    assert refused.endswith("pass require=['network', 'signals', 'survivors'] to run without")
+
+
+def test_landlock_and_seccomp_are_enough_to_start() -> None:
+    """Where only namespaces are refused, the default starts and runs."""
+    if set(REQUIRED) & set(containment(False).not_enforced):
+        pytest.skip(f"this kernel has not both: {containment(False)!r}")
+    script = """
+import anyio
+from rollouts.environments.python_tool import PythonToolEnvironment, run_python
+PythonToolEnvironment()
+print(anyio.run(run_python, "print(1 + 1)").stdout)
+"""
+    done = where_it_lacks(["namespaces"], script)
+    assert done.stdout.strip() == "2", done
 
 
 # -- what a program can do --------------------------------------------------------------------------------------------
@@ -654,9 +759,12 @@ def test_what_is_required_must_be_enforced() -> None:
     """By name, before the first episode."""
     held = containment_of(["seccomp", "user"], "not today", "linux")
     assert held.check(["network", "seconds"]) is None
-    with pytest.raises(ConfigError, match=r"require: got 'reading'; expected .*: no namespaces here \(not today\)"):
+    lacks = r"does not enforce reading \(no namespaces here \(not today\) and no Landlock\)"
+    with pytest.raises(ConfigError, match=rf"require: got \['network', 'reading'\]; this machine {lacks}"):
         held.check(["network", "reading"])
-    with pytest.raises(ConfigError, match=r"require: got 'disk'"):
+    with pytest.raises(ConfigError, match=r"require: got 'reading'; .* pass require=\[\] to run without"):
+        held.check("reading")
+    with pytest.raises(ConfigError, match=r"require: got 'all'; this machine does not enforce disk \("):
         held.check("all")
     with pytest.raises(ConfigError, match=r"require: got 'netwrok'; expected \"all\" or some of seconds, "):
         PythonToolEnvironment(require=["netwrok"])

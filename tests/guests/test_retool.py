@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from environments.retool import RetoolEnvironment, load_maths
+from rollouts.dtypes import Endpoint
+from rollouts.environments.python_tool import REQUIRED
 from rollouts.errors import ConfigError
+from rollouts.recipe import build, load_recipe
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
 from rollouts.training.rewards import boxed_math
@@ -140,3 +143,14 @@ async def test_a_recorded_solution() -> None:
     assert played.done
     assert await boxed_math(Sample(messages=played.chat, label="2.5")) == 1.0
     assert await boxed_math(Sample(messages=played.chat, label="2")) == 0.0
+
+
+def test_what_the_sandbox_must_enforce_is_an_option(tmp_path: Path) -> None:
+    """The recipe's environment requires what is required by default, or what ``--set require=...`` names."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(OURS))
+    function = load_recipe(Path(__file__).parents[2] / "configs" / "retool.py")
+    for text, required in (({}, REQUIRED), ({"require": '["network"]'}, ("network",)), ({"require": "[]"}, ())):
+        made = build(function, Endpoint(model="m"), {"data": str(path), **text}).environment_cls()
+        assert isinstance(made, RetoolEnvironment)
+        assert made.require == required

@@ -13,7 +13,7 @@ import attrs
 
 from rollouts.errors import ConfigError
 
-__all__ = ["NAMES", "Containment", "containment_of"]
+__all__ = ["NAMES", "REQUIRED", "Containment", "containment_of"]
 
 NAMES = (
     "seconds",
@@ -33,6 +33,9 @@ NAMES = (
     "descriptors",
 )
 """What there is to enforce: limits, and the ways out."""
+
+REQUIRED = ("network", "writing", "reading", "signals", "survivors")
+"""What is required where the caller does not say. Namespaces enforce it, and so do Landlock and seccomp together."""
 
 
 @attrs.frozen(repr=False)
@@ -55,11 +58,20 @@ class Containment:
             ConfigError: it is not, or there is no such name.
         """
         names = NAMES if require == "all" else (require,) if isinstance(require, str) else tuple(require)
+        missing: dict[str, list[str]] = {}
         for name in names:
             if name not in NAMES:
                 raise ConfigError.of("require", name, f'"all" or some of {", ".join(NAMES)}')
             if name in self.not_enforced:
-                raise ConfigError.of("require", name, f"something that is enforced here: {self.not_enforced[name]}")
+                missing.setdefault(self.not_enforced[name], []).append(name)
+        if missing:
+            lacks = ", ".join(f"{', '.join(held)} ({why})" for why, held in missing.items())
+            given = require if isinstance(require, str) else list(names)
+            enforced = [name for name in names if name in self.enforced]
+            raise ConfigError(
+                f"require: got {given!r}; this machine does not enforce "
+                f"{lacks}; expected one that does, or pass require={enforced!r} to run without"
+            )
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {how}" for name, how in self.enforced.items()]

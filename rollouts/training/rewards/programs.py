@@ -1,21 +1,23 @@
 """Code by its tests: the last code block of a reply, run with its tests in the Python sandbox.
 
 Invariant: a program that fails, loops or ends early has not passed; tests that cannot be run are a
-:class:`RewardFailure`, and so is a sandbox that cannot be set up. What shows that the asserts were reached is a word
+:class:`RewardFailure`, and so is a sandbox that cannot be set up. A machine that does not enforce what is required of
+the sandbox runs no program. What shows that the asserts were reached is a word
 that the program is not told; one that searches the interpreter it runs in could still find it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import anyio
 
-from rollouts.environments.python_tool import PythonLimits, SandboxError, run_python
-from rollouts.errors import RewardFailure, shortened
+from rollouts.environments.python_tool import REQUIRED, Execution, PythonLimits, SandboxError, run_python
+from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.answers import final_reply
 from rollouts.training.types import Sample
 
@@ -39,7 +41,12 @@ run()
 
 
 async def code_tests(
-    sample: Sample, *, tests: str = "test_list", share: bool = False, limits: PythonLimits | None = None
+    sample: Sample,
+    *,
+    tests: str = "test_list",
+    share: bool = False,
+    limits: PythonLimits | None = None,
+    require: Collection[str] | Literal["all"] = REQUIRED,
 ) -> float:
     """1.0 if the program of the last reply passes all its tests, else 0.0.
 
@@ -49,8 +56,10 @@ async def code_tests(
         tests: the key of the metadata.
         share: give the share of tests passed.
         limits: of each test's run.
+        require: what the sandbox must enforce, as for :func:`run_python`.
 
     Raises:
+        ConfigError: something that is required of the sandbox cannot be enforced on this machine.
         RewardFailure: there are no tests, one is none, or the sandbox cannot be set up.
     """
     wanted = _tests(sample, tests)
@@ -58,13 +67,14 @@ async def code_tests(
     if code is None:
         return 0.0
     passed: dict[int, bool] = {}
-    errors: list[SandboxError] = []
+    errors: list[SandboxError | ConfigError] = []
+    runner = functools.partial(run_python, limits=limits, require=require)
     async with anyio.create_task_group() as tasks:
 
         async def run(number: int) -> None:
             try:
-                passed[number] = await _passes(code, wanted[number], limits)
-            except SandboxError as error:
+                passed[number] = await _passes(code, wanted[number], runner)
+            except (SandboxError, ConfigError) as error:
                 errors.append(error)
                 tasks.cancel_scope.cancel()
             if not share and not passed.get(number):
@@ -72,6 +82,8 @@ async def code_tests(
 
         for number in range(len(wanted)):
             tasks.start_soon(run, number)
+    if errors and isinstance(errors[0], ConfigError):
+        raise errors[0]
     if errors:
         raise RewardFailure(f"code_tests: {errors[0]}") from errors[0]
     return sum(passed.values()) / len(wanted) if share else float(len(passed) == len(wanted) and all(passed.values()))
@@ -89,13 +101,13 @@ def code_of(text: str) -> str | None:
     return text if text.strip() else None
 
 
-async def _passes(code: str, test: str | tuple[str, str], limits: PythonLimits | None) -> bool:
+async def _passes(code: str, test: str | tuple[str, str], runner: Callable[..., Awaitable[Execution]]) -> bool:
     if isinstance(test, tuple):
         given, wanted = test
-        done = await run_python(code, stdin=given, limits=limits)
+        done = await runner(code, stdin=given)
         return done.exit_code == 0 and _lines(done.stdout) == _lines(wanted)
     word = secrets.token_hex(16)
-    done = await run_python(_HARNESS, stdin=repr((word, code, test)) + "\n", limits=limits)
+    done = await runner(_HARNESS, stdin=repr((word, code, test)) + "\n")
     return done.exit_code == 0 and done.stdout.endswith("\n" + word)
 
 

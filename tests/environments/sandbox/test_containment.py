@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from rollouts.environments.sandbox.containment import NAMES, containment_of
+from rollouts.environments.sandbox.containment import NAMES, REQUIRED, containment_of
+from rollouts.errors import ConfigError
 
 MECHANISMS = ("namespaces", "landlock", "seccomp", "user")
 SUBSETS = [kept for size in range(5) for kept in itertools.combinations(MECHANISMS, size)]
@@ -31,3 +32,15 @@ def test_without_any_mechanism_only_limits_hold() -> None:
 def test_namespaces_and_no_root_hold_everything() -> None:
     """That is what ``require="all"`` asks for."""
     assert not containment_of(("namespaces", "user"), "", "linux").not_enforced
+
+
+@pytest.mark.parametrize("mechanisms", SUBSETS, ids=lambda kept: "-".join(kept) or "nothing")
+def test_what_is_required_by_default_needs_namespaces_or_both_of_the_others(mechanisms: tuple[str, ...]) -> None:
+    """An ordinary kernel starts in either mode, as any user; one with less refuses."""
+    held = containment_of(mechanisms, "not today", "linux")
+    enough = "namespaces" in mechanisms or {"landlock", "seccomp"} <= set(mechanisms)
+    if enough:
+        held.check(REQUIRED)
+    else:
+        with pytest.raises(ConfigError, match=r"expected .*pass require=\["):
+            held.check(REQUIRED)
