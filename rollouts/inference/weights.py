@@ -277,6 +277,11 @@ def _raise_if_any_failed(servers: Sequence[_Server], version: str) -> None:
     unavailable = all(isinstance(error, EndpointUnavailable) for error in errors)
     count = sum(server.updated is True for server in servers)
     fleet = f". {count} of {len(servers)} servers have the weights {version!r}" if len(servers) > 1 else ""
-    text = "; ".join(map(str, errors)) + fleet + ". " + ". ".join(server.state for server in servers)
+    text = (
+        "; ".join(str(error).rstrip(".") for error in errors)
+        + fleet
+        + ". "
+        + ". ".join(server.state for server in servers)
+    )
     text += ". Mend what failed, and call update_weights again, with while_running='retract', before samples are used"
     raise (EndpointUnavailable if unavailable else EndpointRefused)(text) from errors[0]
