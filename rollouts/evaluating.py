@@ -37,6 +37,7 @@ from rollouts.training.evaluation import (
     task_key,
     task_scores,
 )
+from rollouts.training.run_folder import check_outside
 from rollouts.training.types import Group, Sample
 from rollouts.transcript import visible
 
@@ -71,10 +72,13 @@ async def evaluate(aim: Aim, exam: Exam, console: Console) -> list[TaskScore]:
     """Play what is not there yet, and print the scores.
 
     Raises:
-        ConfigError: the folder holds another evaluation, or the recipe is wrong.
+        ConfigError: the folder holds another evaluation or a run, or the recipe is wrong.
         EndpointError: the server does not answer.
         GenerateFailure: rollouts fail one after the other.
     """
+    check_outside(exam.out, "--out")
+    if (exam.out / "run.json").exists():  # a live run's engine writes its log there, too
+        raise ConfigError.of("--out", str(exam.out), "a folder without a run in it; it holds run.json")
     exam.out.mkdir(parents=True, exist_ok=True)
     async with aimed(aim, exam.out / "engine.log") as (recipe, _):
         await preflight(recipe)

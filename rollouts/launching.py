@@ -1,7 +1,8 @@
 """From a command line to a run: the server found or started, the recipe built, the run watched and stopped.
 
 Invariant: what can be known to be wrong is said before the server is started, before the old run is deleted, before
-work starts. The first Ctrl-C stops cleanly and keeps what is finished; the second ends at once.
+work starts. A run goes on with the servers that it had or with those that it is given, and only if they serve the model
+that it began with. The first Ctrl-C stops cleanly and keeps what is finished; the second ends at once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import attrs
 from rich.console import Console
 
 from rollouts.display import summary, watch
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, without_password
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.inference.base import ServerInfo
@@ -41,12 +42,18 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.recording import RECORDING, check_recordable, recorded
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.run_folder import read_info
-from rollouts.training.sinks import Format, RunWriter
+from rollouts.training.sinks import Format, RunWriter, check_free, check_idle
 from rollouts.whereabouts import reporting_on_signal
 
 __all__ = ["Aim", "Spread", "Telling", "aimed", "launch", "resumed_aim", "stored_recipe"]
 
 _INTERRUPTED = 130
+
+_LOG = "engine.log"
+"""What the embedded engine of a run has to say, in the run's folder."""
+
+_HIDDEN = "//***@"
+"""Stands in ``run.json`` where a URL had a user name or a password."""
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +64,8 @@ class Aim:
     """Only a run that is resumed may do without."""
     urls: tuple[str, ...] = ()
     """Servers; without one the embedded engine is started."""
+    served: str | None = None
+    """The model that the server must name: that of the run that goes on."""
     model: str | None = None
     options: Mapping[str, str] = attrs.field(factory=dict)
     batches: int | None = None
@@ -125,7 +134,8 @@ async def aimed(aim: Aim, log: Path | None = None) -> AsyncIterator[tuple[Recipe
         log: where an embedded engine writes what it has to say; by default a temporary file.
 
     Raises:
-        ConfigError: the recipe or its options are wrong, or the model folder is not there.
+        ConfigError: the recipe or its options are wrong, the model folder is not there, the server serves another model
+            than the run that goes on has, or a stored URL lacks its password.
         EndpointError: the server does not answer, is no SGLang server, or did not start.
     """
     if aim.recipe is None:
@@ -134,18 +144,30 @@ async def aimed(aim: Aim, log: Path | None = None) -> AsyncIterator[tuple[Recipe
     read_options(function, aim.options)
     key = os.environ.get("ROLLOUTS_API_KEY")
     if aim.urls:
+        if any(_HIDDEN in url for url in aim.urls):
+            expected = "the URL with its user name and password, which the run does not keep: give --endpoint again"
+            raise ConfigError.of("--endpoint", aim.urls, expected)
         endpoint = Endpoint(model=aim.model or "default", base_url=aim.urls, api_key=key)
-        if aim.model is None:
+        if aim.model is None or aim.served is not None:
             named = (await shared_policy(endpoint).describe()).model
-            if named is None:
+            _check_served(aim, named, f"at {', '.join(map(without_password, aim.urls))}")
+            model = aim.model or named
+            if model is None:
                 raise ConfigError.of("--model", None, "a name or folder: the server does not name its model")
-            endpoint = attrs.evolve(endpoint, model=named)
+            endpoint = attrs.evolve(endpoint, model=model)
         yield _built(function, endpoint, aim), None
         return
-    model = _model_folder(aim.model)
-    with tempfile.TemporaryDirectory() as folder:
-        async with engine_process(model, log or Path(folder) / "engine.log", slots=aim.slots) as engine:
-            yield _built(function, Endpoint(model=str(model), base_url=engine.url), aim), engine
+    folder = _model_folder(aim.model)
+    _check_served(aim, str(folder), "in the embedded engine")
+    with tempfile.TemporaryDirectory() as logs:
+        async with engine_process(folder, log or Path(logs) / _LOG, slots=aim.slots) as engine:
+            yield _built(function, Endpoint(model=str(folder), base_url=engine.url), aim), engine
+
+
+def _check_served(aim: Aim, model: str | None, where: str) -> None:
+    if aim.served is not None and model != aim.served:
+        expected = f"{aim.served!r}: a run goes on with the model that it began with"
+        raise ConfigError(f"--resume, server.model: got {model!r} {where}; expected {expected}")
 
 
 def _model_folder(named: str | None) -> Path:
@@ -162,7 +184,7 @@ def _built(function: RecipeFunction, endpoint: Endpoint, aim: Aim) -> Recipe:
 
 
 def resumed_aim(aim: Aim, run: Path) -> Aim:
-    """What to do to go on with a run: what the command line says, and where it is silent, what it said before.
+    """What to do to go on with a run: what the command line says, and where it says nothing, what it said before.
 
     Raises:
         ConfigError: there is no run, or neither it nor the command line names a recipe.
@@ -175,11 +197,27 @@ def resumed_aim(aim: Aim, run: Path) -> Aim:
     return attrs.evolve(
         aim,
         recipe=recipe,
+        urls=aim.urls or _stored_urls(run, info),
+        served=(info.get("server") or {}).get("model"),
         model=aim.model or before.get("model"),
         options={**before.get("options", {}), **aim.options},
         batches=aim.batches or info.get("batches_wanted"),
         slots=aim.slots or before.get("slots"),
     )
+
+
+def _stored_urls(run: Path, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """The servers of a stored run; none where it had the embedded engine."""
+    before, told = info.get("command") or {}, info.get("endpoint") or {}
+    if "endpoint" in before:
+        return tuple(before["endpoint"])
+    # Runs of 0.1.0 have the URL of the embedded engine where others have those of their servers. It was one URL of this
+    # machine; the engine left its log, and served the folder that the command named.
+    urls = tuple(told.get("base_url") or ())
+    folder = DEMO_MODEL if before.get("model") is None else Path(before["model"]).resolve()
+    local = len(urls) == 1 and urls[0].startswith("http://127.0.0.1:")
+    embedded = local and (run / _LOG).exists() and told.get("model") == str(folder)
+    return () if embedded else urls
 
 
 def stored_recipe(aim: Aim, run: Path) -> Recipe:
@@ -211,12 +249,18 @@ async def launch(
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; ``None`` if it was stopped before it began.
 
-    With ``resume``, go on with the run; with ``record``, keep what its rollouts are told, as a resumed run does that
-    was recorded before; with ``spread``, play them where it says. ``telling`` is what is told to others meanwhile.
+    With ``resume``, go on with the run in ``out``: where ``aim`` says nothing, with what that run stored. With
+    ``record``, keep what its rollouts are told, as a resumed run does that was recorded before; with ``spread``, play
+    them where it says. ``telling`` is what is told to others meanwhile.
 
     Raises:
         RolloutsError: something was wrong before the work began.
     """
+    if resume:
+        check_idle(out, "--resume")
+        aim = resumed_aim(aim, out)
+    else:
+        check_free(out, overwrite=overwrite)
     recording = record or (resume and (out / RECORDING).is_dir())
     if recording and spread is not None:
         raise ConfigError.of("--workers", "with --record", "one of them: what other processes are told is not recorded")
@@ -243,7 +287,7 @@ async def launch(
         try:
             with starting:
                 async with contextlib.AsyncExitStack() as stack:
-                    recipe, engine = await stack.enter_async_context(aimed(aim, out / "engine.log"))
+                    recipe, engine = await stack.enter_async_context(aimed(aim, out / _LOG))
                     server = await preflight(recipe)
                     if recording:
                         check_recordable(recipe.config.generate_fn)
@@ -284,16 +328,28 @@ def _open(
     description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(aim.options)}
     description["command"] = {
         "recipe": str(aim.recipe.resolve()) if aim.recipe is not None else None,
+        "endpoint": [_without_secrets(url) for url in aim.urls],
         "model": aim.model,
         "options": dict(aim.options),
         "slots": aim.slots,
     }
+    description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has made it
     if resume:
+        stored = read_info(out).get("vocab_size")
+        if stored is not None and stored != description["vocab_size"]:
+            expected = f"{stored}: a run goes on with the vocabulary that it began with"
+            raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
         reopened = reopen(out, description, recipe.data_buffer)
-        reopened.writer.update(batches_wanted=recipe.batches, server=description["server"])
+        now = {name: description[name] for name in ("batches_wanted", "server", "endpoint", "command", "vocab_size")}
+        reopened.writer.update(**now)
         return reopened.writer, reopened.ledger, reopened.state
     writer = RunWriter(out, description, format=format, overwrite=overwrite)
     return writer, begin(out, description, recipe.data_buffer), None
+
+
+def _without_secrets(url: str) -> str:
+    bare = without_password(url)
+    return url if bare == url else bare.replace("//", _HIDDEN, 1)
 
 
 async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:

@@ -21,7 +21,7 @@ from rollouts.training.group_play import GroupPlayer
 from rollouts.training.ledger import History
 from rollouts.training.plain import to_json
 from rollouts.training.recording import Recording, Tape, replayed_from
-from rollouts.training.run_folder import JOURNAL, read_info
+from rollouts.training.run_folder import JOURNAL, check_outside, read_info
 from rollouts.training.stored import load_run
 from rollouts.training.types import Sample
 
@@ -61,9 +61,12 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed
 
     Raises:
         ReplayDiverged: a rollout came to something else: it asked for another thing, or a field differs.
-        ConfigError: the run was not recorded, or the recipe is of other data or sizes.
+        ConfigError: the run was not recorded, the recipe is of other data or sizes, or ``out`` lies among the files of
+            a run.
         JournalError: the recording is damaged.
     """
+    if out is not None:
+        check_outside(out, "--out")
     recording = Recording(run)
     info = read_info(run)
     _check_same(info, History.read(run / JOURNAL), recipe)

@@ -107,6 +107,19 @@ def command(*arguments: str) -> Callable[[Path], str]:
     return run
 
 
+def beside_a_writer(*arguments: str) -> Callable[[Path], str]:
+    """A command line, while a run is written to DIR/run."""
+
+    def run(folder: Path) -> str:
+        writer = RunWriter(folder / "run")
+        writer.write_batch([some_sample(Prompt("why?", group_index=0, index=0), 0)], {})
+        said = command(*arguments)(folder)
+        writer.finish("finished")
+        return said
+
+    return run
+
+
 def data(text: str) -> Callable[[Path], Any]:
     def run(folder: Path) -> Any:
         (folder / "data.jsonl").write_text(text)
@@ -297,6 +310,8 @@ ROWS = [
     Row(LINE, "a URL that is none", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
     Row(LINE, "nobody at the URL", "nobody answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
     Row(LINE, "no such run", "run: got 'DIR/none'; expected a folder that a run was written to: it holds run.json", command("show", "DIR/none")),
+    Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", beside_a_writer("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
+    Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", beside_a_writer("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
     Row(CONFIG, "a recipe file that does not import", "DIR/mine.py, line 2: importing the recipe raised ZeroDivisionError: division by zero", recipe_file("x = 0\nx = 1 / x\n")),
     Row(CONFIG, "a recipe file without a recipe", "DIR/mine.py: recipe: got None; expected a function recipe(endpoint, *, ...) that returns a Recipe", recipe_file("x = 0\n")),
     Row(CONFIG, "a batch of nothing", "RolloutConfig.batch_size: got 0; expected an integer >= 1", configured(batch_size=0)),

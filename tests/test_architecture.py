@@ -50,6 +50,7 @@ FLOORS: dict[str, tuple[int, int]] = {
     "rollouts.training.damage": (5, 2),
     "rollouts.training.batch": (5, 2),
     "rollouts.training.journal": (5, 2),
+    "rollouts.training.locks": (5, 2),
     "rollouts.training.plain": (5, 2),
     "rollouts.training.records": (5, 2),
     "rollouts.training.failures": (5, 2),

@@ -12,6 +12,7 @@ from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.evaluating import Exam, compare_evaluations, load_evaluation
 from rollouts.training import Sample
+from rollouts.training.sinks import RunWriter
 
 ROOT = Path(__file__).parents[1]
 CALCULATOR = str(ROOT / "configs" / "calculator.py")
@@ -86,6 +87,22 @@ def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
     """With what is expected there."""
     with pytest.raises(ConfigError, match=r"it holds eval\.json"):
         load_evaluation(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [(".", "a folder without a run in it"), ("batches/exam", "a place outside the files of the run")],
+)
+def test_an_evaluation_is_not_written_into_a_run(
+    tmp_path: Path, inside: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its engine's log would take the place of the run's; refused before a server is asked."""
+    RunWriter(tmp_path / "run").finish("finished")
+    before = sorted((tmp_path / "run").rglob("*"))
+    out = tmp_path / "run" / inside
+    assert main(["eval", CALCULATOR, "--endpoint", "http://127.0.0.1:9", "--out", str(out)]) == 2
+    assert words in capsys.readouterr().err
+    assert sorted((tmp_path / "run").rglob("*")) == before
 
 
 def test_a_damaged_rollout_is_named(tmp_path: Path) -> None:

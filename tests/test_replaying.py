@@ -29,6 +29,7 @@ from rollouts.training.recording import RECORDING, recorded
 from rollouts.training.resuming import begin, reopen
 from rollouts.training.sinks import RunWriter
 from rollouts.training.stored import load_run
+from rollouts.training.verify import verify_run
 from tests.worlds import RandomWorld, Speller
 
 CHANCE = random.Random(7)
@@ -145,6 +146,13 @@ async def test_a_replay_is_bit_identical(a_run: Path, tmp_path: Path) -> None:
     assert {sample.stop_reason.value for sample in load_run(a_run)} >= {"task_completed", "context_overflow"}  # type: ignore[union-attr]
     assert sum(sample.metrics.get("close_failures", 0) for sample in load_run(a_run)) > 0
     assert max(sample.metrics["attempts"] for sample in load_run(a_run)) > 1
+
+
+async def test_a_replay_is_not_written_into_the_files_of_a_run(a_run: Path) -> None:
+    """What it was to be compared with would be gone."""
+    with pytest.raises(ConfigError, match=r"--out: got .*; expected a place outside the files of the run in"):
+        await replay(a_run, a_recipe(), a_run / "metrics.jsonl")
+    assert verify_run(a_run).ok
 
 
 async def test_a_run_that_was_interrupted_replays_as_one(tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def add_runs(verbs: Any) -> None:
     where = run.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, new or without a run")
     where.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with the run in this folder; RECIPE and options as they were"
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with the run in this folder: recipe, options, servers and model as they were",
     )
     run.add_argument("--batches", type=positive, metavar="N", help="how many; the recipe's number by default")
     run.add_argument("--workers", type=positive, metavar="N", help="play rollouts in N processes of this machine")
@@ -149,16 +152,12 @@ def add_runs(verbs: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    aim, out = aim_of(args), args.out
-    if args.resume is not None:
-        aim, out = resumed_aim(aim, args.resume), args.resume
-    else:
-        check_free(out, overwrite=args.overwrite)
     resume = args.resume is not None
+    out = args.resume if resume else args.out
     spread = None if args.workers is None else _in_workers(args.workers)
     telling = Telling(args.metrics_port, args.trace)
     options: dict[str, Any] = {"resume": resume, "record": args.record, "spread": spread, "telling": telling}
-    result = in_loop(functools.partial(launch, aim, out, args.format, args.overwrite, Console(), **options))
+    result = in_loop(functools.partial(launch, aim_of(args), out, args.format, args.overwrite, Console(), **options))
     if result is None:
         return INTERRUPTED
     if result.error is not None:

@@ -64,8 +64,8 @@ def add_aim(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="an SGLang server; may be given again for more workers. Without one the embedded engine is started. "
-        "A key for it is taken from ROLLOUTS_API_KEY",
+        help="an SGLang server; may be given again for more workers. Without one the embedded engine is started; "
+        "run --resume asks the servers that the run had. A key for it is taken from ROLLOUTS_API_KEY",
     )
     verb.add_argument(
         "--model", metavar="NAME_OR_DIR", help="the model and its tokenizer; by default what the server names"

@@ -24,7 +24,7 @@ import msgspec
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training import parquet
 from rollouts.training.plain import to_json
-from rollouts.training.run_folder import Row, Which, read_info, read_rows
+from rollouts.training.run_folder import Row, Which, check_outside, read_info, read_rows
 
 __all__ = ["Kind", "export_rows"]
 
@@ -49,11 +49,12 @@ def export_rows(
         The files with samples.
 
     Raises:
-        ConfigError: no run there, nothing of this outcome in it, a damaged file, a folder that is not empty, or no
-            pyarrow.
+        ConfigError: no run there, nothing of this outcome in it, a damaged file, a folder that is not empty, a place
+            among the files of a run, or no pyarrow.
         RolloutsError: the disk does not take it.
     """
     out = Path(out)
+    check_outside(out, "OUT")
     rows = read_rows(run, outcome)
     head = next(rows, None)
     if head is None:

@@ -18,7 +18,6 @@ records mean.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import os
 import struct
@@ -34,10 +33,14 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError, JournalError
+from rollouts.training.locks import take_lock
 from rollouts.training.plain import to_msgpack
 from rollouts.training.records import LENGTH, Columns, packed, unpacked
 
-__all__ = ["Columns", "Entry", "Journal", "Place", "read_entry", "read_journal"]
+__all__ = ["LOCK", "Columns", "Entry", "Journal", "Place", "read_entry", "read_journal"]
+
+LOCK = "lock"
+"""The file in a journal's folder that its writer holds locked."""
 
 _HEADER = struct.Struct("<2sBBIQII")
 _SIGNED = _HEADER.size - 4
@@ -246,12 +249,9 @@ def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> tuple[byt
 
 
 def _locked(path: Path) -> int:
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError.of("journal", str(path), "one that no other process is writing to") from None
+    lock = take_lock(path / LOCK)
+    if lock is None:
+        raise ConfigError.of("journal", str(path), "one that no other process is writing to")
     return lock
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "Place",
     "Row",
     "Which",
+    "check_outside",
     "column_digests",
     "is_growing",
     "journal_rows",
@@ -174,6 +175,18 @@ def read_info(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError.of("run", str(path), "a folder that a run was written to: it holds run.json")
     return _decoded(file.read_bytes(), str(file))
+
+
+def check_outside(path: str | Path, option: str) -> None:
+    """See that what is written to ``path`` takes the place of nothing that a run stored.
+
+    Raises:
+        ConfigError: it is one of a run's files, or lies in one of its folders; the message names ``option``.
+    """
+    whole = Path(path).resolve()
+    for run in whole.parents:
+        if whole.relative_to(run).parts[0] in RUN_FILES and (run / "run.json").is_file():
+            raise ConfigError.of(option, str(path), f"a place outside the files of the run in {str(run)!r}")
 
 
 def run_files(path: str | Path) -> list[tuple[Place, str]]:

@@ -2,17 +2,20 @@
 
 Invariant: a group stands on disk in exactly one place. Dropped and failed groups are appended as they settle; accepted
 ones wait in memory until their batch is sealed or the run ends, and are then written whole. ``run.json`` and batches
-appear complete or not at all. This module knows no manager, no recipe and no network: it is told.
+appear complete or not at all. A run has one writer, which holds its lock from before the first file is removed until it
+has finished. This module knows no manager, no recipe and no network: it is told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,17 +27,32 @@ from rollouts import __version__
 from rollouts.errors import ConfigError
 from rollouts.training import parquet
 from rollouts.training.checksums import CHECKSUM, sealed
+from rollouts.training.journal import LOCK
+from rollouts.training.locks import is_locked, take_lock
 from rollouts.training.metrics import Accounting
 from rollouts.training.plain import to_json
-from rollouts.training.run_folder import CHECKED, RUN_FILES, column_digests, read_info, run_files
+from rollouts.training.run_folder import (
+    CHECKED,
+    JOURNAL,
+    RUN_FILES,
+    check_outside,
+    column_digests,
+    read_info,
+    run_files,
+)
 from rollouts.training.types import Group, Outcome, Sample
 
-__all__ = ["Format", "RunStatus", "RunWriter", "check_free"]
+__all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle"]
 
 Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
 """How batches are stored; ``auto`` is Parquet where pyarrow is installed."""
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
+
+_LOCK = ".lock"
+"""Not among the files that a new run removes: the lock of a file that is gone holds off no other writer."""
+
+_IDLE = "a run that no other process is writing to"
 
 _PACKAGES = ("anyio", "attrs", "aiohttp", "httptools", "msgspec", "numpy", "transformers", "torch", "pyarrow")
 
@@ -43,9 +61,11 @@ def check_free(path: str | Path, *, overwrite: bool = False) -> None:
     """See that a run may be written to ``path``.
 
     Raises:
-        ConfigError: a file is there, or a run and ``overwrite`` is not set.
+        ConfigError: a file is there, or a run and ``overwrite`` is not set, or a run that is being written; or it lies
+            among the files of a run.
     """
     path = Path(path)
+    check_outside(path, "--out")
     if path.exists() and not path.is_dir():
         raise ConfigError.of("--out", str(path), "a folder, new or without a run in it; a file is there")
     held = [name for name in RUN_FILES if (path / name).exists()]
@@ -53,6 +73,22 @@ def check_free(path: str | Path, *, overwrite: bool = False) -> None:
         raise ConfigError.of(
             "--out", str(path), f"a folder without a run in it; it holds {', '.join(held)}. --overwrite replaces it"
         )
+    check_idle(path, "--out")
+
+
+def check_idle(path: str | Path, option: str) -> None:
+    """See that no process writes the run in a folder: neither its files nor its journal.
+
+    Raises:
+        ConfigError: one does; the message names ``option``.
+    """
+    path = Path(path)
+    try:
+        written = is_locked(path / _LOCK) or is_locked(path / JOURNAL / LOCK)
+    except OSError as error:
+        raise ConfigError.of(option, str(path), f"a folder whose locks can be read ({error})") from error
+    if written:
+        raise ConfigError.of(option, str(path), _IDLE)
 
 
 class RunWriter:
@@ -66,6 +102,8 @@ class RunWriter:
 
     Raises:
         ConfigError: as :func:`check_free`; an unknown format; or Parquet without pyarrow.
+
+    It holds the run's lock until :meth:`finish`, or until it is no longer referred to.
     """
 
     def __init__(
@@ -87,9 +125,10 @@ class RunWriter:
         self._lock = threading.RLock()
         self._held: dict[int, Group] = {}
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._hold("--out")
             for name in RUN_FILES:
                 _remove(self.path / name)
-            self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "run.json").touch()
         except OSError as error:
             raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error
@@ -108,12 +147,13 @@ class RunWriter:
         """Go on with the run that is there.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or another process writes it.
         """
         writer = cls.__new__(cls)
         info = read_info(path)
         writer.path = Path(path)
         writer.format = info.get("format", "jsonl")
+        writer._hold("--resume")
         writer._lock = threading.RLock()
         writer._held = {}
         writer._info = {CHECKED: False} | {
@@ -174,8 +214,12 @@ class RunWriter:
             _write_atomically(self.path / "metrics.jsonl", _lines(batches))
 
     def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
-        """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final."""
-        with self._lock:
+        """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final.
+
+        The run's lock is free afterwards.
+        """
+        with self._lock, contextlib.ExitStack() as stack:
+            stack.callback(self._release)
             groups = [self._held[number] for number in sorted(self._held)]
             rows = [_row(sample, "kept", "in no batch", None) for group in groups for sample in group.samples]
             if rows:
@@ -191,6 +235,12 @@ class RunWriter:
             if accounting is not None:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
+
+    def _hold(self, option: str) -> None:
+        lock = take_lock(self.path / _LOCK)
+        if lock is None:
+            raise ConfigError.of(option, str(self.path), _IDLE)
+        self._release = weakref.finalize(self, os.close, lock)
 
     def _write_info(self) -> None:
         _write_atomically(self.path / "run.json", sealed(msgspec.json.format(to_json(self._info), indent=2)))

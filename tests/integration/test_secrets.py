@@ -89,6 +89,12 @@ def test_no_secret_is_in_a_run(
     for secret in (KEY, PASSWORD, TOKEN):
         assert secret.encode() not in stored
         assert secret not in out + err + caplog.text
+    assert main(["run", "--resume", str(run), "--batches", "2"]) == (0 if given == "key" else 2)
+    out, err = capfd.readouterr()
+    assert ("expected the URL with its user name and password" in err) == (given == "password")
+    for secret in (KEY, PASSWORD, TOKEN):
+        assert secret.encode() not in whole_text(run)
+        assert secret not in out + err + caplog.text
 
 
 def test_no_secret_is_in_a_repr(recipe_file: Path) -> None:

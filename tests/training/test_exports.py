@@ -18,6 +18,7 @@ from rollouts.training.run_folder import read_rows
 from rollouts.training.sinks import RunWriter
 from rollouts.training.stored import load_run
 from rollouts.training.types import Sample
+from rollouts.training.verify import verify_run
 from tests.stored_runs import store_long_run, store_run
 
 
@@ -92,6 +93,19 @@ async def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     RunWriter(tmp_path / "empty")
     with pytest.raises(ConfigError, match="expected a run with at least one sample of outcome 'failed'"):
         export_rows(tmp_path / "empty", tmp_path / "out", "jsonl", "failed")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf", "slime"])
+async def test_no_export_goes_into_the_files_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """It would replace what the run stored; the folder of the run itself may take one."""
+    await store_run(tmp_path / "run")
+    for name in ("failed.jsonl", "batches/batch-000000.jsonl", "batches/data-{rollout_id}.pt"):
+        assert main(["export", str(tmp_path / "run"), "--to", kind, str(tmp_path / "run" / name)]) == 2
+        assert "; expected a place outside the files of the run in" in capsys.readouterr().err
+    assert verify_run(tmp_path / "run").ok
+    assert export_rows(tmp_path / "run", tmp_path / "run" / "kept.jsonl", "jsonl")
 
 
 async def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

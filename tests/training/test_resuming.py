@@ -278,6 +278,7 @@ async def test_a_disk_that_takes_no_more_stops_the_run_and_what_is_finished_stay
     manager = AsyncRolloutManager(settings, data, on_group=writer.on_group, ledger=ledger)
     with ledger.journal, pytest.raises(JournalError, match="no space left"):
         await fill(manager, writer, ledger)
+    writer.finish("failed", manager.accounting)
     done = set(History.read(tmp_path / "run" / "journal").rollouts)
     again = Counted()
     await go_on(tmp_path / "run", again)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rollouts.errors import ConfigError
 from rollouts.training import Group, Sample
 from rollouts.training.metrics import Accounting
 from rollouts.training.run_folder import read_info, read_rows
-from rollouts.training.sinks import Format, RunWriter
+from rollouts.training.sinks import Format, RunWriter, check_free
 from rollouts.training.stored import load_run
 from tests.stored_runs import edit_line, some_sample, store_run
 
@@ -147,10 +149,73 @@ def test_overwriting_leaves_nothing_of_the_old_run(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run")
     writer.on_group(group(0, "dropped", "r"))
     writer.write_batch(group(1).samples, {})
+    writer.finish("stopped")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     RunWriter(tmp_path / "run", overwrite=True)
     assert list(load_run(tmp_path / "run", "all")) == []
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["notes.txt", "run.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "notes.txt", "run.json"]
+
+
+_LIVE = """
+import sys
+from pathlib import Path
+from rollouts.training.journal import Journal
+from rollouts.training.sinks import RunWriter
+
+holder = RunWriter(sys.argv[2]) if sys.argv[1] == "writer" else Journal(Path(sys.argv[2]) / "journal")
+print("live", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("holder", ["writer", "journal"])
+def test_a_run_that_another_process_writes_is_not_overwritten(tmp_path: Path, holder: str) -> None:
+    """Refused before a file is removed, while either its writer or its journal is open; free when that process dies."""
+    run = tmp_path / "run"
+    line = [sys.executable, "-c", _LIVE, holder, str(run)]
+    if holder == "journal":
+        RunWriter(run).finish("stopped")
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "live\n"
+        (run / "batches").mkdir()
+        (run / "batches" / "batch-000000.jsonl").write_text("sealed")
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        for refused in (check_free, RunWriter):
+            with pytest.raises(ConfigError, match=r"--out: got .*; expected a run that no other process is writing to"):
+                refused(run, overwrite=True)
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        process.kill()
+    RunWriter(run, overwrite=True)
+    assert not (run / "batches").exists()
+
+
+def test_a_run_that_this_process_writes_is_not_overwritten(tmp_path: Path) -> None:
+    """The batch that it has sealed is there afterwards, and the next one, too; when it has finished it may go."""
+    writer = RunWriter(tmp_path / "run", format="jsonl")
+    writer.write_batch(group(1).samples, {})
+    with pytest.raises(ConfigError, match="no other process is writing to"):
+        RunWriter(tmp_path / "run", overwrite=True)
+    writer.write_batch(group(2).samples, {})
+    assert len(load_run(tmp_path / "run")) == 2 * len(group(1).samples)
+    with pytest.raises(ConfigError, match="no other process is writing to"):
+        RunWriter.reopen(tmp_path / "run")
+    writer.finish("finished")
+    again = RunWriter.reopen(tmp_path / "run")
+    with pytest.raises(ConfigError, match="no other process is writing to"):
+        RunWriter(tmp_path / "run", overwrite=True)
+    again.finish("finished")
+    RunWriter(tmp_path / "run", overwrite=True)
+    assert list(load_run(tmp_path / "run", "all")) == []
+
+
+@pytest.mark.parametrize("inside", ["journal", "batches/new", "run.json"])
+def test_a_run_is_not_written_into_the_files_of_another(tmp_path: Path, inside: str) -> None:
+    """Its folder may stand in a run's folder, and not in what makes that a run."""
+    RunWriter(tmp_path / "run").finish("finished")
+    with pytest.raises(ConfigError, match=r"--out: got '.*'; expected a place outside the files of the run in '.*run'"):
+        RunWriter(tmp_path / "run" / inside, overwrite=True)
+    RunWriter(tmp_path / "run" / "rescored")
 
 
 def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:

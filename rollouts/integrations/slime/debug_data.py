@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
-from rollouts.training.run_folder import read_rows
+from rollouts.training.run_folder import check_outside, read_rows
 from rollouts.training.types import Sample
 
 __all__ = ["export_run", "write_debug_data"]
@@ -31,9 +31,11 @@ def export_run(run: str | Path, out: str | Path) -> list[Path]:
         The files.
 
     Raises:
-        ConfigError: no run there, no batch in it, a sample that cannot be trained on, or torch is not installed.
+        ConfigError: no run there, no batch in it, a sample that cannot be trained on, a place among the files of a run,
+            or torch is not installed.
     """
     template = str(out)
+    check_outside(template, "OUT")
     batches = (
         (number, [row.sample() for row in rows])
         for number, rows in itertools.groupby(read_rows(run, "kept"), lambda row: row.data.get("batch") or 0)
