@@ -64,9 +64,8 @@ async def check(subject: Subject, console: Console) -> bool:
         EndpointError: the endpoint does not answer.
     """
     model = subject.model or await _named(subject.endpoint)
-    tools, history, dialect = (_TOOLS, "append", None)
-    if subject.recipe is not None:
-        tools, history, dialect = await _of_recipe(subject, model)
+    told = (_TOOLS, "append", None) if subject.recipe is None else await _of_recipe(subject, model)
+    tools, history, dialect = told
     renderer = await anyio.to_thread.run_sync(_renderer, subject, model, subject.dialect or dialect)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     console.print(Text(f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history}", "bold"))

@@ -84,7 +84,7 @@ TEMPLATES = {
             "{% endfor %}</tool_call>"
         )
     ),
-    "llama_json": _template(_each(_JSON.replace("arguments\":", "parameters\":"), "; "), beside_text=False),
+    "llama_json": _template(_each(_JSON.replace('arguments":', 'parameters":'), "; "), beside_text=False),
     "llama_pythonic": _template(
         "["
         + _each(
@@ -111,7 +111,7 @@ TEMPLATES = {
         "<｜DSML｜function_calls>\n"
         + _each(
             f'<｜DSML｜invoke name="{_NAME}">\n{_PAIRS}<｜DSML｜parameter name="{{{{ k }}}}" '
-            f'string="{{{{ \'true\' if v is string else \'false\' }}}}">{_BARE}</｜DSML｜parameter>\n{{% endfor %}}'
+            f"string=\"{{{{ 'true' if v is string else 'false' }}}}\">{_BARE}</｜DSML｜parameter>\n{{% endfor %}}"
             "</｜DSML｜invoke>\n"
         )
         + "</｜DSML｜function_calls>"
@@ -133,8 +133,8 @@ TEMPLATES = {
     "gemma": _template(
         _each(
             f"<|tool_call>call:{_NAME}{{{{ '{{' }}}}{_PAIRS}{{{{ k }}}}:"
-            "{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}"
-            "{name:<|\"|>{{ v.name }}<|\"|>,at:{{ v.at | tojson }}}{% endif %}"
+            '{% if v is string %}<|"|>{{ v }}<|"|>{% else %}'
+            '{name:<|"|>{{ v.name }}<|"|>,at:{{ v.at | tojson }}}{% endif %}'
             "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call|>"
         )
     ),

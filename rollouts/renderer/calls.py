@@ -57,8 +57,9 @@ class Reader:
 
 def dialect_reads(reader: Reader, name: str) -> tuple[Calls, str]:
     """Whether the calls of a tool of this name are read, and for those that are not, what was written and read."""
-    tries = [_with_ids(reader, name, ids) for ids in _IDS]
-    return next((found for found in tries if found[0] != "not read"), tries[0])
+    first = _with_ids(reader, name, _IDS[0])
+    others = (_with_ids(reader, name, ids) for ids in _IDS[1:])
+    return first if first[0] != "not read" else next((found for found in others if found[0] != "not read"), first)
 
 
 def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:

@@ -86,7 +86,8 @@ async def agent_rollout_to_samples(
         it gives none. A failed rollout has status FAILED and ``failure``.
 
     Raises:
-        ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the dialect, the prompt.
+        ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the dialect, the
+            prompt.
         EndpointError: the server cannot be asked what it is.
     """
     if history not in get_args(History):

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from rollouts.agent import run_branches
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment
 from rollouts.errors import ConfigError
+from rollouts.integrations.slime import close_rollouts
+from rollouts.integrations.slime import generate_rollout_batch as generate_slime_batch
 from rollouts.recipe import agent_recipe, preflight
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.testing.policy import ScriptedPolicy
@@ -22,6 +25,7 @@ from rollouts.testing.server import StubServer
 from rollouts.tool_calls import DIALECTS
 from rollouts.training import generate_rollout_batch
 from tests.dialects import TEMPLATES
+from tests.integrations.slime.launches import Launch
 
 DEMO = load_tokenizer(DEMO_MODEL)
 TOOLS = [Tool("look", "Looks."), Tool("leap", "Leaps.")]
@@ -211,6 +215,34 @@ async def test_rollouts_are_played_in_the_dialect_that_is_named(model: Callable[
     assert policy.requests == []
     (sample,) = await play(dialect="plain")
     assert sample.metrics["tool_calls"] == 0
+
+
+RECIPE = """
+from rollouts.environments import CalculatorEnvironment
+from rollouts.integrations.slime import close_rollouts
+from rollouts.integrations.slime import generate_rollout_batch as generate_slime_batch
+from rollouts.recipe import agent_recipe
+
+def recipe(endpoint):
+    return agent_recipe("sums", endpoint, CalculatorEnvironment, ["1 + 2?"])
+"""
+
+
+def test_the_door_of_a_trainer_refuses_before_anything_is_sampled(model: Callable[[str], str], tmp_path: Path) -> None:
+    """The recipe of a launch whose model's calls are not read ends the launch's first batch at once."""
+    file = tmp_path / "sums.py"
+    file.write_text(RECIPE)
+    launch = Launch()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(StubServer()) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        where = {"sglang_router_ip": host, "sglang_router_port": int(port), "hf_checkpoint": model(UNKNOWN)}
+        args = launch.args(**where, rollouts_recipe=str(file), rollouts_recipe_options={})
+        try:
+            with pytest.raises(ConfigError, match="does not read the tool calls"):
+                generate_slime_batch(args, 0, launch.source())
+        finally:
+            close_rollouts()
+    assert server.requests == []
 
 
 def test_a_dialect_beside_a_renderer_is_refused() -> None:
