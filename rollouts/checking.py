@@ -31,6 +31,7 @@ __all__ = ["Echo", "Subject", "check", "echo"]
 
 _SECONDS = 60.0
 _COLOURS = {"exact": "green", "forks": "yellow", "refused": "bold red"}
+_CALLS = {"read": "green", "one a turn": "yellow", "not read": "bold red"}
 _TOOLS = (
     Tool(
         "weather",
@@ -63,12 +64,17 @@ async def check(subject: Subject, console: Console) -> bool:
         EndpointError: the endpoint does not answer.
     """
     model = subject.model or await _named(subject.endpoint)
-    tools, history = (_TOOLS, "append") if subject.recipe is None else await _of_recipe(subject, model)
-    renderer = await anyio.to_thread.run_sync(_renderer, subject, model)
+    told = (_TOOLS, "append", None) if subject.recipe is None else await _of_recipe(subject, model)
+    tools, history, dialect = told
+    renderer = await anyio.to_thread.run_sync(_renderer, subject, model, subject.dialect or dialect)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history}"
     console.print(Text(visible(about), "bold"))
     console.print(steps_table(test))
+    if test.calls is not None:
+        console.print(Text(f"calls: {test.calls}", _CALLS[test.calls]))
+    if test.unread:
+        console.print(Text(visible(test.unread), "bold red"))
     for note in test.notes:
         console.print(Text(visible(f"note: {note}"), "yellow"))
     good = test.verdict == "exact"
@@ -113,18 +119,18 @@ async def _named(url: str | None) -> str:
     return named
 
 
-def _renderer(subject: Subject, model: str) -> Renderer:
+def _renderer(subject: Subject, model: str, dialect: str | None) -> Renderer:
     template = None
     if subject.template is not None:
         if not subject.template.is_file():
             raise ConfigError.of("--template", str(subject.template), "a file with a chat template")
         template = subject.template.read_text(encoding="utf-8")
     tokenizer = load_tokenizer(model)
-    return Renderer(tokenizer, chat_template=template, dialect=subject.dialect, stop_token_ids=subject.stops or None)
+    return Renderer(tokenizer, chat_template=template, dialect=dialect, stop_token_ids=subject.stops or None)
 
 
-async def _of_recipe(subject: Subject, model: str) -> tuple[tuple[Tool, ...], str]:
-    """The tools of a recipe's environment, and its choice for rewritten histories."""
+async def _of_recipe(subject: Subject, model: str) -> tuple[tuple[Tool, ...], str, str | None]:
+    """The tools of a recipe's environment, its choice for rewritten histories, and its dialect if it names one."""
     assert subject.recipe is not None
     endpoint = Endpoint(model=model) if subject.endpoint is None else Endpoint(model=model, base_url=subject.endpoint)
     recipe = build(load_recipe(subject.recipe), endpoint, subject.options)
@@ -133,7 +139,8 @@ async def _of_recipe(subject: Subject, model: str) -> tuple[tuple[Tool, ...], st
         environment = recipe.environment_cls()
         tools = tuple(environment.tools)
         await environment.close()
-    return tools, str(getattr(recipe.config.generate_fn, "keywords", {}).get("history", "append"))
+    bound = getattr(recipe.config.generate_fn, "keywords", {})
+    return tools, str(bound.get("history", "append")), bound.get("dialect")
 
 
 # -- the echo ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RewardFailure, boundary, function_name
 from rollouts.launching import Aim, aimed
 from rollouts.recipe import Recipe, preflight
-from rollouts.renderer import load_tokenizer, renderer_for
+from rollouts.renderer import load_tokenizer
 from rollouts.renderer.tokenizer import Codec
 from rollouts.training.rewards import score
 from rollouts.training.run_folder import Row, Which, read_info, read_rows
@@ -130,7 +130,7 @@ async def play_one(aim: Aim, text: str | None, console: Console) -> None:
 async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
     """One rollout; shown turn by turn where the generate function tells of turns, else at its end."""
     generate_fn: Callable[..., Any] = recipe.config.generate_fn
-    decode = renderer_for(recipe.tokenizer).decode
+    decode = recipe.renderer().decode
     shown = 0
     watched: Trajectory | None = None
 

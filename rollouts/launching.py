@@ -96,7 +96,7 @@ async def _told(telling: Telling, recipe: Recipe) -> AsyncIterator[tuple[Rollout
     if telling.metrics_port is None:
         yield recipe.config, None
         return
-    renderer = await anyio.to_thread.run_sync(renderer_for, recipe.tokenizer)
+    renderer = await anyio.to_thread.run_sync(recipe.renderer)
     with serving_metrics(telling.metrics_port) as metrics:
 
         async def observe(manager: AsyncRolloutManager) -> None:
@@ -358,7 +358,7 @@ async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
     bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
     policy = bound.get("policy")
     if policy is None:
-        renderer = await anyio.to_thread.run_sync(renderer_for, bound.get("tokenizer", recipe.tokenizer))
+        renderer = await anyio.to_thread.run_sync(recipe.renderer)
         policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
     environment_cls = bound.get("environment_cls", recipe.environment_cls)
     generate_fn = recorded(config.generate_fn, journal, environment_cls, policy)

@@ -25,7 +25,7 @@ from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure, RolloutsError, boundary, function_name
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
-from rollouts.renderer import renderer_for
+from rollouts.renderer import Renderer, renderer_for
 from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
@@ -82,13 +82,26 @@ class Recipe:
     batches: int = attrs.field(default=1, validator=_at_least_one)
     seed: int = attrs.field(default=0, validator=_is_a(int, "an integer"))
 
+    def renderer(self) -> Renderer:
+        """The renderer of its rollouts: of the tokenizer and the dialect that the generate function is bound to.
+
+        Raises:
+            ConfigError: the tokenizer does not load, or there is no such dialect.
+        """
+        bound = self._bound
+        return renderer_for(bound.get("tokenizer", self.tokenizer), dialect=bound.get("dialect"))
+
+    @property
+    def _bound(self) -> Mapping[str, Any]:
+        generate_fn = self.config.generate_fn
+        return generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
+
     def describe(self) -> dict[str, Any]:
         """The recipe as plain values for ``run.json``; no key and no password is among them."""
         endpoint = attrs.asdict(self.endpoint)
         del endpoint["api_key"]
         endpoint["base_url"] = [without_password(url) for url in self.endpoint.base_url]
-        generate_fn = self.config.generate_fn
-        bound = generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
+        bound = self._bound
         return {
             "recipe": self.name,
             "config": self.config.describe(),
@@ -118,6 +131,7 @@ def agent_recipe(
     max_new_tokens: int = 1024,
     max_turns: int = 8,
     history: History = "append",
+    dialect: str | None = None,
     shuffled: bool = True,
     epochs: int | None = None,
     batches: int = 1,
@@ -132,6 +146,8 @@ def agent_recipe(
         prompts: the data.
         reward_fn: scores a sample; without one the rewards of the steps are summed.
         keep: ``"spread"`` drops groups whose rewards do not differ.
+        history: as for :func:`~rollouts.training.agent_rollout_to_samples`.
+        dialect: likewise.
         shuffled: each epoch in an order of its own.
         batch_size: and the others are the fields of ``RolloutConfig``, ``SamplingParams``, ``DataBuffer`` and
             ``Recipe`` of that name.
@@ -151,6 +167,7 @@ def agent_recipe(
                 tokenizer=endpoint.model,
                 max_turns=max_turns,
                 history=history,
+                **({} if dialect is None else {"dialect": dialect}),
             ),
             reward_fn=reward_fn,
             filter_fn=check_reward_nonzero_std if keep == "spread" else None,
@@ -293,7 +310,8 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     """See that the run can start: environment, tokenizer and template, server; in this order, the cheap ones first.
 
     Raises:
-        ConfigError: the environment is none, the tokenizer does not load, or its template fails the self-test.
+        ConfigError: the environment is none, the tokenizer does not load, or its template fails the self-test:
+            a bridge is wrong, or tool calls would not be read.
         EnvironmentFailure: the environment cannot be made.
         EndpointUnavailable: nobody answers at the URL.
         EndpointRefused: who answers there is no SGLang server.
@@ -305,7 +323,7 @@ async def preflight(recipe: Recipe) -> ServerInfo:
             raise ConfigError.of("Recipe.environment_cls()", environment, "an object with tools, start, step and close")
         tools = tuple(environment.tools)
         await environment.close()
-    renderer = await anyio.to_thread.run_sync(renderer_for, recipe.tokenizer)
+    renderer = await anyio.to_thread.run_sync(recipe.renderer)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     test.raise_if_refused()
     return await shared_policy(recipe.endpoint, renderer.vocab_size).describe()

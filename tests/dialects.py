@@ -47,6 +47,106 @@ WRITTEN = {
     '{"city": "Köln", "days": 2}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}',
 }
 
+_ARGUMENTS = "{{ c.function.arguments | tojson }}"
+_NAME = "{{ c.function.name }}"
+_JSON = '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}"
+_PAIRS = "{% for k, v in c.function.arguments.items() %}"
+_BARE = "{{ v if v is string else v | tojson }}"
+
+
+def _template(calls: str, *, beside_text: bool = True) -> str:
+    """Turns between ``<|im_start|>`` and ``<|im_end|>``; calls stand behind the text of their turn, or instead."""
+    content = "{{ m.content }}" if beside_text else "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.first and tools %}{{ tools | tojson }}\n"
+        "{% endif %}" + content + "{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def _each(call: str, between: str = "") -> str:
+    comma = "{{ '" + between + "' if not loop.last }}" if between else ""
+    return "{% for c in m.tool_calls %}" + call + comma + "{% endfor %}"
+
+
+# dialect: a small chat template that writes it
+TEMPLATES = {
+    "hermes": _template(_each(f"<tool_call>{_JSON}</tool_call>")),
+    "qwen3_coder": _template(
+        _each(
+            f"<tool_call>\n<function={_NAME}>\n{_PAIRS}<parameter={{{{ k }}}}>\n{_BARE}\n</parameter>\n{{% endfor %}}"
+            "</function>\n</tool_call>"
+        )
+    ),
+    "glm": _template(
+        _each(
+            f"<tool_call>{_NAME}\n{_PAIRS}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{_BARE}</arg_value>\n"
+            "{% endfor %}</tool_call>"
+        )
+    ),
+    "llama_json": _template(_each(_JSON.replace('arguments":', 'parameters":'), "; "), beside_text=False),
+    "llama_pythonic": _template(
+        "["
+        + _each(
+            _NAME + "(" + _PAIRS + "{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})",
+            ", ",
+        )
+        + "]",
+        beside_text=False,
+    ),
+    "mistral": _template(_each(f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}")),
+    "deepseek_v3": _template(
+        "<｜tool▁calls▁begin｜>"
+        + _each(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\n```json\n{_ARGUMENTS}\n```<｜tool▁call▁end｜>", "\\n"
+        )
+        + "<｜tool▁calls▁end｜>"
+    ),
+    "deepseek_v3_1": _template(
+        "<｜tool▁calls▁begin｜>"
+        + _each(f"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>{_ARGUMENTS}<｜tool▁call▁end｜>")
+        + "<｜tool▁calls▁end｜>"
+    ),
+    "deepseek_v3_2": _template(
+        "<｜DSML｜function_calls>\n"
+        + _each(
+            f'<｜DSML｜invoke name="{_NAME}">\n{_PAIRS}<｜DSML｜parameter name="{{{{ k }}}}" '
+            f"string=\"{{{{ 'true' if v is string else 'false' }}}}\">{_BARE}</｜DSML｜parameter>\n{{% endfor %}}"
+            "</｜DSML｜invoke>\n"
+        )
+        + "</｜DSML｜function_calls>"
+    ),
+    "kimi_k2": _template(
+        "<|tool_calls_section_begin|>"
+        + _each(f"<|tool_call_begin|>{{{{ c.id }}}}<|tool_call_argument_begin|>{_ARGUMENTS}<|tool_call_end|>")
+        + "<|tool_calls_section_end|>"
+    ),
+    "minimax": _template(
+        "<minimax:tool_call>\n"
+        + _each(
+            f'<invoke name="{_NAME}">\n{_PAIRS}<parameter name="{{{{ k }}}}">{_BARE}</parameter>\n{{% endfor %}}'
+            "</invoke>\n"
+        )
+        + "</minimax:tool_call>"
+    ),
+    "granite": _template("<|tool_call|>[" + _each(_JSON, ", ") + "]"),
+    "gemma": _template(
+        _each(
+            f"<|tool_call>call:{_NAME}{{{{ '{{' }}}}{_PAIRS}{{{{ k }}}}:"
+            '{% if v is string %}<|"|>{{ v }}<|"|>{% else %}'
+            '{name:<|"|>{{ v.name }}<|"|>,at:{{ v.at | tojson }}}{% endif %}'
+            "{{ ',' if not loop.last }}{% endfor %}{{ '}' }}<tool_call|>"
+        )
+    ),
+    "harmony": _template(
+        _each(
+            f"<|channel|>commentary to=functions.{_NAME} <|constrain|>json<|message|>{_ARGUMENTS}",
+            "<|call|><|start|>assistant",
+        ),
+        beside_text=False,
+    ),
+}
+
 # dialect: one broken call, its fault, words of the reason
 MALFORMED = {
     "hermes": [

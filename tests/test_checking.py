@@ -49,6 +49,36 @@ async def test_an_exact_model_passes_with_an_example() -> None:
     assert "mask 0" in text
 
 
+UNREAD = FORKS.replace(
+    "<|im_end|>", "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>", 1
+)
+NAMES_A_DIALECT = """
+from rollouts.environments import CalculatorEnvironment
+from rollouts.recipe import agent_recipe
+
+def recipe(endpoint):
+    return agent_recipe("sums", endpoint, CalculatorEnvironment, ["1 + 2?"], dialect="plain")
+"""
+
+
+async def test_the_verdict_says_whether_calls_are_read(tmp_path: Path) -> None:
+    """``read`` passes; ``not read`` is refused with its reason, unless the user or the recipe asked for plain text."""
+    template, recipe = tmp_path / "chat.jinja", tmp_path / "sums.py"
+    template.write_text(UNREAD)
+    recipe.write_text(NAMES_A_DIALECT)
+    assert "calls: read" in (await printed(model=DEMO))[1]
+    good, text = await printed(model=DEMO, template=template)
+    assert not good
+    assert "calls: not read" in text
+    assert "dialect 'plain' does not read the tool calls" in text
+    assert "verdict: refused" in text
+    for named in ({"dialect": "plain"}, {"recipe": recipe}):
+        _, text = await printed(model=DEMO, template=template, **named)
+        assert "calls: not read" in text
+        assert "tool calls are text" in text
+        assert "verdict: forks" in text
+
+
 async def test_a_template_that_forks_does_not_pass(tmp_path: Path) -> None:
     """It says where, and what became of what; the exit code of the command is 1."""
     file = tmp_path / "chat.jinja"

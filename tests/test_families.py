@@ -193,12 +193,14 @@ def test_random_conversations(name: str, request: pytest.FixtureRequest, convers
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_verdicts_on_each_family(name: str, request: pytest.FixtureRequest) -> None:
-    """Opening, first and next round of tools, user after tools, user again; and how calls are written."""
+    """Opening, first and next round of tools, user after tools, user again; how calls are written, and read."""
     family = FAMILIES[name]
     renderer = family.make(request)
     found = renderer.self_test(TOOLS)
     assert tuple(step.verdict for step in found.steps) == family.verdicts, str(found)
     assert renderer.dialect.name == family.dialect
+    assert found.calls == ("not read" if not family.calls else "one a turn" if family.parallel == 1 else "read")
+    assert (found.verdict == "refused") == ("refused" in family.verdicts or not family.calls)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in PLAYED_WITHOUT_TOOLS])
@@ -219,6 +221,8 @@ def test_what_a_family_writes_its_dialect_reads(name: str, request: pytest.Fixtu
 
 
 REFUSED = {
+    "SmolLM3": "dialect 'plain' does not read the tool calls",
+    "OLMo": "dialect 'plain' does not read the tool calls",
     "Phi-3.5": "leaves out tool messages",
     "Gemma 3": "roles must alternate",
     "Command-R": "the template writes",

@@ -539,18 +539,6 @@ CHATML = (
 )
 
 
-def test_a_dialect_that_does_not_read_the_templates_calls_is_noted(tokenizer) -> None:
-    """The ids are exact all the same; the calls of the model would be words."""
-    source = CHATML.replace("CALLS", "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>")
-    found = Renderer(tokenizer("qwen3"), chat_template=source).self_test(PROBE)
-    assert found.verdict == "exact"
-    assert any("dialect 'plain' does not read the calls" in note for note in found.notes)
-    hermes = CHATML.replace("CALLS", "<tool_call>{{ c.function | tojson }}</tool_call>")
-    assert not any(
-        "dialect" in note for note in Renderer(tokenizer("qwen3"), chat_template=hermes).self_test(PROBE).notes
-    )
-
-
 def test_a_stop_token_that_the_template_does_not_write_is_noted(tokenizer) -> None:
     """Either the list of stop tokens is not whole, or the model never sees in its history what it sampled."""
     renderer = Renderer(tokenizer("qwen3"), chat_template=CHATML, stop_token_ids=[151643])

@@ -15,7 +15,6 @@ import concurrent.futures
 import datetime
 import functools
 import operator
-import re
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,21 +23,22 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
+from rollouts.dtypes import Message, TokenColumn, Tool
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
+from rollouts.renderer.calls import Calls, Reader, dialect_reads
 from rollouts.renderer.rewriting import rewriting, shared
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
-from rollouts.tool_calls import Dialect, dialect_of_template, get_dialect
+from rollouts.renderer.written import opens_thought
+from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect
 
 __all__ = ["Renderer", "renderer_for"]
 
 _OPENINGS_KEPT = 512
 _PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
 _SYSTEM = "You are a careful assistant."
-_OPEN_REASONING = re.compile(r"<think>\s*\Z")
 
 
 class Renderer:
@@ -48,7 +48,8 @@ class Renderer:
         tokenizer: a transformers tokenizer; it is read here and not kept.
         chat_template: template text, or the name of one of the tokenizer's templates; by default the tokenizer's own.
         stop_token_ids: ids that end a turn; by default those of the tokenizer's generation_config.json, and its EOS.
-        dialect: how tool calls are written, by name or as an object; by default what the template teaches.
+        dialect: how tool calls are written, by name or as an object; by default what the template teaches. ``"plain"``
+            starts runs with tools whose calls are not read.
         template_kwargs: the template's switches, e.g. ``{"enable_thinking": False}``.
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that a template is told; by default now, and then for the life of the renderer.
@@ -99,6 +100,8 @@ class Renderer:
             collections.OrderedDict()
         )
         self._self_tests: dict[object, SelfTest] = {}
+        self._calls_are_text = dialect is not None and self.dialect.name == "plain"
+        self._read_calls: dict[str, tuple[Calls, str]] = {}
         self._tools: tuple[tuple[Tool, ...], str] = ((), "()")
 
     def __repr__(self) -> str:
@@ -288,7 +291,7 @@ class Renderer:
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
         text = self.decode(tokens[:-1] if stopped else tokens)
-        opened = None if prompt is None else bool(_OPEN_REASONING.search(self.decode(prompt[-8:])))
+        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]))
         reply = self.dialect.parse(text, tools=tools, reasoning_open=opened)
         return Message("assistant", reply.content, tool_calls=reply.tool_calls, reasoning=reply.reasoning)
 
@@ -298,7 +301,8 @@ class Renderer:
         """Compare bridges with the template's own rendering of a synthetic conversation.
 
         Steps with tools are tested when there are tools. A template that takes no system prompt is tested without one,
-        unless one is given. The result is remembered for the same arguments.
+        unless one is given. With tools it has to read the calls that the template writes, or ``dialect="plain"`` was
+        given. The result is remembered for the same arguments.
         """
         key = (self._described(tools), system)
         found = self._self_tests.get(key)
@@ -309,9 +313,8 @@ class Renderer:
                 if without.steps[0].verdict != "refused":
                     note = f"no system prompt is taken: {found.steps[0].reason}"
                     found = attrs.evolve(without, notes=(note, *without.notes))
-            if tools and not self._reads_calls(tools):
-                note = f"dialect {self.dialect.name!r} does not read the calls that the template writes; name another"
-                found = attrs.evolve(found, notes=(*found.notes, note))
+            if tools:
+                found = self._with_calls(found, [tool.name for tool in tools])
             self._self_tests[key] = found
         return found
 
@@ -319,18 +322,29 @@ class Renderer:
         encode = functools.partial(self._codec.encode, counted=False)
         return run_self_test(self._template, (strategy, STRATEGIES[strategy]), encode, self._stops, tools, system)
 
-    def _reads_calls(self, tools: Sequence[Tool]) -> bool:
-        """Whether what the template writes of a call, if anything, is a call to the dialect."""
-        call = ToolCall(tools[0].name, {"x": "argumentone"}, id="call00000")
-        try:
-            asked = [Message("user", "userone")]
-            prompt = self._template.render(asked, tools)
-            turn = [*asked, Message("assistant", tool_calls=(call,))]
-            written = self._template.render(turn, tools, generation_prompt=False)
-            written = written.removeprefix(prompt) if written.startswith(prompt) else written.rpartition("userone")[2]
-        except ConfigError:
-            return True
-        return "argumentone" not in written or bool(self.dialect.parse(written, tools=tools).tool_calls)
+    def _with_calls(self, found: SelfTest, names: Sequence[str]) -> SelfTest:
+        """The verdict on the calls of these tools, with the ways out where they are not read."""
+        if self._calls_are_text:
+            return attrs.evolve(found, calls="not read", notes=(*found.notes, 'tool calls are text: dialect="plain"'))
+        for name in names:
+            if name not in self._read_calls:
+                self._read_calls[name] = self._reads(self.dialect, name)
+        verdicts = [self._read_calls[name] for name in names]
+        unread = next((number for number, (calls, _) in enumerate(verdicts) if calls == "not read"), None)
+        if unread is None:
+            return attrs.evolve(found, calls="one a turn" if ("one a turn", "") in verdicts else "read")
+        others = [each for each in DIALECTS.values() if self._reads(each, names[unread])[0] != "not read"]
+        known = " or ".join(f'dialect="{each.name}"' for each in others)
+        ways = [f"{known} reads them"] if known else ["give a chat_template whose calls a dialect reads"]
+        ways.append('dialect="plain" starts without reading calls')
+        why = f"dialect {self.dialect.name!r} does not read the tool calls of the environment: {verdicts[unread][1]}"
+        return attrs.evolve(found, calls="not read", unread="; ".join([why, *ways]))
+
+    def _reads(self, dialect: Dialect, name: str) -> tuple[Calls, str]:
+        def respell(text: str) -> str:
+            return self.decode(self._codec.encode(text, counted=False))
+
+        return dialect_reads(Reader(self.render, self._stops, respell, dialect), name)
 
 
 def _is_refused_at_once(found: SelfTest) -> bool:
@@ -364,11 +378,16 @@ _loaded = functools.lru_cache(maxsize=8)(load_tokenizer)
 def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     """The shared renderer of a tokenizer, or of a path or name to load one from; ``kwargs`` as for :class:`Renderer`.
 
-    It lives as long as its tokenizer; tokenizers that are loaded here are kept.
+    It lives as long as its tokenizer; tokenizers that are loaded here are kept. A renderer is given back as it is.
 
     Raises:
         ConfigError: the tokenizer does not load, or :class:`Renderer` refuses it.
     """
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    if isinstance(tokenizer, Renderer):
+        for name, value in kwargs.items():
+            raise ConfigError.of(name, value, f"nothing: the renderer {tokenizer!r} is given, which has its own")
+        return tokenizer
     key = repr(sorted(kwargs.items()))
     with _SHARED_LOCK:
         if isinstance(tokenizer, str | Path):

@@ -16,6 +16,7 @@ import numpy as np
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridging import Strategy, bridge_text
+from rollouts.renderer.calls import Calls
 from rollouts.renderer.rewriting import shared
 from rollouts.renderer.template import ChatTemplate
 
@@ -23,7 +24,8 @@ __all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]
 
 Verdict: TypeAlias = Literal["exact", "forks", "refused"]
 """``exact``: ids appended step by step are the template's own rendering. ``forks``: the bridge is right, and the
-template writes what came before it differently once it is history. ``refused``: the bridge is not what it writes."""
+template writes what came before it differently once it is history. ``refused``: the bridge is not what it writes, or
+calls would be lost."""
 
 _SEVERITY: tuple[Verdict, ...] = ("exact", "forks", "refused")
 _ONE_CALL = "the template has one call a turn; Limits(max_parallel_calls=1) ends replies with more"
@@ -47,28 +49,39 @@ class SelfTest:
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
     """What is worth knowing and no matter of tokens."""
+    calls: Calls | None = None
+    """Whether the dialect reads the calls that the template writes; ``None`` without tools."""
+    unread: str = ""
+    """Why calls are not read and what can be done; ``""`` where they are, or where the user asked for plain text."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the steps."""
+        """The worst of the steps; ``refused`` where calls would be lost."""
+        if self.unread:
+            return "refused"
         return max((step.verdict for step in self.steps), key=_SEVERITY.index)
 
     def raise_if_refused(self) -> None:
-        """Stop here if a bridge is not what the template writes.
+        """Stop here if a bridge is not what the template writes, or if calls would be lost.
 
         Raises:
-            ConfigError: names the template, the first such step, and why.
+            ConfigError: names the template, the first such step, and why; or the dialect, what the template wrote and
+                what was read.
         """
         for step in self.steps:
             if step.verdict == "refused":
                 raise ConfigError(
                     f"chat template {self.template}: the self-test refuses its step {step.name!r}: {step.reason}"
                 )
+        if self.unread:
+            raise ConfigError(f"chat template {self.template}: {self.unread}")
 
     def __str__(self) -> str:
         width = max(len(step.name) for step in self.steps)
         lines = [f"self-test of chat template {self.template}, dummy {self.strategy!r}: {self.verdict}"]
         lines += [f"  {step.name:<{width}}  {step.verdict:<7}  {step.reason}".rstrip() for step in self.steps]
+        lines += [] if self.calls is None else [f"  calls: {self.calls}"]
+        lines += [f"  {self.unread}"] if self.unread else []
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 

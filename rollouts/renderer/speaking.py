@@ -13,11 +13,9 @@ import attrs
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.renderer import Renderer
-from rollouts.renderer.rewriting import shared
+from rollouts.renderer.written import reply_text
 
 __all__ = ["Spoken", "conversation", "speak"]
-
-_OPENED, _CLOSED = "<think>", "</think>"
 
 
 @attrs.frozen
@@ -44,53 +42,17 @@ def speak(
     Raises:
         ConfigError: the template cannot render this conversation.
     """
-    prompt = renderer.render(history, tools)
-    whole = renderer.render([*history, reply], tools, generation_prompt=False)
-    header = prompt[len(renderer.render(history, tools, generation_prompt=False)) :]
-    written = _behind(prompt, header, whole)
-    last = _last_words(reply)
-    if last not in written:
+    text = reply_text(renderer.render, renderer.stop_texts, history, reply, tools)
+    if text is None:
         raise ConfigError.of(
             "reply", reply, f"one that the chat template of {renderer.name!r} writes behind its prompt"
         )
-    text = _cut(written, last, renderer.stop_texts)
-    if not whole.startswith(prompt):  # the history has no thought where the prompt opens one, or closes it
-        text = text.partition(_CLOSED)[2].lstrip("\n") if text.startswith((_OPENED, _CLOSED)) else text
-        if _OPENED in header and _CLOSED not in header:
-            text = f"{reply.reasoning or ''}\n{_CLOSED}\n\n{text}"
     ids = renderer.encode(text)
     if len(ids) and int(ids[-1]) in renderer.stop_token_ids:
         return ids
     following = renderer.bridge([*history, reply], new, tools=tools, tail=[])
     stops = [int(following[0])] if int(following[0]) in renderer.stop_token_ids else []
     return packed_tokens([*ids.tolist(), *stops])
-
-
-def _behind(prompt: str, header: str, whole: str) -> str:
-    """What stands in ``whole`` behind a prompt that it may have written otherwise."""
-    if whole.startswith(prompt):
-        return whole[len(prompt) :]
-    header = header.partition(_OPENED)[0]
-    if header.strip() and header in whole:
-        return whole.rpartition(header)[2]
-    at = shared(prompt, whole)
-    mark = whole.rfind("<", 0, at)
-    return whole[mark if mark >= 0 and ">" not in whole[mark:at] else at :]
-
-
-def _last_words(reply: Message) -> str:
-    if not reply.tool_calls:
-        return reply.content.strip()
-    call = reply.tool_calls[-1]
-    texts = [value for value in call.arguments.values() if isinstance(value, str) and value.isalnum()]
-    return texts[-1] if texts else call.name
-
-
-def _cut(text: str, last: str, stops: Sequence[str]) -> str:
-    """Up to the first stop token behind the last words, and with it."""
-    start = text.rfind(last) + len(last)
-    ends = [at + len(stop) for stop in stops if (at := text.find(stop, start)) >= 0]
-    return text[: min(ends)] if ends else text.rstrip("\n")
 
 
 def conversation(renderer: Renderer, tools: Sequence[Tool] = ()) -> list[Spoken]:

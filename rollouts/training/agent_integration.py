@@ -8,6 +8,7 @@ This module knows nothing of groups, rewards and batches.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ async def agent_rollout_to_samples(
     environment_cls: EnvironmentFactory,
     endpoint: Endpoint,
     tokenizer: Any,
+    dialect: str | None = None,
     max_turns: int | None = None,
     limits: Limits | None = None,
     sampling: SamplingParams | None = None,
@@ -66,7 +68,9 @@ async def agent_rollout_to_samples(
         prompt: text, messages, or a :class:`Prompt` with label and metadata.
         environment_cls: called without arguments for the rollout's environment.
         endpoint: where the model answers.
-        tokenizer: a transformers tokenizer, or the name or folder to load one from.
+        tokenizer: a transformers tokenizer, or the name or folder to load one from; or a :class:`Renderer`.
+        dialect: how tool calls are written; by default what the chat template teaches. ``"plain"`` lets an environment
+            with tools start where no call is read.
         max_turns: short for ``limits=Limits(max_turns=…)``.
         limits: when an episode stops.
         sampling: instead of ``endpoint.sampling``.
@@ -82,13 +86,14 @@ async def agent_rollout_to_samples(
         it gives none. A failed rollout has status FAILED and ``failure``.
 
     Raises:
-        ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the prompt.
+        ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the dialect, the
+            prompt.
         EndpointError: the server cannot be asked what it is.
     """
     if history not in get_args(History):
         raise ConfigError.of("history", history, f"one of {get_args(History)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-    renderer = await _renderer(tokenizer)
+    renderer = await _renderer(tokenizer, dialect)
     policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     branches = await run_branches(
         prompt,
@@ -144,20 +149,20 @@ def _limits(limits: Limits | None, max_turns: int | None) -> Limits:
     return limits
 
 
-async def _renderer(tokenizer: Any) -> Renderer:
+async def _renderer(tokenizer: Any, dialect: str | None) -> Renderer:
     """The shared renderer; a name is loaded in a worker thread, once."""
     if isinstance(tokenizer, Renderer):
-        return tokenizer
-    name = str(tokenizer) if isinstance(tokenizer, str | Path) else None
+        return renderer_for(tokenizer, dialect=dialect)
+    name = (str(tokenizer), dialect) if isinstance(tokenizer, str | Path) else None
     renderer = None if name is None else _LOADED.get(name)
     if renderer is None:
-        renderer = await anyio.to_thread.run_sync(renderer_for, tokenizer)
+        renderer = await anyio.to_thread.run_sync(functools.partial(renderer_for, tokenizer, dialect=dialect))
         if name is not None:
             _LOADED[name] = renderer
     return renderer
 
 
-_LOADED: weakref.WeakValueDictionary[str, Renderer] = weakref.WeakValueDictionary()
+_LOADED: weakref.WeakValueDictionary[tuple[str, str | None], Renderer] = weakref.WeakValueDictionary()
 
 
 @attrs.define(eq=False)

@@ -19,7 +19,7 @@ from rollouts.tool_calls import DIALECTS, get_dialect
 from rollouts.training.metrics import batch_metrics
 from rollouts.training.samples import trajectory_to_sample
 from rollouts.trajectory import Trajectory
-from tests.dialects import IN_TAGS, MALFORMED, TOOLS, WRITTEN
+from tests.dialects import IN_TAGS, MALFORMED, TEMPLATES, TOOLS, WRITTEN
 
 CALLING = sorted(set(DIALECTS) - {"plain"})
 
@@ -45,7 +45,7 @@ class World(ToolEnvironment):
 
 async def play(name: str, text: str, **options: Any) -> tuple[list[Any], Trajectory]:
     """One reply in a dialect, and a last one without calls."""
-    renderer = Renderer(load_tokenizer(DEMO_MODEL), dialect=name)
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=TEMPLATES[name], dialect=name)
     ran: list[Any] = []
     policy = ScriptedPolicy([renderer.encode(f"{said}<|im_end|>").tolist() for said in (text, "Done.")])
     trajectory = await run_agent(
@@ -134,7 +134,7 @@ async def test_a_malformed_call_goes_back_and_is_counted_by_its_fault(name: str,
 @pytest.mark.parametrize("name", CALLING)
 async def test_a_reply_that_is_cut_in_a_call_runs_nothing(name: str) -> None:
     """By default it ends the episode; where it goes on, the unclosed call is told, or is no call yet."""
-    renderer = Renderer(load_tokenizer(DEMO_MODEL), dialect=name)
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=TEMPLATES[name], dialect=name)
     text = WRITTEN[name][: WRITTEN[name].index("2")]
     for on_cut, reason in (("stop", StopReason.MAX_TOKENS), ("continue", StopReason.TASK_COMPLETED)):
         ran: list[Any] = []
