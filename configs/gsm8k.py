@@ -9,9 +9,10 @@ from typing import Literal
 
 from environments.gsm8k import CalculatorGSM8K, SingleTurnGSM8K, gsm8k_reward, load_gsm8k
 from rollouts.dtypes import Endpoint, History
+from rollouts.environments.base import EnvironmentFactory
 from rollouts.recipe import Recipe, agent_recipe
 
-ENVIRONMENTS = {"single_turn": SingleTurnGSM8K, "calculator": CalculatorGSM8K}
+ENVIRONMENTS: dict[str, EnvironmentFactory] = {"single_turn": SingleTurnGSM8K, "calculator": CalculatorGSM8K}
 
 
 def recipe(

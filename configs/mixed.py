@@ -3,6 +3,7 @@
 rollouts run configs/mixed.py --out runs/mixed --set 'weights={"calculator": 2, "countdown": 1, "guess": 1}'
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 from configs.calculator import exact_answer_reward
 from environments.countdown import Countdown, countdown_prompts, countdown_reward
 from environments.guess import GuessEnvironment, guess_prompts, guess_reward
-from rollouts.dtypes import Endpoint, History
+from rollouts.dtypes import Endpoint, History, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.environments.mixed import MixedEnvironment
 from rollouts.errors import ConfigError
@@ -18,7 +19,11 @@ from rollouts.recipe import Recipe, agent_recipe
 from rollouts.training.mixing import MixedReward, mixed_prompts
 
 ENVIRONMENTS = {"calculator": CalculatorEnvironment, "countdown": Countdown, "guess": GuessEnvironment}
-PROMPTS = {"calculator": calculator_prompts, "countdown": countdown_prompts, "guess": guess_prompts}
+PROMPTS: dict[str, Callable[[int], Iterator[Prompt]]] = {
+    "calculator": calculator_prompts,
+    "countdown": countdown_prompts,
+    "guess": guess_prompts,
+}
 REWARDS = {"calculator": exact_answer_reward, "countdown": countdown_reward, "guess": guess_reward}
 
 

@@ -233,7 +233,7 @@ async def _fill(workload: Workload, engine: _Engine, batch_size: int, n: int, fa
         n_samples_per_prompt=n,
         over_sampling_factor=factor,
         generate_fn=generate,
-        filter_fn=passes,  # type: ignore[arg-type]  # an async filter is one too
+        filter_fn=passes,
         rollout_seconds=1e9,
         reward_seconds=1e9,
         filter_seconds=1e9,

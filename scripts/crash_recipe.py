@@ -45,7 +45,9 @@ def recipe(
     )
     sampling = attrs.evolve(made.endpoint.sampling, seed=sampling_seed)
     endpoint = attrs.evolve(made.endpoint, sampling=sampling)
-    generate_fn = partial(made.config.generate_fn, endpoint=endpoint)
+    agents = made.config.generate_fn
+    assert isinstance(agents, partial)
+    generate_fn = partial(agents, endpoint=endpoint)
     reward = partial(witnessed_reward, witness=witness)
     config = attrs.evolve(made.config, generate_fn=generate_fn, reward_fn=reward)
     return attrs.evolve(made, name="crash", endpoint=endpoint, config=config)

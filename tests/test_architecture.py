@@ -285,9 +285,9 @@ def homeless_modules(root: Path) -> list[str]:
 
 
 def circles(root: Path) -> list[str]:
-    """Modules that import each other, at once or round corners, whether at the top or inside a function."""
+    """Modules that import each other, directly or through others: at the top, in a function, for types only."""
     edges: dict[str, set[str]] = {}
-    entries = [entry for entry in imports_of(root) if within(entry.target, "rollouts") and not entry.typing_only]
+    entries = [entry for entry in imports_of(root) if within(entry.target, "rollouts")]
     for entry in entries:
         edges.setdefault(entry.module, set()).add(entry.target)
 
@@ -302,7 +302,9 @@ def circles(root: Path) -> list[str]:
         return seen
 
     return [
-        f"{entry}: a circle" + (" behind a function-level import" if entry.late else "")
+        f"{entry}: a circle"
+        + (" behind a function-level import" if entry.late else "")
+        + (" under TYPE_CHECKING" if entry.typing_only else "")
         for entry in entries
         if entry.module in reach(entry.target)
     ]
@@ -397,6 +399,14 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
             "rollouts/renderer/a.py": "def f():\n    import rollouts.agent",
         },
         "behind a function-level import",
+    ),
+    (
+        circles,
+        {
+            "rollouts/agent.py": "import rollouts.renderer.a",
+            "rollouts/renderer/a.py": "if TYPE_CHECKING:\n    from rollouts.agent import run_agent",
+        },
+        "rollouts.renderer.a, line 2, imports rollouts.agent: a circle under TYPE_CHECKING",
     ),
     (loose_tasks, {"rollouts/agent.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
     (loose_tasks, {"rollouts/agent.py": "from asyncio import create_task"}, "asyncio.create_task"),

@@ -132,8 +132,13 @@ async def test_an_endpoint_that_is_not_there_is_told() -> None:
 def test_the_page_of_families_is_up_to_date(asset: object) -> None:
     """docs/families.md is what scripts/families writes now."""
     folder = asset("templates").parent  # type: ignore[operator]
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/families"), "--check"]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.families_page", "--check"]
     done = subprocess.run(
-        command, env={"ROLLOUTS_TEST_ASSETS": str(folder), "PATH": ""}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env={"ROLLOUTS_TEST_ASSETS": str(folder), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

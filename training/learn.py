@@ -135,7 +135,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         after = await _evaluate(lesson, recipe, held_out, board, "after")
         await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         ended = time.monotonic()
-        result = {
+        result: dict[str, Any] = {
             "before": _told(before, lesson.held_out_rollouts),
             "after": _told(after, lesson.held_out_rollouts),
             "steps": step,
@@ -177,7 +177,9 @@ def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
     disable_progress_bar()
 
     def load(path: Path) -> Any:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True
+        )
         return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     trainer = GrpoTrainer(load(source), lesson.grpo, reference=load(lesson.model) if lesson.grpo.kl_coef else None)

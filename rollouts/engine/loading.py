@@ -85,7 +85,7 @@ def load_weights(path: Path, dtype: str) -> Any:
     Raises:
         ConfigError: it does not load; the cause says why.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), local_files_only=True

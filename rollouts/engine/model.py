@@ -43,7 +43,7 @@ class _Rows:
     """How many positions any of the rows can see."""
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _SlotLayer(CacheLayerMixin):
     """The K/V of one layer: ``(slots, heads, capacity, size of a head)``."""
 
     is_sliding = False

@@ -15,10 +15,11 @@ import concurrent.futures
 import contextlib
 import datetime
 import math
+import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Protocol, TextIO, cast
 
 import anyio
 import anyio.to_thread
@@ -27,13 +28,23 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rollouts.errors import ConfigError, shortened
 
-if TYPE_CHECKING:
-    from rollouts.environments.mcp import McpServer
-
-__all__ = ["McpSession", "SessionOver", "ToolRefused", "listed"]
+__all__ = ["McpSession", "ServerOptions", "SessionOver", "ToolRefused", "listed"]
 
 _ERROR_TAIL = 2000
 _PING_SECONDS = 5.0
+
+
+class ServerOptions(Protocol):
+    """What a session needs to know of its server; :class:`~rollouts.environments.mcp.McpServer` has it."""
+
+    name: str
+    command: tuple[str, ...]
+    url: str | None
+    env: Mapping[str, str] | None
+    cwd: str | os.PathLike[str] | None
+    headers: Mapping[str, str]
+    open_seconds: float
+    call_seconds: float
 
 
 class SessionOver(Exception):
@@ -76,7 +87,7 @@ _SESSIONS = _Sessions()
 class McpSession:
     """One session. :meth:`open` makes it; whoever has it closes it."""
 
-    server: McpServer
+    server: ServerOptions
     _portal: BlockingPortal = attrs.field(repr=False)
     _client: Any = attrs.field(default=None, repr=False)
     _ended: concurrent.futures.Future[None] | None = attrs.field(default=None, repr=False)
@@ -84,7 +95,7 @@ class McpSession:
     _calls: set[anyio.CancelScope] = attrs.field(factory=set, repr=False)
 
     @classmethod
-    async def open(cls, server: McpServer) -> McpSession:
+    async def open(cls, server: ServerOptions) -> McpSession:
         """Start the server, or connect to it, and agree on the protocol.
 
         Raises:
@@ -250,7 +261,7 @@ _OVER = (-32000, 32600)
 _TIMED_OUT = 408
 
 
-def listed(server: McpServer) -> list[Any]:
+def listed(server: ServerOptions) -> list[Any]:
     """The tools of a server, asked in a session of its own; blocks until it answers.
 
     Raises:
@@ -287,7 +298,7 @@ def _sdk() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _transport(server: McpServer, errors: TextIO) -> Any:
+async def _transport(server: ServerOptions, errors: TextIO) -> Any:
     if server.command:
         from mcp.client.stdio import StdioServerParameters, stdio_client
 

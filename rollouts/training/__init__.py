@@ -22,7 +22,7 @@ from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.metrics import Accounting
 from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
 from rollouts.training.stored import load_run
-from rollouts.training.types import FilterFn, GenerateFn, Group, Prompt, RewardFn, Sample, Status
+from rollouts.training.types import FilterFn, GenerateFn, Group, GroupRewardFn, Prompt, RewardFn, Sample, Status
 
 __all__ = [
     "Accounting",
@@ -32,6 +32,7 @@ __all__ = [
     "FilterFn",
     "GenerateFn",
     "Group",
+    "GroupRewardFn",
     "Prompt",
     "RewardFn",
     "RolloutConfig",

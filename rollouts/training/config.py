@@ -15,7 +15,7 @@ import attrs
 from rollouts.errors import ConfigError, function_name
 from rollouts.training.failures import Handling, check_handlings
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
-from rollouts.training.types import FilterFn, GenerateFn, RewardFn
+from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 
 __all__ = ["RolloutConfig"]
 
@@ -68,7 +68,9 @@ class RolloutConfig:
     """Rollouts of each prompt: the size of a group."""
     over_sampling_factor: float = attrs.field(default=1.5, validator=_number(1))
     """Groups in work (in flight or ready) while a batch fills, as a multiple of ``batch_size``."""
-    reward_fn: RewardFn | None = attrs.field(default=None, validator=_function(optional=True), repr=_named)
+    reward_fn: RewardFn | GroupRewardFn | None = attrs.field(
+        default=None, validator=_function(optional=True), repr=_named
+    )
     """Scores each sample; without one the reward of the environment's steps is taken."""
     group_rm: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     """Call ``reward_fn`` once with the whole group instead of once for each sample."""

@@ -7,10 +7,10 @@ is usable as ``filter_fn`` as it stands, or with its thresholds bound by ``funct
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollouts.errors import ConfigError
-from rollouts.training.types import FilterFn, Sample, Status
+from rollouts.training.types import Sample, Status
 
 __all__ = [
     "check_any_success",
@@ -68,7 +68,9 @@ def check_quality_and_diversity(
     )
 
 
-def make_threshold_filter(min_reward: float = float("-inf"), max_reward: float = float("inf")) -> FilterFn:
+def make_threshold_filter(
+    min_reward: float = float("-inf"), max_reward: float = float("inf")
+) -> Callable[[Sequence[Sample]], bool]:
     """A filter on the mean reward: keep if it lies between the two, both included.
 
     Drops what is always solved or never solved, e.g. ``make_threshold_filter(0.1, 0.9)``.
@@ -82,7 +84,7 @@ def make_threshold_filter(min_reward: float = float("-inf"), max_reward: float =
     return check_mean_reward
 
 
-def make_length_filter(min_tokens: int = 1, max_tokens: int = 32_768) -> FilterFn:
+def make_length_filter(min_tokens: int = 1, max_tokens: int = 32_768) -> Callable[[Sequence[Sample]], bool]:
     """:func:`check_reasonable_length` with its bounds set."""
     if not 0 <= min_tokens <= max_tokens:
         raise ConfigError.of("make_length_filter(min_tokens, max_tokens)", (min_tokens, max_tokens), "0 <= min <= max")

@@ -20,7 +20,18 @@ from rollouts.errors import ConfigError, Failure
 from rollouts.training.told import Told
 from rollouts.trajectory import Call
 
-__all__ = ["RECORDED", "FilterFn", "GenerateFn", "Group", "Outcome", "Prompt", "RewardFn", "Sample", "Status"]
+__all__ = [
+    "RECORDED",
+    "FilterFn",
+    "GenerateFn",
+    "Group",
+    "GroupRewardFn",
+    "Outcome",
+    "Prompt",
+    "RewardFn",
+    "Sample",
+    "Status",
+]
 
 
 class Status(enum.Enum):
@@ -452,8 +463,11 @@ GenerateFn: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[Sequence[Sample]]
 """Makes one rollout for each prompt given, in order; several samples with one ``rollout_id`` where a rollout forks."""
 
 RewardFn: TypeAlias = Callable[[Sample], float | Awaitable[float]]
-"""Scores a sample; with ``group_rm`` it takes the group and gives a list of rewards. A sync one runs in a thread."""
+"""Scores a sample. A sync one runs in a thread."""
 
-FilterFn: TypeAlias = Callable[[list[Sample]], bool]
+GroupRewardFn: TypeAlias = Callable[[list[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
+"""With ``group_rm``: takes the group and gives one reward for each sample. A sync one runs in a thread."""
+
+FilterFn: TypeAlias = Callable[[list[Sample]], bool | Awaitable[bool]]
 """Keeps (True) or drops (False) a group: same prompt, rewards set. Pure. An object with ``keep`` and ``reason``, such
 as slime's ``DynamicFilterOutput``, is an answer too."""

@@ -6,6 +6,7 @@ is worth quoting.
 
 from __future__ import annotations
 
+import functools
 import random
 import resource
 import tempfile
@@ -26,15 +27,15 @@ from training.grpo import GrpoConfig, GrpoTrainer, token_logprobs
 
 __all__ = ["SIZES", "run_gpu"]
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    },
-    "0.6b": {
-        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    },
+SIZES: dict[str, functools.partial[transformers.Qwen3Config]] = {
+    "tiny": functools.partial(
+        transformers.Qwen3Config, vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    ),
+    "0.6b": functools.partial(
+        transformers.Qwen3Config, vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+    ),
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def run_gpu(size: str, *, groups: int, n: int, longest: int, steps: int, seed: i
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(seed)
-    config = transformers.Qwen3Config(**SIZES[size], max_position_embeddings=longest, tie_word_embeddings=True)
+    config = SIZES[size](max_position_embeddings=longest, tie_word_embeddings=True)
     reference = transformers.Qwen3ForCausalLM(config).eval()
     samples = _samples(reference, groups, n, longest, random.Random(seed))
     tokens = sum(len(sample) for sample in samples)
@@ -88,8 +89,8 @@ def _engine(reference: Any, samples: list[Sample], reply: int, device: Any, dtyp
     replies: dict[int, Completion] = {}
 
     async def play(folder: Path) -> float:
-        options = {"slots": len(prompts), "dtype": str(dtype).removeprefix("torch.")}
-        async with running_server(folder, **options) as url, SGLangPolicy(Endpoint(base_url=url)) as policy:
+        server = running_server(folder, slots=len(prompts), dtype=str(dtype).removeprefix("torch."))
+        async with server as url, SGLangPolicy(Endpoint(base_url=url)) as policy:
 
             async def ask(number: int) -> None:
                 replies[number] = await policy.complete(packed_tokens(prompts[number]), sampling)

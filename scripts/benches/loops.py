@@ -105,7 +105,9 @@ _JSON = {"Content-Type": "application/json"}
 
 def lean(play: Play, url: str) -> Round:
     """The floor."""
-    encode = play.renderer._codec._raw.encode_batch_fast  # the tokenizer without anything around it
+    raw = play.renderer._codec._raw  # the tokenizer without anything around it
+    assert raw is not None
+    encode = raw.encode_batch_fast
     params = msgspec.json.encode(_params(play))
     tail = b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":' + params + b"}"
 
@@ -152,7 +154,9 @@ def naive(play: Play, url: str) -> Round:
     import httpx  # wanted by this loop only
 
     params = _params(play)
-    decode = play.renderer._codec._raw.decode
+    raw = play.renderer._codec._raw
+    assert raw is not None
+    decode = raw.decode
     file = tempfile.TemporaryFile("w")  # noqa: SIM115 - closed below
 
     async def one(client: Any, number: int) -> Hand:

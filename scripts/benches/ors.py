@@ -15,24 +15,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 
+from rollouts.engine import DEMO_MODEL
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from rollouts.engine import DEMO_MODEL  # noqa: E402 - after the path
-
 CALLS = 3
 ROUNDS = 4
 """Each figure is the best of so many: other processes of the machine only ever add."""
 _HAS_PEER = importlib.util.find_spec("openreward") is not None
 _ADD: dict[str, Any] = {"amount": 1} if _HAS_PEER else {"a": 1, "b": 1}
 
-Play = Callable[[int], Awaitable[None]]
+Play = Callable[[int], Coroutine[Any, Any, None]]
 
 
 @contextlib.contextmanager
@@ -65,7 +63,7 @@ def _process(line: list[str]) -> Iterator[str]:
 
 def measure(client: str, url: str, sessions: int) -> dict[str, float | int | str]:
     """Measure a client in a fresh process."""
-    line = [sys.executable, __file__, client, url, str(sessions)]
+    line = [sys.executable, "-m", "scripts.benches.ors", client, url, str(sessions)]
     environment = {
         **os.environ,
         "OPENREWARD_DISABLE_UPDATE_CHECK": "1",
@@ -182,8 +180,8 @@ def serve_replies(tokenizer: str) -> None:
 
 def _slime(url: str, samples: int, tokenizer: str) -> dict[str, float | int | str]:
     """Rollouts of three turns through slime's door, the kit's recipe, and an ORS server."""
-    with _process(["scripts/benches/ors.py", "engine", tokenizer]) as engine:
-        line = [sys.executable, __file__, "slime", url, str(samples), engine, tokenizer]
+    with _process(["-m", "scripts.benches.ors", "engine", tokenizer]) as engine:
+        line = [sys.executable, "-m", "scripts.benches.ors", "slime", url, str(samples), engine, tokenizer]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"slime: {done.stderr[-2000:]}")

@@ -89,7 +89,7 @@ def _described(one: Tool) -> Tool:
     return attrs.evolve(one, parameters={**one.parameters, "properties": described})
 
 
-TOOLS = tuple(_described(one) for one in ToolEnvironment.tools.fget(Calculator()))  # type: ignore[attr-defined]
+TOOLS = tuple(_described(one) for one in super(Calculator, Calculator()).tools)
 
 
 @attrs.frozen
@@ -201,21 +201,16 @@ def strands(job: Job, url: str, number: int, *, waits: bool = False) -> Played:
 
     def a_tool(name: str, description: str, schema: Any, value: Callable[[float, float], float]) -> Any:
         def calculate(a: float, b: float) -> str:
-            return calculated(value(a, b))
+            return calculated(value(float(a), float(b)))
 
         async def calculate_later(a: float, b: float) -> str:
-            return calculated(value(a, b))
+            return calculated(value(float(a), float(b)))
 
         function: Any = calculate_later if waits else calculate
         return strands_tool(name=name, description=description, inputSchema=schema)(function)
 
     values = {"add": float.__add__, "subtract": float.__sub__, "multiply": float.__mul__, "divide": float.__truediv__}
-    tools = [
-        a_tool(
-            one.name, one.description, dict(one.parameters), lambda a, b, of=values[one.name]: of(float(a), float(b))
-        )
-        for one in TOOLS
-    ]
+    tools = [a_tool(one.name, one.description, dict(one.parameters), values[one.name]) for one in TOOLS]
     tokenizer = load_tokenizer(job.folder)
 
     async def run() -> list[tuple[Any, float]]:
@@ -286,9 +281,7 @@ def bench_peers(options: argparse.Namespace) -> list[Row]:
     missing = sorted({PEERS[name][1] for name in options.peers if not importlib.util.find_spec(PEERS[name][0])})
     if missing:
         raise SystemExit(
-            f"not installed beside this Python: {', '.join(missing)}. Make an environment of its own "
-            f"(pip install -e . {' '.join(missing)}) and run scripts/bench with its Python, "
-            f"or choose with --peers"
+            f"not installed in {sys.prefix}: {', '.join(missing)}; scripts/bench peers installs the extra bench-peers"
         )
     job = Job.of(str(options.tokenizer or default_tokenizer()))
     loops = {name: LOOPS[name] for name in ("ours", *options.peers)}

@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from pydoc_data.topics import topics  # type: ignore[import-untyped]  # prose with code in it, on every machine
+from pydoc_data.topics import topics  # prose with code in it, on every machine
 
 import attrs
 import numpy as np
@@ -160,7 +160,10 @@ class Play:
 def _unpacked(archive: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="rollouts-bench-"))
     with tarfile.open(archive, "r:xz") as file:
-        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+            file.extractall(folder, filter="data")
+        else:
+            file.extractall(folder)
     return next(folder.iterdir())
 
 

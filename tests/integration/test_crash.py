@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 def test_a_killed_run_goes_on_as_if_nothing_had_happened() -> None:
     """Two kills; tokens, groups and batches are those of the run without a kill."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "crash_test"), "--kills", "2", "--longest", "4"],
+        [sys.executable, "-m", "scripts.crash_run", "--kills", "2", "--longest", "4"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -29,7 +29,7 @@ from rollouts.integrations.slime.settings import EvalSet, Settings, load_functio
 from rollouts.integrations.slime.source import Taken
 from rollouts.recipe import Recipe, build, load_recipe
 from rollouts.training.config import RolloutConfig
-from rollouts.training.types import GenerateFn, RewardFn, Sample, Status
+from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
 __all__ = ["Pipeline", "find_recipe"]
 
@@ -121,7 +121,7 @@ class Pipeline:
         """The config of an evaluation: each rollout is a group of its own, and none is filtered."""
         source = data.source
         path = getattr(source, "custom_rm_path", None) or self.settings.custom_rm
-        reward: RewardFn | None = None
+        reward: RewardFn | GroupRewardFn | None = None
         if self.settings.scored_by_slime or path is not None or getattr(source, "rm_type", None):
             dress = functools.partial(self.dress, evaluation=True)
             reward = SlimeReward(self.args, path, self.settings.eval_reward_key, dress)

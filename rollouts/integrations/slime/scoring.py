@@ -17,7 +17,7 @@ from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.integrations.slime.convert import REWARDS, leaves
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import Settings, load_function
-from rollouts.training.types import FilterFn, Sample, Status
+from rollouts.training.types import Sample, Status
 
 __all__ = ["SlimeFilter", "SlimeReward", "as_slime_filter", "plain_reward", "refuse_groups_of_one"]
 
@@ -100,7 +100,7 @@ class SlimeFilter:
         return load_function(self.path)(self.args, [self.dress(sample) for sample in samples])
 
 
-def as_slime_filter(check: FilterFn) -> Callable[..., Any]:
+def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]:
     """A ``check_*`` function of ours as slime's ``--dynamic-sampling-filter-path``.
 
     It reads ``reward``, ``response``, ``response_length`` and ``status`` of slime's samples; groups that fan out are

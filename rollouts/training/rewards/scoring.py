@@ -11,12 +11,12 @@ from typing import Any
 
 from rollouts.dtypes import finite
 from rollouts.errors import RewardFailure, call_foreign, function_name, shortened
-from rollouts.training.types import RewardFn, Sample
+from rollouts.training.types import Sample
 
 __all__ = ["reward_of", "rewards_of", "score", "score_group"]
 
 
-async def score(sample: Sample, reward_fn: RewardFn | None, *, seconds: float) -> None:
+async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds: float) -> None:
     """Set ``sample.reward``; without a function, check the one that generation set.
 
     Raises:
@@ -39,7 +39,7 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
         sample.reward = reward
 
 
-async def reward_of(sample: Sample, reward_fn: RewardFn, *, seconds: float) -> float:
+async def reward_of(sample: Sample, reward_fn: Callable[..., Any], *, seconds: float) -> float:
     """What a function says of a sample, which keeps the reward that it has; raises as :func:`score`."""
     name = function_name(reward_fn)
     return _finite(await call_foreign(RewardFailure, f"reward {name}", reward_fn, sample, seconds=seconds), name)

@@ -1,0 +1,146 @@
+"""Writes docs/families.md: what the self-test says of each model family. With --check, says whether it is up to date.
+
+Needs the test assets: ROLLOUTS_TEST_ASSETS, or ../shared/assets beside the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollouts.renderer import SelfTest, load_tokenizer
+from tests.families import REAL, SMALL, TOOLS, Family
+from tests.structures import STRUCTURES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "families.md"
+HEAD = """# Model families
+
+Written by `scripts/families` from the renderer's self-test; do not edit. `rollouts check --model DIR` prints the same
+for a model of yours.
+
+Calls are **read** if the dialect gives back each call that the template writes (one, two in parallel, nested arguments,
+behind text) with its name and arguments; **one a turn** if the template writes no second one; else **not read**, and no
+run with tools starts unless `dialect="plain"` says that none is to be read.
+
+Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (ids appended step by
+step are the template's own rendering), **forks** (the bridge is right, and the template writes what came before it
+otherwise once it is history: `history=` says what is done then) or **refused** (a run with such steps does not start).
+The verdict is the worst of them, and **refused** where calls are not read.
+
+"""
+REAL_HEAD = """## Templates as published
+
+| family | template | dialect | calls | stops at | verdict | forks | refused | known for |
+|---|---|---|---|---|---|---|---|---|
+"""
+SMALL_HEAD = """
+## Small templates with the quirks of other families
+
+The templates of these families were not at hand, or not needed: small ones with their structure were tested instead.
+
+| family | template | dialect | calls | stops at | verdict | forks | refused | known for |
+|---|---|---|---|---|---|---|---|---|
+"""
+WHY_HEAD = """
+## Why
+
+What the self-test says of the first step that is not exact, and of calls that are not read.
+
+"""
+
+
+class Assets:
+    """What pytest's ``request`` is to :mod:`tests.families`: the fixtures, without pytest."""
+
+    def __init__(self, folder: Path, unpacked: Path) -> None:
+        self.folder, self.unpacked = folder, unpacked
+
+    def getfixturevalue(self, name: str) -> Callable[..., Any]:
+        fixtures: dict[str, Callable[..., Any]] = {"chat_template": self.template, "tokenizer": self.tokenizer}
+        return fixtures[name]
+
+    def template(self, name: str) -> str:
+        return (self.folder / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+    @functools.cache  # noqa: B019 - lives as long as the script
+    def tokenizer(self, name: str, *marks: str) -> Any:
+        if not (self.unpacked / name).is_dir():
+            with tarfile.open(self.folder / "tokenizers" / f"{name}.tar.xz", "r:xz") as archive:
+                if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+                    archive.extractall(self.unpacked, filter="data")
+                else:
+                    archive.extractall(self.unpacked)
+        found = load_tokenizer(self.unpacked / name)
+        if marks:
+            found.add_tokens(list(marks), special_tokens=True)
+        return found
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def steps_of(test: SelfTest, verdict: str) -> str:
+    return "; ".join(step.name for step in test.steps if step.verdict == verdict) or "–"
+
+
+def rows(families: dict[str, Family], assets: Assets) -> tuple[str, str]:
+    table, why = [], []
+    for name, family in families.items():
+        renderer = family.make(assets)
+        test = renderer.self_test(TOOLS)
+        digest = test.template.rpartition("(")[2].rstrip(")")
+        stops = " ".join(renderer.stop_texts)
+        columns = [name, f"`{digest}`", renderer.dialect.name, str(test.calls), cell(stops), f"**{test.verdict}**"]
+        columns += [steps_of(test, "forks"), steps_of(test, "refused"), cell(family.quirk) or "–"]
+        table.append(f"| {' | '.join(columns)} |\n")
+        first = next((step for step in test.steps if step.verdict != "exact"), None)
+        notes = [note.replace(test.template, digest) for note in test.notes if note]
+        if first is not None:
+            reason = first.reason.replace(test.template, digest)
+            why.append(f"- **{name}**, {first.name}: {cell(reason)}\n")
+        if test.unread and not steps_of(test, "refused").strip("–"):
+            why.append(f"- **{name}**, calls: {cell(test.unread)}\n")
+        why += [f"- **{name}**: {cell(note)}\n" for note in notes]
+    return "".join(table), "".join(why)
+
+
+def page(folder: Path) -> str:
+    with tempfile.TemporaryDirectory() as unpacked:
+        assets = Assets(folder, Path(unpacked))
+        real, real_why = rows(REAL, assets)
+        small, small_why = rows({**SMALL, **STRUCTURES}, assets)
+    return HEAD + REAL_HEAD + real + SMALL_HEAD + small + WHY_HEAD + real_why + small_why
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/families", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the page is out of date")
+    options = parser.parse_args()
+    folder = Path(os.environ.get("ROLLOUTS_TEST_ASSETS") or ROOT.parent / "shared" / "assets")
+    if not folder.is_dir():
+        print(
+            f"scripts/families: no test assets in {folder} (ROLLOUTS_TEST_ASSETS names another folder)", file=sys.stderr
+        )
+        return 2
+    text = page(folder)
+    if not options.check:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"scripts/families: {PAGE.relative_to(ROOT)} is out of date; run scripts/families", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,388 @@
+"""A run in a bad world: environments raise and hang, replies are lost, rewards are none, the engine dies twice.
+
+The engine, and a proxy before it that breaks replies, are processes of their own. What is measured is this process:
+whether every batch is filled, whether the sum holds, what is left over (tasks, sockets, threads), and by how much its
+event loop is late. Exits with 1 if anything of that fails, or if the loop was once late by 100 ms or more by itself.
+
+By itself is the lesser of two: its lag less the time that its thread stood in the machine's line for a processor, which
+Linux counts (what is left is its work, waits for a disk, and waits for the interpreter's lock while another thread of
+ours has it, even where that one stands in line itself); and the time of processors that all our threads used meanwhile,
+beyond which no loop is late on a machine that has nothing else to do. All are printed, and beside them how late an idle
+loop was in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import aiohttp
+import anyio
+import attrs
+from aiohttp import web
+
+from configs.calculator import exact_answer_reward
+from configs.calculator import recipe as calculator
+from rollouts.dtypes import Endpoint, Limits, Message, Prompt
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment, StepResult
+from rollouts.errors import abandoned, waits
+from rollouts.inference.sglang import shared_policy
+from rollouts.recipe import preflight
+from rollouts.renderer import renderer_for
+from rollouts.running import run
+from rollouts.serving import READY
+from rollouts.training import Sample
+from rollouts.training.failures import Handling
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.resuming import begin
+from rollouts.training.sinks import RunWriter
+from rollouts.training.verify import verify_run
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool of threads would stand in line behind the engine's
+
+BOUND = 100.0
+"""Milliseconds that the loop may be late by itself."""
+
+FAULTS: Counter[str] = Counter()
+RNG = random.Random(0)
+
+
+class BadWorld(CalculatorEnvironment):
+    """Of its episodes 20 % raise, in start or step, and 5 % hang, in an await or in a thread."""
+
+    def __init__(self) -> None:
+        draw = RNG.random()
+        self.fate = (
+            "raise_start" if draw < 0.1 else "raise_step" if draw < 0.2 else "hang" if draw < 0.24 else
+            "hang_thread" if draw < 0.25 else "sound"
+        )  # fmt: skip
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        if self.fate == "raise_start":
+            FAULTS["environment raised"] += 1
+            raise OSError("no world today")
+        return await super().start(prompt)
+
+    async def step(self, reply: Message) -> StepResult:
+        if self.fate == "raise_step":
+            FAULTS["environment raised"] += 1
+            raise KeyError("the world fell apart")
+        if self.fate == "hang":
+            FAULTS["environment hung"] += 1
+            await anyio.sleep_forever()
+        if self.fate == "hang_thread":
+            FAULTS["environment hung in a thread"] += 1
+            await anyio.to_thread.run_sync(time.sleep, 5.0, abandon_on_cancel=True)
+        return await super().step(reply)
+
+
+def bad_reward(sample: Sample) -> float:
+    """Of its calls 3 % raise or give NaN."""
+    draw = RNG.random()
+    if draw < 0.03:
+        FAULTS["reward raised or NaN"] += 1
+        if draw < 0.015:
+            raise ValueError("no reward today")
+        return float("nan")
+    return exact_answer_reward(sample)
+
+
+# -- the engine and the proxy before it -------------------------------------------------------------------------------
+
+
+class Engine:
+    """The embedded engine on one port, to be killed and started again."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "rollouts", "serve", "--port", str(self.port), "--slots", "64"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment
+            )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(READY):
+                return
+        raise SystemExit(f"the engine did not start: {self._log.read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def proxy(target: str, pipe: Connection) -> None:
+    """Forward to the engine; one reply of ten is a 500, a 503, a reset before or a reset inside the body."""
+    rng = random.Random(1)
+    counts: Counter[str] = Counter()
+    session: aiohttp.ClientSession
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        fault = "none"
+        if request.path == "/generate":
+            counts["replies"] += 1
+            draw = rng.random()
+            fault = next((name for name, end in _CUTS if draw < end), "none")
+            counts[fault] += 1
+        if fault in ("500", "503"):
+            return web.json_response({"error": {"message": "broken on purpose"}}, status=int(fault))
+        if fault == "reset":
+            return cut(request)
+        try:
+            async with session.request(request.method, target + request.path_qs, data=body) as answer:
+                payload = await answer.read()
+        except (aiohttp.ClientError, OSError):
+            counts["engine away"] += 1
+            return cut(request)
+        if fault == "reset in body":
+            response = web.StreamResponse(headers={"Content-Length": str(len(payload))})
+            with contextlib.suppress(ConnectionError):  # whoever asked has gone already
+                await response.prepare(request)
+                await response.write(payload[: len(payload) // 2])
+            return cut(request)
+        return web.Response(body=payload, status=answer.status, content_type="application/json")
+
+    def cut(request: web.Request) -> web.Response:
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
+
+    async def serve() -> None:
+        nonlocal session
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        ) as session:
+            app = web.Application(client_max_size=1 << 30)
+            app.router.add_route("*", "/{path:.*}", forward)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            await anyio.to_thread.run_sync(pipe.recv)
+            pipe.send(dict(counts))
+            await runner.cleanup()
+
+    anyio.run(serve)
+
+
+_CUTS = (("500", 0.025), ("503", 0.05), ("reset", 0.075), ("reset in body", 0.10))
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def sockets() -> int:
+    """Open sockets of this process."""
+    names = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return sum("socket:" in name for name in names)
+
+
+@attrs.frozen
+class Moment:
+    """Clocks of this thread, in seconds."""
+
+    now: float = attrs.field(factory=time.monotonic)
+    worked: float = attrs.field(factory=time.thread_time)
+    all_worked: float = attrs.field(factory=time.process_time)
+    stood_in_line: float = attrs.field(factory=lambda: stood_in_line())
+
+
+def stood_in_line() -> float:
+    """Seconds that this thread was ready to run and had no processor; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+@attrs.frozen
+class Lateness:
+    """What each look at a loop found, in milliseconds."""
+
+    lags: list[float] = attrs.field(factory=list)
+    out_of_line: list[float] = attrs.field(factory=list)
+    """The lag, less the time in line for a processor."""
+    own: list[float] = attrs.field(factory=list)
+    """The same, and no more than all threads of the process worked meanwhile."""
+    work: list[float] = attrs.field(factory=list)
+    """Time of the processor that the loop's thread used between two looks."""
+
+    async def watch(self) -> None:
+        """Look every 10 ms until cancelled."""
+        before = Moment()
+        while True:
+            await anyio.sleep(0.01)
+            after = Moment()
+            lag = after.now - before.now - 0.01
+            self.lags.append(1e3 * lag)
+            out_of_line = max(0.0, lag - (after.stood_in_line - before.stood_in_line))
+            self.out_of_line.append(1e3 * out_of_line)
+            self.own.append(1e3 * min(out_of_line, after.all_worked - before.all_worked))
+            self.work.append(1e3 * (after.worked - before.worked))
+            before = after
+
+    def __str__(self) -> str:
+        names = {"late": self.lags, "out of line": self.out_of_line, "by itself": self.own, "worked": self.work}
+        return "; ".join(f"{name} {_spread(numbers)}" for name, numbers in names.items())
+
+
+def _spread(numbers: list[float]) -> str:
+    found = sorted(numbers)
+    return f"median {found[len(found) // 2]:.1f}, p99 {found[len(found) * 99 // 100]:.1f}, most {found[-1]:.1f}"
+
+
+def control(pipe: Connection) -> None:
+    """A loop that does nothing, looked at in the same way."""
+
+    async def idle() -> Lateness:
+        late = Lateness()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(late.watch)
+            await anyio.to_thread.run_sync(pipe.recv)
+            tasks.cancel_scope.cancel()
+        return late
+
+    pipe.send(str(anyio.run(idle)))
+
+
+async def restart_twice(manager: AsyncRolloutManager, engine: Engine, groups: int) -> None:
+    """Kill the engine after a quarter and after a half of the groups, and start it again."""
+    for share in (0.25, 0.5):
+        while manager.accounting.in_batch + manager.accounting.ready < share * groups:  # noqa: ASYNC110 - no event
+            await anyio.sleep(0.05)
+        await anyio.to_thread.run_sync(engine.kill)
+        await anyio.to_thread.run_sync(engine.start)
+        FAULTS["engine restarted"] += 1
+    await anyio.sleep_forever()
+
+
+async def play(args: argparse.Namespace, url: str, engine: Engine, out: Path) -> int:
+    endpoint = Endpoint(model=str(DEMO_MODEL), base_url=url, max_retries=8)
+    made = calculator(
+        endpoint, batch_size=args.groups, n_samples_per_prompt=8, batches=args.batches, prompts=2000, epochs=None
+    )
+    agents = made.config.generate_fn
+    assert isinstance(agents, partial)
+    keywords = {**agents.keywords, "environment_cls": BadWorld, "limits": Limits(max_turns=6, step_seconds=1.0)}
+    del keywords["max_turns"]
+    generate_fn = partial(agents.func, **keywords)
+    failures = {
+        "endpoint": Handling(attempts=12, backoff_seconds=0.5, most_seconds=5.0),
+        "environment_start": Handling(attempts=4, backoff_seconds=0.05),
+        "environment_step": Handling(attempts=4, backoff_seconds=0.05),
+        "deadline": Handling(attempts=3, replacements=2, min_sound=4),
+        "reward": Handling(attempts=4, replacements=1),
+    }
+    config = attrs.evolve(
+        made.config, generate_fn=generate_fn, reward_fn=bad_reward, failures=failures, failure_budget=0.9
+    )
+    recipe = attrs.evolve(made, config=config, environment_cls=CalculatorEnvironment)
+    await preflight(recipe)
+    vocab_size = renderer_for(recipe.tokenizer).vocab_size
+    await shared_policy(recipe.endpoint, vocab_size).aclose()
+    await anyio.sleep(0.1)
+    tasks_before, sockets_before = len(asyncio.all_tasks()), sockets()
+    threads_before = threading.active_count()
+    writer = RunWriter(out, recipe.describe(), format="jsonl")
+    ledger = begin(out, recipe.describe(), recipe.data_buffer)
+    late = Lateness()
+    seen: list[AsyncRolloutManager] = []
+
+    async def beside(manager: AsyncRolloutManager) -> None:
+        seen.append(manager)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(late.watch)
+            tasks.start_soon(restart_twice, manager, engine, args.groups * args.batches)
+
+    with ledger.journal:
+        result = await run(recipe, writer, watch=beside, ledger=ledger)
+    await shared_policy(recipe.endpoint, vocab_size).aclose()
+    await anyio.sleep(0.2)
+    report = await anyio.to_thread.run_sync(verify_run, out)
+    lost = seen[0].failures.lost
+    left = {
+        "tasks": len(asyncio.all_tasks()) - tasks_before,
+        "sockets": sockets() - sockets_before,
+        "waits": len(waits()),
+    }
+    print(f"{result.status} after {result.seconds:.1f} s: {result.batches} of {args.batches} batches")
+    print(f"accounting: {result.accounting}")
+    print(f"faults made here: {dict(FAULTS)}")
+    print(f"attempts lost by cause: {dict(lost)}; rollouts replaced: {seen[0].failures.replaced}")
+    bias = {name: round(value, 2) for name, value in seen[0].metrics.items() if name.endswith(("/sound", "/lost"))}
+    print(f"lost beside sound, in the last batch: {bias}")
+    print(f"verify: {len(report.violations)} violations")
+    threads = f"threads {threads_before} before, {threading.active_count()} after, {len(abandoned())} abandoned"
+    print(f"left over: {left}; {threads}")
+    print(f"the loop, in ms, over {len(late.lags)} looks: {late}")
+    if result.error is not None:
+        print(f"error: {result.error}")
+    result.accounting.check()
+    good = result.status == "finished" and report.ok and not any(left.values()) and FAULTS["engine restarted"] == 2
+    if max(late.own) >= BOUND:
+        print(f"the loop was late by {max(late.own):.1f} ms by itself; expected less than {BOUND:g}")
+    return 0 if good and max(late.own) < BOUND else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/fault_test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--groups", type=int, default=16, help="in a batch (16)")
+    parser.add_argument("--batches", type=int, default=3, help="how many (3)")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="fault_test_") as folder:
+        engine = Engine(Path(folder) / "engine.log")
+        here, there = context.Pipe()
+        beside, its = context.Pipe()
+        process = context.Process(target=proxy, args=(f"http://127.0.0.1:{engine.port}", there), daemon=True)
+        process.start()
+        idle = context.Process(target=control, args=(its,), daemon=True)
+        try:
+            url = here.recv()
+            idle.start()
+            code = anyio.run(play, args, url, engine, Path(folder) / "run")
+            beside.send("stop")
+            print(f"an idle loop beside it, in ms: {beside.recv()}")
+            here.send("stop")
+            print(f"replies: {here.recv()}")
+            print("FAILED" if code else "passed")
+        finally:
+            for each in (process, idle):
+                if each.pid is not None:
+                    each.kill()
+                    each.join()
+            engine.kill()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The verbs in scripts/ run from a clean clone: each installs what it needs into an environment and runs there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+VERBS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda path: path.name)
+def test_a_verb_installs_what_it_runs(verb: Path) -> None:
+    """It is a bash file that passes through scripts/install, and every module of ours that it runs exists."""
+    text = verb.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert verb.name == "install" or "\nscripts/install " in text
+    assert os.access(verb, os.X_OK)
+    for module in re.findall(r"-m ((?:scripts|training)[.\w]*)", text):
+        path = ROOT / module.replace(".", "/")
+        main = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
+        guarded = [ast.unparse(node.test) for node in ast.parse(main.read_text()).body if isinstance(node, ast.If)]
+        assert "__name__ == '__main__'" in guarded
+
+
+def test_an_extra_that_a_verb_installs_exists() -> None:
+    """Every name of an extra in a verb is one of pyproject.toml."""
+    project = (ROOT / "pyproject.toml").read_text()
+    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    known = set(re.findall(r"^([\w-]+) = \[", table, re.MULTILINE))
+    named = {
+        extra
+        for verb in VERBS
+        for listed in re.findall(r'(?:^ *scripts/install|extras\+?=),?"?([\w,-]+)', verb.read_text(), re.MULTILINE)
+        for extra in listed.split(",")
+    }
+    assert {"engine", "bench", "bench-peers"} <= named <= known
+
+
+def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
+    """scripts/install of ``a`` in a copy whose environment, ``folder/other``, has a pip that does what is given."""
+    for name, text in {"other/bin/python": "exit 0", "other/bin/pip": pip, "pyproject.toml": ""}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "install", folder / "scripts" / "install")
+    return subprocess.run(
+        ["scripts/install", "a"],
+        cwd=folder,
+        env={**os.environ, "VENV": "other"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_installation_that_failed_is_an_error(tmp_path: Path) -> None:
+    """Where pip fails, scripts/install fails with pip's words, and tries again the next time."""
+    done = _installed(tmp_path, pip="echo 'no such package' >&2; exit 3")
+    assert done.returncode == 1
+    assert "no such package" in done.stderr
+    assert "pip could not install rollouts[a] into other (exit code 3)" in done.stderr
+    assert not list(tmp_path.glob("other/installed-*"))
+
+
+def test_venv_names_the_environment(tmp_path: Path) -> None:
+    """scripts/install installs into it, and notes there what is installed."""
+    assert _installed(tmp_path, pip="exit 0").returncode == 0
+    assert [path.name.startswith("installed-a-") for path in tmp_path.glob("other/installed-*")] == [True]
+    assert not (tmp_path / ".venv").exists()
