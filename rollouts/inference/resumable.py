@@ -136,7 +136,7 @@ class ResumablePolicy:
         self, ids: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
     ) -> Completion:
         while True:
-            await self._at_the_gate()
+            await self.wait_until_open()
             if self._limiter is None:
                 break
             with stopped_clocks():
@@ -154,7 +154,8 @@ class ResumablePolicy:
             if not self.in_flight:
                 self._idle.set()
 
-    async def _at_the_gate(self) -> None:
+    async def wait_until_open(self) -> None:
+        """Return when the gate is open; deadlines do not run meanwhile."""
         if self.paused:
             with boundary(EndpointUnavailable, "paused between batches"), stopped_clocks():
                 while self.paused:

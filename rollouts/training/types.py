@@ -155,6 +155,8 @@ class Sample:
 
     _told: Told | None = attrs.field(default=None, init=False)
     """What it says, held small; of each record that is still as it was."""
+    trainer_record: Any = attrs.field(default=None, init=False)
+    """The same rollout as a trainer's own record, where an integration keeps that object; never stored."""
 
     @property
     def status(self) -> Status:

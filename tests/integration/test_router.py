@@ -109,6 +109,7 @@ def args(fleet_url: str, **overrides: Any) -> Namespace:
         "n_samples_per_prompt": 4,
         "over_sampling_batch_size": 3,
         "rollouts_over_sampling_factor": 3.0,
+        "rollouts_carry_over": True,
         "rollout_temperature": 1.0,
         "rollout_top_p": 1.0,
         "rollout_top_k": -1,

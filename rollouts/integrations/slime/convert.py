@@ -3,7 +3,7 @@
 Invariant: what :func:`to_slime` gives back trains exactly the tokens that the policy sampled: ``loss_mask`` and
 ``rollout_log_probs`` are the last ``response_length`` entries of ours, and prompt and response have at least one token.
 A sample that slime would choke on is refused here by name, never repaired. ``check_training_batch`` is what every batch
-passes before slime sees it.
+passes before slime sees it; what does not train (:func:`trains`) is held to slime's shapes only.
 
 This module knows nothing of how samples come about.
 """
@@ -22,12 +22,20 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.slime.records import records
 from rollouts.training.types import Sample, Status
 
-__all__ = ["REWARDS", "check_trainable", "check_training_batch", "from_slime", "leaves", "to_slime", "trained_versions"]
+__all__ = [
+    "check_shape",
+    "check_trainable",
+    "check_training_batch",
+    "from_slime",
+    "leaves",
+    "reward_number",
+    "to_slime",
+    "trained_versions",
+    "trains",
+]
 
-REWARDS = "slime_rewards"
-"""Metadata key under which a reward of several parts travels to :func:`to_slime`."""
-
-_TRAINABLE = (Status.COMPLETED, Status.TRUNCATED)
+_TRAINABLE = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED)
+"""slime trains a sample whose generate function never set a status as well."""
 
 
 def to_slime(
@@ -62,7 +70,6 @@ def to_slime(
     kind = records().sample
     made = kind() if template is None else copy.copy(template)
     made.metadata = {**(made.metadata or {}), **sample.metadata}
-    rewards = made.metadata.pop(REWARDS, None)
     made.prompt = made.prompt if template is not None else _plain_prompt(sample.prompt)
     made.label = sample.label if template is None else made.label
     made.group_index = sample.group_index if made.group_index is None else made.group_index
@@ -74,7 +81,7 @@ def to_slime(
     made.loss_mask = mask[-width:].astype(int).tolist()
     made.rollout_log_probs = np.where(sample.mask_column, logprobs, 0.0)[-width:].tolist()
     has_parts = reward_key is not None and sample.reward is not None
-    made.reward = {**(rewards or {}), reward_key: sample.reward} if has_parts else sample.reward
+    made.reward = {reward_key: sample.reward} if has_parts else sample.reward
     made.status = kind.Status(sample.status.value)
     made.weight_versions = _versions_of_calls(sample)
     made.prefix_cache_info = kind.PrefixCacheInfo(
@@ -141,6 +148,27 @@ def from_slime(sample: Any, request: Any = None) -> Sample:
     )
 
 
+def trains(sample: Any) -> bool:
+    """Whether slime would train any token of its sample."""
+    if sample.remove_sample:
+        return False
+    return sample.response_length > 0 if sample.loss_mask is None else any(sample.loss_mask)
+
+
+def reward_number(reward: Any, key: str | None) -> float | None:
+    """The number that is trained on: the part that ``--reward-key`` names where a reward has parts.
+
+    Returns:
+        ``None`` where there is no finite number.
+    """
+    value: Any = reward.get(key) if isinstance(reward, dict) and key is not None else reward
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
+        return None
+    return number if math.isfinite(number) else None
+
+
 def leaves(groups: Any) -> Iterator[Any]:
     """The samples of nested lists, in order."""
     if isinstance(groups, list):
@@ -157,7 +185,9 @@ def trained_versions(samples: Sequence[Sample], *, mask_earlier_versions: bool =
     return [span.version for sample in samples for span in sample.versions]
 
 
-def check_training_batch(groups: Sequence[Any], *, groups_wanted: int, rollouts_in_group: int) -> None:
+def check_training_batch(
+    groups: Sequence[Any], *, groups_wanted: int, rollouts_in_group: int, reward_key: str | None = None
+) -> None:
     """Check a whole batch for what slime assumes and does not check.
 
     Raises:
@@ -180,21 +210,32 @@ def check_training_batch(groups: Sequence[Any], *, groups_wanted: int, rollouts_
                 raise ConfigError.of(f"groups[{number}].rollout_id", ids, "one number that no other rollout has")
             seen |= dict.fromkeys(ids, number)
             for sample in samples:
-                _check(sample, f"groups[{number}], sample {sample.index}")
+                place = f"groups[{number}], sample {sample.index}"
+                check_shape(sample, place)
+                if trains(sample) and Status(sample.status.value) not in _TRAINABLE:
+                    raise ConfigError.of(f"{place}.status", sample.status, "COMPLETED, TRUNCATED or PENDING")
+                if reward_number(sample.reward, reward_key) is None:
+                    part = "" if reward_key is None else f" under the key {reward_key!r}"
+                    raise ConfigError.of(f"{place}.reward", sample.reward, f"a finite number{part}")
 
 
-def _check(sample: Any, place: str) -> None:
+def check_shape(sample: Any, place: str) -> None:
+    """Check what slime's tensors need of every sample in a batch, trained or not.
+
+    Raises:
+        ConfigError: columns of another length than the response, no prompt token, or a status that is none of slime's.
+    """
     width = sample.response_length
-    lengths = {"loss_mask": len(sample.loss_mask or ()), "rollout_log_probs": len(sample.rollout_log_probs or ())}
+    lengths = {
+        "loss_mask": width if sample.loss_mask is None else len(sample.loss_mask),
+        "rollout_log_probs": 0 if sample.rollout_log_probs is None else len(sample.rollout_log_probs),
+    }
     if set(lengths.values()) != {width} or not 1 <= width < len(sample.tokens):
         raise ConfigError.of(
-            place, {**lengths, "tokens": len(sample.tokens)}, f"columns of the response's length, {width}"
+            place, {**lengths, "tokens": len(sample.tokens)}, f"columns of the response's length, {width}, and a prompt"
         )
-    if not isinstance(sample.status, records().sample.Status) or Status(sample.status.value) not in _TRAINABLE:
-        raise ConfigError.of(f"{place}.status", sample.status, "COMPLETED or TRUNCATED")
-    rewards = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
-    if not all(isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards):
-        raise ConfigError.of(f"{place}.reward", sample.reward, "a finite number")
+    if not isinstance(sample.status, records().sample.Status):
+        raise ConfigError.of(f"{place}.status", sample.status, "one of slime's Sample.Status")
 
 
 def _of_last_version(sample: Sample) -> Any:

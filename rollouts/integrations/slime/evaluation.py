@@ -19,7 +19,7 @@ import msgspec
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
-from rollouts.integrations.slime.convert import to_slime
+from rollouts.integrations.slime.kept import kept
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.settings import EvalSet, Settings
 from rollouts.training.data_buffer import DataBuffer
@@ -60,7 +60,7 @@ async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, di
             data[entry.name] = {
                 "rewards": [sample.reward for sample in samples],
                 "truncated": [sample.status is Status.TRUNCATED for sample in samples],
-                "samples": [to_slime(sample, reward_key=settings.reward_key) for sample in samples],
+                "samples": [pipeline.finished(sample, evaluation=True) for sample in samples],
             }
             metrics[f"eval/{entry.name}/failed_samples"] = failed
 
@@ -90,7 +90,11 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
         raise GenerateFailure(f"evaluation {entry.name}: all {len(repeated)} rollouts failed: {failures[0].reason}")
     for sample in samples:
         assert sample.group_index is not None  # the buffer numbers its prompts
-        sample.group_index //= entry.n_samples
+        row = sample.group_index // entry.n_samples
+        theirs = kept(sample)
+        if theirs is not None and theirs.group_index in (None, sample.group_index):
+            theirs.group_index = row
+        sample.group_index = row
     return samples, len(failures)
 
 

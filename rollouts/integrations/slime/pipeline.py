@@ -1,7 +1,9 @@
 """From a launch to a :class:`RolloutConfig`: who generates, who scores, who filters.
 
-Invariant: a rollout leaves :meth:`Pipeline.generate` only if it can be trained on: what slime would choke on is a
-failure of that rollout, retried and counted like any other. The flags of the launch win over the recipe.
+Invariant: a rollout leaves :meth:`Pipeline.generate` only if it can be trained on, or is not to be: what slime would
+choke on is a failure of that rollout, retried and counted like any other. The flags of the launch win over the recipe.
+slime's sample of a rollout is made once, when a function of slime's first asks for it or the rollout leaves; from then
+on it is that object.
 
 It schedules nothing, and talks to no server but through the policy that it is given.
 """
@@ -21,7 +23,8 @@ import msgspec
 from rollouts.dtypes import Limits, Prompt, SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure, function_name
 from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
-from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
+from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
+from rollouts.integrations.slime.kept import Kept, kept, view
 from rollouts.integrations.slime.plain import generate_single_turn, generate_with_slime
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
@@ -32,9 +35,6 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
 __all__ = ["Pipeline", "find_recipe"]
-
-_OVER_SAMPLING = 2.0
-"""Without a recipe: as many groups in work as slime has after its first refill; ours are carried, not thrown away."""
 
 _LOST = (Status.FAILED, Status.ABORTED)
 
@@ -101,11 +101,9 @@ class Pipeline:
         options: dict[str, Any] = {
             "batch_size": settings.batch_size,
             "n_samples_per_prompt": settings.n_samples_per_prompt,
+            "over_sampling_factor": settings.over_sampling_factor,
             "generate_fn": functools.partial(self.generate, evaluation=False),
         }
-        factor = settings.over_sampling_factor
-        if factor is not None or base is None:
-            options["over_sampling_factor"] = factor if factor is not None else _OVER_SAMPLING
         if settings.max_attempts is not None:
             options["max_attempts"] = settings.max_attempts
         if settings.scored_by_slime:
@@ -114,7 +112,7 @@ class Pipeline:
         elif settings.group_rm and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
         if settings.filter_path is not None:
-            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.dress)
+            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.finished)
         return attrs.evolve(base, **options) if base is not None else RolloutConfig(**options)
 
     def evaluation(self, data: EvalSet, prompts: int) -> RolloutConfig:
@@ -153,9 +151,10 @@ class Pipeline:
             return samples
         for branch, sample in enumerate(samples):
             try:
-                check_trainable(sample)
+                if kept(sample) is None:  # what slime's function returned was checked when it did
+                    check_trainable(sample)
                 if self.settings.sample_hooks:
-                    samples[branch] = await self._hooked(sample, prompt, taken, number, branch, evaluation)
+                    samples[branch] = await self._hooked(sample, prompt, branch, evaluation)
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
         return samples
@@ -170,43 +169,62 @@ class Pipeline:
             sampling = attrs.evolve(sampling, stop=(stop,) if isinstance(stop, str) else tuple(stop))
         return self._sampled(sampling, None)
 
-    def dress(self, sample: Sample, *, evaluation: bool = False) -> Any:
-        """Make slime's sample of one of ours that is not scored yet, or not to be trained on."""
-        template = None if evaluation else self._template_of(sample)
-        return to_slime(sample, template=template, scored=False, **self._dressing)
+    def dress(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
+        """slime's sample of one of ours, made where there is none yet, and not scored then.
 
-    def finished(self, sample: Sample, taken: Taken, number: int, branch: int) -> Any:
-        """Make slime's sample of one that is in a batch."""
-        template = taken.hooked.get((number, branch), taken.group[number])
-        return to_slime(
-            sample,
-            template=template,
-            mask_earlier_versions=self.settings.mask_earlier_versions,
-            session=taken.sessions.get(number, ""),
-            **self._dressing,
-        )
+        Args:
+            sample: ours.
+            taken: its group, where the buffer does not have it any more.
+            evaluation: it belongs to no group.
+        """
+        theirs = kept(sample)
+        if theirs is None:
+            if taken is None and not evaluation and sample.group_index is not None:
+                taken = self._taken(sample.group_index)
+            number = (sample.index or 0) % self.settings.n_samples_per_prompt
+            theirs = to_slime(
+                sample,
+                template=None if taken is None else taken.group[number],
+                mask_earlier_versions=self.settings.mask_earlier_versions and not evaluation,
+                session="" if taken is None else taken.sessions.get(number, ""),
+                scored=False,
+            )
+            theirs.reward = None
+            sample.metadata = theirs.metadata  # what either side writes from now on, both see
+            sample.trainer_record = Kept(theirs)
+        return theirs
 
-    @property
-    def _dressing(self) -> dict[str, Any]:
-        return {"reward_key": self.settings.reward_key}
+    def finished(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
+        """slime's sample of one of ours that is scored."""
+        theirs = self.dress(sample, taken, evaluation=evaluation)
+        parts = isinstance(theirs.reward, dict)
+        if not parts or reward_number(theirs.reward, self._reward_key(evaluation)) != sample.reward:
+            key = self.settings.reward_key
+            theirs.reward = sample.reward if key is None else {key: sample.reward}
+        return theirs
+
+    def _reward_key(self, evaluation: bool) -> str | None:
+        return self.settings.eval_reward_key if evaluation else self.settings.reward_key
 
     def _place(self, prompt: Prompt, evaluation: bool) -> tuple[Taken | None, int]:
         if evaluation or prompt.group_index is None or prompt.index is None:
             return None, 0
         return self._taken(prompt.group_index), prompt.index % self.settings.n_samples_per_prompt
 
-    def _template_of(self, sample: Sample) -> Any:
-        if sample.group_index is None or sample.index is None:
-            return None
-        taken = self._taken(sample.group_index)
-        return None if taken is None else taken.group[sample.index % self.settings.n_samples_per_prompt]
-
-    def _template(self, prompt: Prompt, evaluation: bool) -> Any:
-        taken, number = self._place(prompt, evaluation)
+    def _template(self, prompt: Prompt, data: EvalSet | None) -> Any:
+        """slime's sample that a generate function is called with."""
+        taken, number = self._place(prompt, data is not None)
         if taken is not None:
             return taken.group[number]
         asked = prompt.prompt if isinstance(prompt.prompt, str) else [message.to_chat() for message in prompt.messages]
-        return records().sample(prompt=asked, label=prompt.label, metadata=dict(prompt.metadata), index=prompt.index)
+        return records().sample(
+            prompt=asked,
+            label=prompt.label,
+            metadata=dict(prompt.metadata),
+            index=prompt.index,
+            generate_function_path=getattr(data and data.source, "custom_generate_function_path", None),
+            custom_rm_path=getattr(data and data.source, "custom_rm_path", None),
+        )
 
     def _generator(self, data: EvalSet | None) -> GenerateFn:
         """Who generates: the recipe, a custom generate function, or one reply to the prompt."""
@@ -222,9 +240,12 @@ class Pipeline:
                 generate_with_slime,
                 args=self.args,
                 path=path,
-                template=functools.partial(self._template, evaluation=data is not None),
+                template=functools.partial(self._template, data=data),
                 sampling=sampling,
+                reward_key=self._reward_key(data is not None),
                 evaluation=data is not None,
+                resume=self.policy.wait_until_open if settings.partial_rollout and data is None else None,
+                mask_earlier=settings.partial_rollout and settings.mask_earlier_versions and data is None,
             )
         return functools.partial(
             generate_single_turn,
@@ -247,36 +268,40 @@ class Pipeline:
             options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
         return functools.partial(generate_fn, **options)
 
-    async def _hooked(
-        self, sample: Sample, prompt: Prompt, taken: Taken | None, number: int, branch: int, evaluation: bool
-    ) -> Sample:
+    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int, evaluation: bool) -> Sample:
         """Run the sample hooks; where they changed the tokens, the columns are theirs from now on."""
-        dressed = to_slime(
-            sample, template=taken.group[number] if taken is not None else None, scored=False, **self._dressing
-        )
-        before = (list(dressed.tokens), list(dressed.loss_mask), list(dressed.rollout_log_probs))
+        sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
+        sample.index = prompt.index if sample.index is None else sample.index
+        theirs = self.dress(sample, evaluation=evaluation)
+        rollout, before = sample.trainer_record.rollout, _columns(theirs)
         for path in self.settings.sample_hooks:
             hook = load_function(path)
             options = {"rollout_id": self.rollout_id, "evaluation": evaluation}
             parameters = inspect.signature(hook).parameters
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 options = {name: value for name, value in options.items() if name in parameters}
-            answer = hook(self.args, dressed, **options)
+            answer = hook(self.args, theirs, **options)
             answer = await answer if inspect.isawaitable(answer) else answer
             if answer is not None:
-                dressed = answer
-            if not isinstance(dressed, records().sample):
-                raise GenerateFailure(f"sample hook {function_name(hook)}: got {dressed!r}; expected a Sample or None")
-        if taken is not None:
-            taken.hooked[number, branch] = dressed
-        if before == (dressed.tokens, dressed.loss_mask, dressed.rollout_log_probs):
-            sample.metadata = dict(dressed.metadata)
-            sample.response, sample.label = dressed.response, dressed.label
-            sample.reward = dressed.reward if isinstance(dressed.reward, int | float) else sample.reward
-            return sample
-        changed = from_slime(dressed, prompt)
-        check_trainable(changed)
-        return changed
+                theirs = answer
+            if not isinstance(theirs, records().sample):
+                raise GenerateFailure(f"sample hook {function_name(hook)}: got {theirs!r}; expected a Sample or None")
+        if rollout is not None:
+            rollout[branch] = theirs
+        key = self._reward_key(evaluation)
+        changed = view(theirs, prompt, rollout, reward_key=key, evaluation=evaluation)
+        if before != _columns(theirs):
+            return changed
+        sample.trainer_record = changed.trainer_record
+        sample.metadata = changed.metadata if theirs.metadata is None else theirs.metadata
+        sample.response, sample.label, sample.status = theirs.response, theirs.label, changed.status
+        sample.reward = sample.reward if theirs.reward is None else changed.reward
+        return sample
+
+
+def _columns(theirs: Any) -> tuple[list[Any], ...]:
+    """The columns of slime's sample, apart from it."""
+    return tuple(list(column or ()) for column in (theirs.tokens, theirs.loss_mask, theirs.rollout_log_probs))
 
 
 @functools.lru_cache(maxsize=64)

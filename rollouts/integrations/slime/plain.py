@@ -1,7 +1,8 @@
 """Rollouts without a recipe: one reply to a prompt, or whatever a custom generate function of slime's does.
 
 Invariant: a prompt that is text goes to the model as it is, since slime's data set has rendered it already; a prompt of
-messages is rendered by the model's own chat template. Either way the ids that are sent are the ids that are kept.
+messages is rendered by the model's own chat template. Either way the ids that are sent are the ids that are kept. What
+a custom generate function gives is kept as that object (:mod:`rollouts.integrations.slime.kept`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import copy
 import functools
 import inspect
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import anyio
 import anyio.to_thread
 
 from rollouts.dtypes import Message, Prompt, SamplingParams, StopReason, packed_tokens
 from rollouts.environments.single_turn import SingleTurnEnvironment
-from rollouts.errors import ContextOverflow, GenerateFailure
+from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
-from rollouts.integrations.slime.convert import from_slime, leaves
+from rollouts.integrations.slime.kept import keep
+from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import load_function
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.training.agent_integration import agent_rollout_to_sample
@@ -30,6 +33,10 @@ from rollouts.trajectory import Trajectory
 __all__ = ["generate_single_turn", "generate_with_slime", "sampling_dict"]
 
 _ENDS = {"stop": StopReason.TASK_COMPLETED, "length": StopReason.MAX_TOKENS, "abort": StopReason.ABORTED}
+
+_EMPTY_ABORTS = 30
+"""Aborts in a row without a further token after which a rollout that is resumed counts as lost."""
+_BACKOFF_SECONDS = 0.5
 
 
 async def generate_single_turn(
@@ -88,19 +95,56 @@ async def generate_with_slime(
     path: str,
     template: Callable[[Prompt], Any],
     sampling: SamplingParams,
+    reward_key: str | None = None,
     evaluation: bool = False,
+    resume: Callable[[], Awaitable[None]] | None = None,
+    mask_earlier: bool = False,
 ) -> list[Sample]:
     """Call a custom generate function as slime does: ``(args, sample, sampling_params[, evaluation])``.
 
-    It talks to the engines by itself, so it can be neither paused nor resumed.
+    It talks to the engines by itself, so it cannot be paused. Each attempt has a session of its own.
+
+    Args:
+        prompts: one for each rollout.
+        args: slime's namespace.
+        path: the function's.
+        template: slime's sample of a prompt.
+        sampling: what the function is told.
+        reward_key: the part of a reward that is its number.
+        evaluation: told to a function that asks for it.
+        resume: with partial rollouts, returns when sampling may go on: the function is then called again with a sample
+            that it gave back aborted, as slime does.
+        mask_earlier: train only what a function adds to such a sample.
+
+    Raises:
+        GenerateFailure: slime could not go on with what it gave.
     """
     samples: list[Sample] = []
     for prompt in prompts:
-        sample = copy.deepcopy(template(prompt))
+        given = template(prompt)
+        sample = copy.deepcopy(given)
+        sample.session_id = sample.session_id or str(uuid.uuid4())
         function = load_function(getattr(sample, "generate_function_path", None) or path)
         options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        made = await function(args, sample, sampling_dict(args, sampling), **options)
-        samples += [from_slime(entry, prompt) for entry in leaves(made)]
+        made: Any = sample
+        empty = 0
+        while True:
+            before = made.response_length
+            if mask_earlier and before:
+                made.loss_mask = [0] * before
+            made = await function(args, made, sampling_dict(args, sampling), **options)
+            if resume is None or getattr(made, "status", None) is not records().sample.Status.ABORTED:
+                break
+            empty = empty + 1 if made.response_length <= before else 0
+            if empty >= _EMPTY_ABORTS:
+                break  # a lost attempt: nothing comes any more
+            if empty:
+                await anyio.sleep(_BACKOFF_SECONDS)
+            await resume()
+        try:
+            samples += keep(made, given, prompt, reward_key=reward_key, evaluation=evaluation)
+        except ConfigError as error:
+            raise GenerateFailure(f"{path}: {error}") from error
     return samples
 
 

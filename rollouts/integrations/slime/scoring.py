@@ -1,7 +1,8 @@
 """Rewards and filters that a launch names, as ours; and ours, as slime's.
 
-Invariant: a function of slime's sees slime's samples and a function of ours sees ours, whichever side calls it. A
-reward of several parts keeps them all; the part that ``--reward-key`` names is the number that is trained on.
+Invariant: a function of slime's sees slime's samples and a function of ours sees ours, whichever side calls it. What it
+writes on slime's sample stays: it is the object that leaves. A reward of several parts keeps them all; the part that
+``--reward-key`` names is the number that is trained on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import attrs
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
-from rollouts.integrations.slime.convert import REWARDS, leaves
+from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.kept import Kept
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import Settings, load_function
 from rollouts.training.types import Sample, Status
@@ -22,12 +24,16 @@ from rollouts.training.types import Sample, Status
 __all__ = ["SlimeFilter", "SlimeReward", "as_slime_filter", "plain_reward", "refuse_groups_of_one"]
 
 Dress = Callable[[Sample], Any]
-"""Makes slime's sample of ours, for a function of slime's to look at."""
+"""slime's sample of ours, for a function of slime's to look at: the same object each time."""
 
 
 @attrs.frozen
 class SlimeReward:
-    """A reward as the launch names it, ``--custom-rm-path`` or ``--rm-type``, as our ``reward_fn``."""
+    """A reward as the launch names it, ``--custom-rm-path`` or ``--rm-type``, as our ``reward_fn``.
+
+    As in slime, a sample that a generate function scored is not scored again, and the samples of a rollout that fans
+    out are scored by one call with the list of them; with ``--group-rm`` the group is scored by one call.
+    """
 
     args: Any
     path: str | None
@@ -36,16 +42,25 @@ class SlimeReward:
 
     async def __call__(self, sample: Sample | list[Sample]) -> Any:
         """Score a sample, or a group where ``--group-rm`` is set."""
-        whole_group = isinstance(sample, list)
-        group: list[Sample] = sample if isinstance(sample, list) else [sample]
-        dressed = [self.dress(entry) for entry in group]
-        given = dressed if whole_group else dressed[0]
-        values = await self._ask(given)
-        listed = list(values) if whole_group else [values]
-        if len(listed) != len(group):
-            raise RewardFailure(f"{self.path}: got {len(listed)} rewards; expected {len(group)}")
-        numbers = [self._number(entry, value) for entry, value in zip(group, listed, strict=True)]
-        return numbers if whole_group else numbers[0]
+        if isinstance(sample, list):
+            group = [self.dress(entry) for entry in sample]
+            await self._score_all(group)
+            return [self._number(entry.reward) for entry in group]
+        dressed = self.dress(sample)
+        if dressed.reward is None:
+            record = sample.trainer_record
+            if isinstance(record, Kept) and record.rollout is not None:
+                await self._score_all([entry for entry in record.rollout if entry.reward is None])
+            else:
+                dressed.reward = await self._ask(dressed)
+        return self._number(dressed.reward)
+
+    async def _score_all(self, samples: list[Any]) -> None:
+        values = await self._ask(samples)
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != len(samples):
+            raise RewardFailure(f"{self.path}: got {shortened(values)}; expected a list of {len(samples)} rewards")
+        for sample, value in zip(samples, values, strict=True):
+            sample.reward = value
 
     async def _ask(self, given: Any) -> Any:
         path = self.path if isinstance(given, list) else (given.custom_rm_path or self.path)
@@ -57,14 +72,13 @@ class SlimeReward:
             return await hub.batched_async_rm(self.args, given)
         return await hub.async_rm(self.args, given)
 
-    def _number(self, sample: Sample, value: Any) -> Any:
+    def _number(self, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         if self.key is None or self.key not in value:
             raise RewardFailure(
                 f"reward: got {shortened(value)}; expected the key that --reward-key names ({self.key})"
             )
-        sample.metadata[REWARDS] = value
         return value[self.key]
 
 

@@ -1,8 +1,10 @@
 """The rollouts of one trainer: an event loop in a thread of its own, and one manager that lives from call to call.
 
-Invariant: what is in flight or accepted when a call returns is carried into the next; nothing finished is thrown away.
-Unless the launch asks for fully asynchronous rollouts, nothing is sampled between two calls: replies are stopped
-between two tokens, and go on from their own ids. An error ends its call, and the next one starts sound.
+Invariant: a batch holds tokens of the weights of its call only, unless the launch asks for older ones: what is left
+over when a batch is full is stopped, and its prompts come out first in the next call. With carrying over, what is in
+flight or accepted when a call returns serves the next one, and nothing finished is thrown away. Unless the launch asks
+for fully asynchronous rollouts, our policy samples nothing between two calls: replies are stopped between two tokens,
+and go on from their own ids. An error ends its call, and the next one starts sound.
 
 It knows slime's data source and samples through the modules beside it, and neither Ray nor slime's engines.
 """
@@ -23,8 +25,9 @@ from rollouts.collecting import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
-from rollouts.integrations.slime.convert import check_trainable, check_training_batch, from_slime, trained_versions
+from rollouts.integrations.slime.convert import check_training_batch
 from rollouts.integrations.slime.evaluation import evaluate
+from rollouts.integrations.slime.kept import versions_of, view
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import Settings, load_function
@@ -58,7 +61,8 @@ class TrainerRollouts:
         self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         try:
             self.policy, self.pipeline, self.manager = self._portal.call(self._make)
-            self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
+            if settings.carry_over:  # else each batch ends what it began
+                self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
             self._stack.enter_context(calm_collector())  # a pause of the collector is a pause of every rollout
         except BaseException:
             self._stack.close()
@@ -75,7 +79,7 @@ class TrainerRollouts:
         policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=settings.stop_token_ids)
         pipeline = Pipeline(self.args, settings, policy, self.buffer.taken.get)
         config = pipeline.training()
-        if settings.max_staleness is not None:
+        if settings.carry_over and settings.max_staleness is not None:
             config = attrs.evolve(config, filter_fn=_FreshEnough(self._is_stale, config.filter_fn))
         return policy, pipeline, AsyncRolloutManager(config, self.buffer, on_group=self._on_group)
 
@@ -113,7 +117,7 @@ class TrainerRollouts:
     # -- in the loop --
 
     async def _train(self, rollout_id: int) -> Any:
-        self.pipeline.rollout_id = rollout_id
+        self.pipeline.rollout_id = self.buffer.rollout_id = rollout_id
         resumed = self.policy.resumed
         self.policy.resume()
         problems: dict[str, float] = {}
@@ -125,6 +129,8 @@ class TrainerRollouts:
                     self.buffer.play_again(group.group_index)
                 samples = await self.manager.generate_batch()
         finally:
+            if not self.settings.carry_over:
+                problems["rollouts/groups_begun_again"] = self._begin_again()
             if not self.settings.fully_async:
                 with anyio.CancelScope(shield=True):
                     try:
@@ -148,6 +154,15 @@ class TrainerRollouts:
         data, metrics = await evaluate(self.settings, pipeline)
         return records().eval_output(data=data, metrics=metrics)
 
+    def _begin_again(self) -> int:
+        """Give up what a batch left over, since the next one has other weights; its prompts come out first then."""
+        surplus = self.manager.withdraw(lambda group: True)
+        for group in surplus:
+            self.buffer.play_again(group.group_index)
+        for index in self.buffer.waiting:
+            self.manager.adopt(index, {})
+        return len(surplus) + len(self.buffer.waiting)
+
     # -- groups --
 
     def _assemble(self, samples: list[Sample]) -> list[Any]:
@@ -162,22 +177,31 @@ class TrainerRollouts:
         for index, members in by_group.items():
             rollouts = self._dressed_rollouts(self.buffer.pop(index), _by_number(members, size))
             groups.append(rollouts if fans_out else [samples_of[0] for samples_of in rollouts])
-        check_training_batch(groups, groups_wanted=self.settings.batch_size, rollouts_in_group=size)
+        check_training_batch(
+            groups,
+            groups_wanted=self.settings.batch_size,
+            rollouts_in_group=size,
+            reward_key=self.settings.reward_key,
+        )
         return groups
 
     def _dressed_rollouts(self, taken: Taken, rollouts: dict[int, list[Sample]]) -> list[list[Any]]:
-        return [
-            [self.pipeline.finished(sample, taken, number, branch) for branch, sample in enumerate(rollouts[number])]
-            for number in sorted(rollouts)
-        ]
+        return [[self._finished(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
+
+    def _finished(self, sample: Sample, taken: Taken) -> Any:
+        """slime's sample of a rollout; one that was begun in an earlier call says in which, as slime's do."""
+        theirs = self.pipeline.finished(sample, taken)
+        if taken.begun < self.pipeline.rollout_id:
+            _stamp(theirs, taken.begun)
+        return theirs
 
     def _dressed_group(self, taken: Taken, finished: dict[int, list[Sample]]) -> list[Any]:
         """A group to hand back: finished rollouts where there are any, else what slime gave."""
         group = list(taken.group)
         for number, samples in finished.items():
             if len(samples) == 1 and samples[0].reward is not None:  # a fork is no element of slime's buffer
-                group[number] = self.pipeline.finished(samples[0], taken, number, 0)
-                group[number].metadata.setdefault("start_rollout_id", self.pipeline.rollout_id)
+                group[number] = self.pipeline.finished(samples[0], taken)
+                _stamp(group[number], taken.begun)
         return group
 
     def _adopt(self, index: int, group: list[Any]) -> None:
@@ -187,10 +211,11 @@ class TrainerRollouts:
             if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
-                sample = from_slime(given)
-                check_trainable(sample)
+                sample = view(given, None, reward_key=self.settings.reward_key)
             except ConfigError:
                 continue  # not ours: it is played anew
+            known = versions_of(sample, mask_earlier_versions=False)
+            self._versions[:0] = [name for name in dict.fromkeys(known) if name not in self._versions]
             sample.group_index = index
             sample.index = sample.rollout_id = index * self.settings.n_samples_per_prompt + number
             finished[number] = [sample]
@@ -222,7 +247,8 @@ class TrainerRollouts:
     def _is_stale(self, samples: list[Sample]) -> bool:
         """Whether the oldest token that would be trained lies more than ``max_staleness`` versions behind."""
         bound = self.settings.max_staleness
-        used = trained_versions(samples, mask_earlier_versions=self.settings.mask_earlier_versions)
+        masked = self.settings.mask_earlier_versions
+        used = [name for sample in samples for name in versions_of(sample, mask_earlier_versions=masked)]
         for version in used:
             if version not in self._versions:
                 self._versions.append(version)
@@ -294,6 +320,13 @@ class _FreshEnough:
         if self.is_stale(samples):
             return _Answer(False, _STALE)
         return True if self.further is None else self.further(samples)
+
+
+def _stamp(theirs: Any, begun: int) -> None:
+    """Note in which rollout slime's sample was begun, unless it says so."""
+    if theirs.metadata is None:
+        theirs.metadata = {}
+    theirs.metadata.setdefault("start_rollout_id", begun)
 
 
 def _by_number(samples: Any, size: int) -> dict[int, list[Sample]]:

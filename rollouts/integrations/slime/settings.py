@@ -25,9 +25,10 @@ RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
 OWN_KEYS: Mapping[str, str] = {
     "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
     "rollouts_recipe_options": "keyword arguments for the recipe, as a mapping",
-    "rollouts_over_sampling_factor": "groups in work while a batch fills, as a multiple of the batch",
-    "rollouts_fully_async": "true: go on generating between calls, while the trainer works",
-    "rollouts_max_staleness": "policy versions that the oldest trained token may lie behind; no bound by default",
+    "rollouts_over_sampling_factor": "groups in work while a batch fills, as a multiple of the batch; 1.0 by default",
+    "rollouts_carry_over": "true: what a batch leaves over serves the next one, with tokens of older weights",
+    "rollouts_fully_async": "true: carry over, and go on generating between calls, while the trainer works",
+    "rollouts_max_staleness": "policy versions that the oldest trained token may lie behind, where anything is carried",
     "rollouts_max_attempts": "how often a rollout is tried before its group is lost",
 }
 
@@ -57,7 +58,7 @@ class Settings:
 
     batch_size: int
     n_samples_per_prompt: int
-    over_sampling_factor: float | None
+    over_sampling_factor: float
     endpoint: Endpoint
     at_most: int
     """Requests in flight at once."""
@@ -76,8 +77,13 @@ class Settings:
     sample_filter: str | None
     all_samples_process: str | None
     mask_earlier_versions: bool
+    carry_over: bool
+    """Whether a batch may hold tokens of older weights: what the last one left over."""
+    partial_rollout: bool
+    """slime's flag: carry over, and call a generate function again with a sample that it gave back aborted."""
     fully_async: bool
     max_staleness: int | None
+    """``None`` where what is carried may be of any age."""
     max_attempts: int | None
     eval_sets: tuple[EvalSet, ...]
     eval_reward_key: str | None
@@ -97,13 +103,17 @@ class Settings:
         _refuse(args, get)
         batch_size = _needed(args, "rollout_batch_size")
         refill = get("over_sampling_batch_size", batch_size)
-        factor = get("rollouts_over_sampling_factor", refill / batch_size if refill > batch_size else None)
+        if refill < batch_size:
+            raise ConfigError.of("args.over_sampling_batch_size", refill, f"at least rollout_batch_size, {batch_size}")
+        fully_async = bool(get("rollouts_fully_async", False))
+        partial_rollout = bool(get("partial_rollout", False))
+        carry_over = fully_async or partial_rollout or bool(get("rollouts_carry_over", False))
         sampling = _sampling(args, "rollout_", get("rollout_max_response_len", 1024), {})
         endpoint = Endpoint(model=str(_needed(args, "hf_checkpoint")), base_url=_urls(args), sampling=sampling)
         return cls(
             batch_size=batch_size,
             n_samples_per_prompt=get("n_samples_per_prompt", 1),
-            over_sampling_factor=factor,
+            over_sampling_factor=get("rollouts_over_sampling_factor", refill / batch_size),
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
             recipe=get("rollouts_recipe") or os.environ.get(RECIPE_VARIABLE) or None,
@@ -120,8 +130,10 @@ class Settings:
             sample_filter=get("rollout_sample_filter_path"),
             all_samples_process=get("rollout_all_samples_process_path"),
             mask_earlier_versions=bool(get("mask_offpolicy_in_partial_rollout", False)),
-            fully_async=bool(get("rollouts_fully_async", False)),
-            max_staleness=get("rollouts_max_staleness"),
+            carry_over=carry_over,
+            partial_rollout=partial_rollout,
+            fully_async=fully_async,
+            max_staleness=_max_staleness(get("rollouts_max_staleness"), carry_over),
             max_attempts=get("rollouts_max_attempts"),
             eval_sets=tuple(_eval_set(args, entry) for entry in get("eval_datasets", ())),
             eval_reward_key=get("eval_reward_key") or get("reward_key"),
@@ -169,6 +181,19 @@ def _refuse(args: Any, get: Any) -> None:
     for name, (refused, expected) in refusals.items():
         if refused:
             raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
+
+
+def _max_staleness(bound: Any, carry_over: bool) -> int | None:
+    """The bound in force: 0 where nothing is carried."""
+    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+        raise ConfigError.of("args.rollouts_max_staleness", bound, "an integer >= 0")
+    if not carry_over and bound:
+        raise ConfigError.of(
+            "args.rollouts_max_staleness",
+            bound,
+            "0, or rollouts_carry_over, rollouts_fully_async or --partial-rollout with it: nothing older is kept else",
+        )
+    return bound if carry_over else 0
 
 
 def _needed(args: Any, name: str) -> Any:

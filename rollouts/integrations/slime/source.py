@@ -26,8 +26,8 @@ class Taken:
 
     group: list[Any]
     """slime's samples, as they came."""
-    hooked: dict[tuple[int, int], Any] = attrs.field(factory=dict)
-    """By rollout and branch: what slime's sample hooks made of a sample."""
+    begun: int = 0
+    """slime's number of the call that it was taken in."""
     sessions: dict[int, str] = attrs.field(factory=dict)
     """By rollout: the routing key of its requests."""
 
@@ -44,6 +44,8 @@ class TrainerBuffer(DataBuffer):
         self.source = source
         self.taken: dict[int, Taken] = {}
         """Groups that are out, or settled and in no batch yet, by our group index."""
+        self.rollout_id = 0
+        """slime's number of the call that is under way."""
         self.on_new: Callable[[int, list[Any]], None] | None = None
         """Called with each group that comes from the source, and the index that it gets here."""
         self._n = n_samples_per_prompt
@@ -89,6 +91,11 @@ class TrainerBuffer(DataBuffer):
         """Let go of a group that came to its end too late: its prompt comes out again under a new index."""
         self._again.append(self.taken.pop(group_index).group)
 
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The indices of groups that were handed back."""
+        return tuple(self._waiting)
+
     def drain(self) -> list[tuple[int | None, list[Any]]]:
         """Let go of everything that was handed back: our index, where it keeps one, and slime's group."""
         waiting = [(index, self.taken.pop(index).group) for index in self._waiting]
@@ -99,10 +106,11 @@ class TrainerBuffer(DataBuffer):
     def _take(self) -> Prompt:
         if self._waiting:
             index = self._waiting.pop(0)
+            self.taken[index].begun = self.rollout_id
         else:
             index, self._next = self._next, self._next + 1
             again = bool(self._again)
-            self.taken[index] = Taken(self._again.pop(0) if again else self._new_group())
+            self.taken[index] = Taken(self._again.pop(0) if again else self._new_group(), begun=self.rollout_id)
             if not again and self.on_new is not None:
                 self.on_new(index, self.taken[index].group)
         first = self.taken[index].group[0]

@@ -25,6 +25,9 @@ from rollouts.trajectory import Call
 LAUNCHES: dict[str, Launch] = {}
 """By name, so that a recipe's path can find its test."""
 
+DEFAULT: dict[str, Any] = {"rollouts_carry_over": None, "rollouts_over_sampling_factor": None}
+"""Flags of a launch with none of our own keys but the recipe."""
+
 Play = Callable[[Prompt], Awaitable[Sequence[Sample]]]
 
 
@@ -111,7 +114,7 @@ class Launch:
     """By our group index, how many rollouts were played."""
 
     def args(self, **overrides: Any) -> Namespace:
-        """slime's namespace for it."""
+        """slime's namespace for it: over-sampled, and carried from call to call."""
         name = f"launch {len(LAUNCHES)}"
         LAUNCHES[name] = self
         values = {
@@ -125,6 +128,8 @@ class Launch:
             "hf_checkpoint": "nowhere",
             "sglang_router_ip": "127.0.0.1",
             "sglang_router_port": 9,
+            "rollouts_over_sampling_factor": self.over_sampling_factor,
+            "rollouts_carry_over": True,
             "rollouts_recipe": f"{__name__}.recipe",
             "rollouts_recipe_options": {"name": name},
             "reward_key": None,

@@ -1,4 +1,4 @@
-"""What lives between calls: partial rollouts of several turns, staleness, and rollouts that go on while training."""
+"""What lives between calls: nothing by default; partial rollouts of several turns, staleness, asynchronous rollouts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 from urllib.request import Request, urlopen
 
+import anyio
 import msgspec
 import pytest
 
@@ -15,8 +16,8 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
-from rollouts.training import Prompt, Sample
-from tests.integrations.slime.launches import Launch, Source, made_sample
+from rollouts.training import Prompt, Sample, check_reward_nonzero_std
+from tests.integrations.slime.launches import DEFAULT, Launch, Source, made_sample
 
 # -- on the embedded engine -------------------------------------------------------------------------------------------
 
@@ -41,6 +42,7 @@ def on(engine: str, **overrides: Any) -> Namespace:
         "n_samples_per_prompt": 4,
         "over_sampling_batch_size": 2,
         "rollouts_over_sampling_factor": 5.0,
+        "rollouts_carry_over": True,
         "rollout_temperature": 1.0,
         "rollout_max_response_len": 60,
         "hf_checkpoint": str(DEMO_MODEL),
@@ -120,6 +122,117 @@ def test_a_launch_needs_no_recipe(engine: str) -> None:
 async def length(args: Any, sample: Any, **_: Any) -> float:
     """A reward of slime's shape."""
     return float(sample.response_length)
+
+
+# -- how old tokens may be ---------------------------------------------------------------------------------------------
+
+
+class Trained(Launch):
+    """A launch whose rollouts are made by the weights of the call, which change after each one."""
+
+    version = 0
+    begun = 0
+
+    async def made(self, prompt: Prompt) -> list[Sample]:
+        self.begun += 1
+        version = str(self.version)
+        for _ in range((prompt.index or 0) * 7 % 23):
+            await anyio.lowlevel.checkpoint()
+        return [made_sample(prompt, version=version)]
+
+    def batches(self, args: Namespace, count: int) -> list[Any]:
+        """Call after call; each gives the ages of its tokens, and its groups."""
+        self.play = self.made
+        source = self.source()
+        found = []
+        self.metadata: list[dict[str, Any]] = []
+        for rollout_id in range(count):
+            self.version = rollout_id
+            output = generate_rollout_batch(args, rollout_id, source)
+            samples = list(leaves(output.samples))
+            ages = {rollout_id - int(name) for sample in samples for name in sample.weight_versions}
+            self.metadata += [sample.metadata for sample in samples]
+            found.append((ages, [group[0].group_index for group in output.samples], output.metrics))
+        self.given = source.given
+        return found
+
+
+def test_a_default_launch_is_on_policy() -> None:
+    """No token of older weights, no rollout more than the batch has, nothing carried, whatever the recipe's factor."""
+    launch = Trained(batch_size=4, n=2, over_sampling_factor=2.0)
+    found = launch.batches(launch.args(**DEFAULT), 5)
+    assert [ages for ages, *_ in found] == [{0}] * 5
+    assert [groups for _, groups, _ in found] == [list(range(4 * n, 4 * n + 4)) for n in range(5)]
+    assert launch.begun == 5 * 4 * 2
+    assert {metrics["rollouts/groups_carried"] for *_, metrics in found} == {0}
+
+
+def test_a_filter_costs_one_group_for_one() -> None:
+    """What it drops is replaced, and the batch is on-policy as ever."""
+    launch = Trained(batch_size=4, n=2, reward=_zero_for_even_groups, filter_fn=check_reward_nonzero_std)
+    found = launch.batches(launch.args(**DEFAULT), 4)
+    assert [ages for ages, *_ in found] == [{0}] * 4
+    assert launch.begun == 2 * len(launch.given)
+    assert len(launch.given) <= 2 * 16 + 1
+
+
+def _zero_for_even_groups(sample: Sample) -> float:
+    assert sample.index is not None
+    assert sample.group_index is not None
+    return 0.0 if sample.group_index % 2 == 0 else float(sample.index % 2)
+
+
+def test_over_sampling_is_as_slimes_flag_says_and_stays_on_policy() -> None:
+    """What is left over at the end of a batch is stopped; its prompts come out again: none is lost, or comes twice."""
+    launch = Trained(batch_size=4, n=2)
+    found = launch.batches(launch.args(**DEFAULT, over_sampling_batch_size=8), 6)
+    assert [ages for ages, *_ in found] == [{0}] * 6
+    used = [index for _, groups, _ in found for index in groups]
+    assert len(set(used)) == len(used) == 24
+    assert {metrics["rollouts/groups_carried"] for *_, metrics in found} == {0}
+    assert sum(metrics["rollouts/groups_begun_again"] for *_, metrics in found) > 0
+    assert len(launch.given) <= 24 + 8
+    assert not any("start_rollout_id" in metadata for metadata in launch.metadata)
+
+
+def test_finished_rollouts_of_a_cut_batch_are_not_handed_on() -> None:
+    """Not to the data source either: by the time that they come out again the weights are others."""
+    launch = Trained(batch_size=2, n=2)
+    launch.play = launch.made
+    args, source = launch.args(**DEFAULT, over_sampling_batch_size=6), launch.source()
+    generate_rollout_batch(args, 0, source)
+    close_rollouts()
+    assert source.added
+    assert all(sample.reward is None and not sample.tokens for sample in leaves(source.added))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"partial_rollout": True}, {"rollouts_carry_over": True}],
+    ids=["slime's partial rollouts", "our key"],
+)
+def test_one_flag_carries_over(flags: dict[str, Any]) -> None:
+    """What a batch leaves over serves the next one, and says in which rollout it began."""
+    launch = Trained(batch_size=4, n=2)
+    args = launch.args(**{**DEFAULT, "over_sampling_batch_size": 8, **flags})
+    found = launch.batches(args, 6)
+    assert any(age > 0 for ages, *_ in found for age in ages)
+    assert sum(metrics["rollouts/groups_carried"] for *_, metrics in found) > 0
+    assert max(launch.played.values()) == 2  # nothing is played twice
+
+
+def test_what_was_carried_says_where_it_began() -> None:
+    """slime stamps ``start_rollout_id`` on what a partial rollout goes on with."""
+    launch = Trained(batch_size=4, n=2)
+    launch.play = launch.made
+    args = launch.args(**DEFAULT, over_sampling_batch_size=8, partial_rollout=True)
+    source = launch.source()
+    for rollout_id in range(4):
+        launch.version = rollout_id
+        for sample in leaves(generate_rollout_batch(args, rollout_id, source).samples):
+            begun = sample.metadata.get("start_rollout_id")
+            assert begun is None or begun < rollout_id
+            assert begun is not None or sample.weight_versions == [str(rollout_id)] * 2
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.settings import OWN_KEYS, RECIPE_VARIABLE, Settings, load_function
-from tests.integrations.slime.launches import Launch
+from tests.integrations.slime.launches import DEFAULT, Launch
 
 
 def read(**flags: Any) -> Settings:
@@ -19,7 +19,7 @@ def read(**flags: Any) -> Settings:
 def test_sizes_sampling_and_address() -> None:
     """slime's names and defaults."""
     found = read(rollout_temperature=0.8, rollout_top_k=20, rollout_stop="END", rollout_stop_token_ids=[7])
-    assert (found.batch_size, found.n_samples_per_prompt, found.over_sampling_factor) == (2, 2, None)
+    assert (found.batch_size, found.n_samples_per_prompt) == (2, 2)
     sampling = found.endpoint.sampling
     assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_new_tokens) == (0.8, 20, ("END",), 32)
     assert found.endpoint.base_url == ("http://127.0.0.1:9",)
@@ -29,12 +29,6 @@ def test_sizes_sampling_and_address() -> None:
 def test_an_ipv6_router_gets_its_brackets() -> None:
     """As slime writes its URLs."""
     assert read(sglang_router_ip="::1").endpoint.base_url == ("http://[::1]:9",)
-
-
-def test_refill_becomes_groups_in_work() -> None:
-    """``--over-sampling-batch-size`` above the batch; our own key wins."""
-    assert read(over_sampling_batch_size=5).over_sampling_factor == 2.5
-    assert read(over_sampling_batch_size=5, rollouts_over_sampling_factor=3.0).over_sampling_factor == 3.0
 
 
 def test_concurrency_counts_engines() -> None:
@@ -86,3 +80,30 @@ def test_a_path_that_leads_nowhere_is_named() -> None:
     for path in ("nowhere.at.all", "math.nothing", "justaname"):
         with pytest.raises(ConfigError, match=path):
             load_function(path)
+
+
+def test_the_flags_of_age_are_read_apart() -> None:
+    """Default: batch-sized over-sampling, nothing carried, bound 0. Each flag changes its own."""
+    found = read(**DEFAULT)
+    assert (found.over_sampling_factor, found.carry_over, found.max_staleness) == (1.0, False, 0)
+    assert read(**DEFAULT, over_sampling_batch_size=5).over_sampling_factor == 2.5
+    assert read(over_sampling_batch_size=5, rollouts_over_sampling_factor=3.0).over_sampling_factor == 3.0
+    for flag in ("partial_rollout", "rollouts_carry_over", "rollouts_fully_async"):
+        found = read(**DEFAULT | {flag: True})
+        assert (found.over_sampling_factor, found.carry_over, found.max_staleness) == (1.0, True, None)
+    assert read(**DEFAULT | {"rollouts_carry_over": True, "rollouts_max_staleness": 2}).max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"rollouts_max_staleness": 1},
+        {"rollouts_max_staleness": -1, "rollouts_carry_over": True},
+        {"rollouts_max_staleness": "2", "rollouts_carry_over": True},
+        {"over_sampling_batch_size": 1},
+    ],
+)
+def test_what_contradicts_itself_is_refused(flags: dict[str, Any]) -> None:
+    """A bound on what is never kept, a bound that is no number, over-sampling below the batch: by the flag's name."""
+    with pytest.raises(ConfigError, match=next(iter(flags))):
+        read(**DEFAULT | flags)
