@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "install"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "install"
 
 PYTHON = """\
 #!/bin/sh
