@@ -60,7 +60,8 @@ def keep(
         evaluation: nothing of it will be trained.
 
     Raises:
-        ConfigError: something else than slime's samples, several rollout ids, or a sample that slime cannot take.
+        ConfigError: something else than slime's samples, one of them twice, several rollout ids, or a sample that slime
+            cannot take.
     """
     rollout = list(leaves(made)) if isinstance(made, list) else None
     samples = [made] if rollout is None else rollout
@@ -72,6 +73,8 @@ def keep(
         sample.group_index = given.group_index if sample.group_index is None else sample.group_index
         sample.index = index if sample.index is None else sample.index
         sample.rollout_id = index if sample.rollout_id is None else sample.rollout_id
+    if len({id(sample) for sample in samples}) < len(samples):
+        raise ConfigError.of("generate function", samples, "each sample once: it would be trained twice")
     if len({sample.rollout_id for sample in samples}) > 1:
         numbers = [sample.rollout_id for sample in samples]
         raise ConfigError.of("generate function", numbers, "one rollout_id for all samples of a rollout")

@@ -301,7 +301,8 @@ class Pipeline:
 
 def _columns(theirs: Any) -> tuple[list[Any], ...]:
     """The columns of slime's sample, apart from it."""
-    return tuple(list(column or ()) for column in (theirs.tokens, theirs.loss_mask, theirs.rollout_log_probs))
+    columns = (theirs.tokens, theirs.loss_mask, theirs.rollout_log_probs)
+    return tuple([] if column is None else list(column) for column in columns)
 
 
 @functools.lru_cache(maxsize=64)

@@ -302,6 +302,16 @@ def test_the_samples_of_a_rollout_share_its_id() -> None:
         run(plain_args("two_rollouts_in_one"))
 
 
+async def twice(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return [filled(sample, reward=1.0)] * 2
+
+
+def test_a_sample_that_comes_twice_is_refused() -> None:
+    """Its tokens would be trained twice."""
+    with pytest.raises(GenerateFailure, match="each sample once"):
+        run(plain_args("twice"))
+
+
 # -- what does not train is not held to the laws of what does ---------------------------------------------------------
 
 
