@@ -5,7 +5,7 @@ rollouts run configs/calculator.py --out runs/calculator
 
 from itertools import islice
 
-from rollouts.dtypes import Endpoint, History
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.training import Sample
@@ -30,7 +30,7 @@ def recipe(
     two_step_share: float = 0.5,
     epochs: int | None = None,
     batches: int = 1,
-    history: History = "append",
+    history: OnRewrite = "append",
     seed: int = 0,
 ) -> Recipe:
     """Generated problems in one or two steps; groups whose rewards do not differ are dropped."""

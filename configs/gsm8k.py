@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from environments.gsm8k import CalculatorGSM8K, SingleTurnGSM8K, gsm8k_reward, load_gsm8k
-from rollouts.dtypes import Endpoint, History
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.recipe import Recipe, agent_recipe
 
@@ -29,7 +29,7 @@ def recipe(
     keep: Literal["spread", "all"] = "spread",
     limit: int | None = None,
     batches: int = 1,
-    history: History = "append",
+    history: OnRewrite = "append",
     seed: int = 0,
 ) -> Recipe:
     """GSM8K rows from ``data``; ``keep=all`` also takes groups whose rewards do not differ."""

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Literal
 
 from environments.guess import GuessEnvironment, guess_prompts, guess_reward
-from rollouts.dtypes import Endpoint, History
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.recipe import Recipe, agent_recipe
 
 
@@ -21,7 +21,7 @@ def recipe(
     n_samples_per_prompt: int = 8,
     max_new_tokens: int = 128,
     keep: Literal["spread", "all"] = "spread",
-    history: History = "append",
+    history: OnRewrite = "append",
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:

@@ -11,7 +11,7 @@ from typing import Literal
 from configs.calculator import exact_answer_reward
 from environments.countdown import Countdown, countdown_prompts, countdown_reward
 from environments.guess import GuessEnvironment, guess_prompts, guess_reward
-from rollouts.dtypes import Endpoint, History, Prompt
+from rollouts.dtypes import Endpoint, OnRewrite, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.environments.mixed import MixedEnvironment
 from rollouts.errors import ConfigError
@@ -37,7 +37,7 @@ def recipe(
     max_new_tokens: int = 256,
     max_turns: int = 8,
     keep: Literal["spread", "all"] = "spread",
-    history: History = "append",
+    history: OnRewrite = "append",
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:

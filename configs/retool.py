@@ -8,7 +8,7 @@ import functools
 from typing import Literal
 
 from environments.retool import RetoolEnvironment, load_maths
-from rollouts.dtypes import Endpoint, History
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.environments.python_tool import REQUIRED
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.training.rewards import boxed_math
@@ -25,7 +25,7 @@ def recipe(
     max_new_tokens: int = 4096,
     max_turns: int = 8,
     keep: Literal["spread", "all"] = "spread",
-    history: History = "append",
+    history: OnRewrite = "append",
     require: tuple[str, ...] = REQUIRED,
     batches: int = 1,
     seed: int = 0,

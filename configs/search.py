@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from environments.search import Index, SearchEnvironment, load_documents, load_questions, made_up_world, search_reward
-from rollouts.dtypes import Endpoint, History
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, agent_recipe
 
@@ -25,7 +25,7 @@ def recipe(
     max_new_tokens: int = 512,
     max_turns: int = 8,
     keep: Literal["spread", "all"] = "spread",
-    history: History = "append",
+    history: OnRewrite = "append",
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:

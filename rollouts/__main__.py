@@ -2,6 +2,6 @@
 
 import sys
 
-from rollouts.cli import main
+from rollouts.commands import main
 
 sys.exit(main())

@@ -27,9 +27,9 @@ __all__ = [
     "Endpoint",
     "Fault",
     "FinishReason",
-    "History",
     "Limits",
     "Message",
+    "OnRewrite",
     "Prompt",
     "Role",
     "SamplingParams",
@@ -396,7 +396,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 _FINISH_REASONS = get_args(FinishReason)
 
-History: TypeAlias = Literal["append", "fork", "error"]
+OnRewrite: TypeAlias = Literal["append", "fork", "error"]
 """What to do where a chat template writes the conversation so far otherwise than the model has seen it (thoughts
 stripped, tools moved): ``append`` keeps the ids and goes on; ``fork`` opens a new branch with the rewritten history;
 ``error`` fails the rollout. With ``fork`` and ``error`` each step renders the whole conversation to find out."""

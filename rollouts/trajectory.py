@@ -25,9 +25,9 @@ import numpy.typing as npt
 from rollouts.dtypes import (
     Completion,
     FinishReason,
-    History,
     LogprobColumn,
     Message,
+    OnRewrite,
     StopReason,
     TokenColumn,
     VersionSpan,
@@ -35,7 +35,7 @@ from rollouts.dtypes import (
 )
 from rollouts.errors import Failure, TokenMismatchError
 
-__all__ = ["Call", "Segment", "Trajectory", "digest"]
+__all__ = ["CompletionRecord", "Segment", "Trajectory", "digest"]
 
 
 def digest(tokens: TokenColumn, start: int = 0) -> int:
@@ -61,7 +61,7 @@ class Segment:
 
 
 @attrs.frozen
-class Call:
+class CompletionRecord:
     """One completion: the request was the first ``start`` tokens, the reply the tokens up to ``stop``."""
 
     request_id: str
@@ -78,7 +78,7 @@ class Call:
         return dict(zip(_CALL_FIELDS, _CALL_VALUES(self), strict=True))
 
 
-_CALL_FIELDS = tuple(field.name for field in attrs.fields(Call))
+_CALL_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord))
 _CALL_VALUES = operator.attrgetter(*_CALL_FIELDS)
 
 
@@ -98,11 +98,11 @@ class Trajectory:
         failure: what ended it when ``stop_reason`` is ``FAILED``.
     """
 
-    def __init__(self, history: History = "append") -> None:
-        self.history: History = history
+    def __init__(self, history: OnRewrite = "append") -> None:
+        self.history: OnRewrite = history
         self.messages: list[Message] = []
         self.segments: list[Segment] = []
-        self.calls: list[Call] = []
+        self.completions: list[CompletionRecord] = []
         self.step_rewards: list[float] = []
         self.metrics: dict[str, float] = {}
         self.stop_reason: StopReason | None = None
@@ -122,7 +122,7 @@ class Trajectory:
     def __repr__(self) -> str:
         trained = int(self.mask.sum())
         state = self.stop_reason or "growing"
-        return f"<Trajectory {len(self)} tokens, {trained} sampled in {len(self.calls)} calls, {state}>"
+        return f"<Trajectory {len(self)} tokens, {trained} sampled in {len(self.completions)} calls, {state}>"
 
     @property
     def tokens(self) -> TokenColumn:
@@ -187,8 +187,8 @@ class Trajectory:
         for span in completion.versions:
             self._close_segment(span.stop - span.start, span.version)
         self.messages.append(message)
-        self.calls.append(
-            Call(
+        self.completions.append(
+            CompletionRecord(
                 request_id=completion.request_id,
                 start=start,
                 stop=self._length,

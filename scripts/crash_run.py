@@ -30,15 +30,15 @@ from pathlib import Path
 import numpy as np
 import transformers  # noqa: F401 - loaded once, for all that are forked
 
-from rollouts.cli import main as rollouts
+from rollouts.commands import main as rollouts
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import READY
 from rollouts.renderer import renderer_for
-from rollouts.serving import READY
-from rollouts.training.journal import read_journal
-from rollouts.training.ledger import History
-from rollouts.training.run_folder import Row, read_info, read_rows
-from rollouts.training.verify import verify_run
+from rollouts.runs.folder import Row, read_info, read_rows
+from rollouts.runs.journal import read_journal
+from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.verify import verify_run
 from scripts.crash_recipe import recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,11 +87,11 @@ def forked(arguments: list[str], log: Path) -> int:
         os._exit(code)
 
 
-def finished_in(run: Path) -> tuple[dict[int, int], History | None]:
+def finished_in(run: Path) -> tuple[dict[int, int], RunHistory | None]:
     """Index and token checksum of every rollout that the journal calls finished."""
     if not (run / "journal").is_dir():
         return {}, None
-    history = History.read(run / "journal")
+    history = RunHistory.read(run / "journal")
     return {index: 0 for index, rollout in history.rollouts.items() if rollout.finished}, history
 
 

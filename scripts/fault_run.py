@@ -38,21 +38,21 @@ from aiohttp import web
 
 from configs.calculator import exact_answer_reward
 from configs.calculator import recipe as calculator
+from rollouts.concurrency.boundary import abandoned, waits
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import READY
 from rollouts.environments import CalculatorEnvironment, StepResult
-from rollouts.errors import abandoned, waits
 from rollouts.inference.sglang import shared_policy
 from rollouts.recipe import preflight
 from rollouts.renderer import renderer_for
-from rollouts.running import run
-from rollouts.serving import READY
+from rollouts.runs.resume import begin
+from rollouts.runs.run import run
+from rollouts.runs.verify import verify_run
+from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
-from rollouts.training.failures import Handling
+from rollouts.training.failures import FailurePolicy
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.resuming import begin
-from rollouts.training.sinks import RunWriter
-from rollouts.training.verify import verify_run
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool of threads would stand in line behind the engine's
@@ -294,11 +294,11 @@ async def play(args: argparse.Namespace, url: str, engine: Engine, out: Path) ->
     del keywords["max_turns"]
     generate_fn = partial(agents.func, **keywords)
     failures = {
-        "endpoint": Handling(attempts=12, backoff_seconds=0.5, most_seconds=5.0),
-        "environment_start": Handling(attempts=4, backoff_seconds=0.05),
-        "environment_step": Handling(attempts=4, backoff_seconds=0.05),
-        "deadline": Handling(attempts=3, replacements=2, min_sound=4),
-        "reward": Handling(attempts=4, replacements=1),
+        "endpoint": FailurePolicy(attempts=12, backoff_seconds=0.5, most_seconds=5.0),
+        "environment_start": FailurePolicy(attempts=4, backoff_seconds=0.05),
+        "environment_step": FailurePolicy(attempts=4, backoff_seconds=0.05),
+        "deadline": FailurePolicy(attempts=3, replacements=2, min_sound=4),
+        "reward": FailurePolicy(attempts=4, replacements=1),
     }
     config = attrs.evolve(
         made.config, generate_fn=generate_fn, reward_fn=bad_reward, failures=failures, failure_budget=0.9
@@ -311,7 +311,7 @@ async def play(args: argparse.Namespace, url: str, engine: Engine, out: Path) ->
     tasks_before, sockets_before = len(asyncio.all_tasks()), sockets()
     threads_before = threading.active_count()
     writer = RunWriter(out, recipe.describe(), format="jsonl")
-    ledger = begin(out, recipe.describe(), recipe.data_buffer)
+    run_journal = begin(out, recipe.describe(), recipe.data_buffer)
     late = Lateness()
     seen: list[AsyncRolloutManager] = []
 
@@ -321,8 +321,8 @@ async def play(args: argparse.Namespace, url: str, engine: Engine, out: Path) ->
             tasks.start_soon(late.watch)
             tasks.start_soon(restart_twice, manager, engine, args.groups * args.batches)
 
-    with ledger.journal:
-        result = await run(recipe, writer, watch=beside, ledger=ledger)
+    with run_journal.journal:
+        result = await run(recipe, writer, watch=beside, run_journal=run_journal)
     await shared_policy(recipe.endpoint, vocab_size).aclose()
     await anyio.sleep(0.2)
     report = await anyio.to_thread.run_sync(verify_run, out)

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from rollouts.agent import run_agent
-from rollouts.cli import main
+from rollouts.commands import main
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
@@ -22,17 +22,17 @@ from rollouts.environments.python_tool import PythonLimits
 from rollouts.environments.sandbox.containment import containment_of
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.ors_server.app import environment_server
 from rollouts.renderer import renderer_for
-from rollouts.serving_environments import environment_server
+from rollouts.runs.journal import Journal, read_journal
+from rollouts.runs.reader import load_run
+from rollouts.runs.writer import RunWriter
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Answer, Fault
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std
 from rollouts.training.data_buffer import load_prompts
-from rollouts.training.failures import Handling
-from rollouts.training.journal import Journal, read_journal
-from rollouts.training.sinks import RunWriter
-from rollouts.training.stored import load_run
+from rollouts.training.failures import FailurePolicy
 from rollouts.training.types import Group
 from tests import ors_recipe
 from tests.bad_worlds import BAD, Bad, play_beside
@@ -317,7 +317,7 @@ ROWS = [
     Row(CONFIG, "a batch of nothing", "RolloutConfig.batch_size: got 0; expected an integer >= 1", configured(batch_size=0)),
     Row(CONFIG, "over-sampling below one", "RolloutConfig.over_sampling_factor: got 0.5; expected a number >= 1", configured(over_sampling_factor=0.5)),
     Row(CONFIG, "a filter for spread over one rollout", "RolloutConfig.n_samples_per_prompt: got 1; expected at least 2 with filter_fn=check_reward_nonzero_std", configured(n_samples_per_prompt=1, filter_fn=check_reward_nonzero_std)),
-    Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, reward, filter, generate, deadline", configured(failures={"oom": Handling()})),
+    Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, reward, filter, generate, deadline", configured(failures={"oom": FailurePolicy()})),
     Row(CONFIG, "a temperature below zero", "SamplingParams.temperature: got -1; expected a number >= 0", lambda folder: SamplingParams(temperature=-1)),
     Row(CONFIG, "no turns", "Limits.max_turns: got 0; expected an integer >= 1", lambda folder: Limits(max_turns=0)),
     Row(CONFIG, "a key beside a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),

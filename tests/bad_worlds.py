@@ -18,8 +18,8 @@ from rollouts.environments.mcp import McpEnvironment, McpServer
 from rollouts.environments.mixed import ENVIRONMENT, MixedEnvironment
 from rollouts.environments.ors import ORSEnvironment, ORSServer
 from rollouts.errors import Failure
+from rollouts.ors_server.app import environment_server
 from rollouts.renderer import load_tokenizer
-from rollouts.serving_environments import environment_server
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
@@ -29,7 +29,7 @@ from tests import ors_recipe
 
 __all__ = ["BAD", "Bad", "Played", "play_beside"]
 
-TOOLS = Path(__file__).parent / "environments" / "mcp_tools.py"
+TOOLS = Path(__file__).parent / "environments" / "mcp" / "mcp_tools.py"
 NOBODY = "http://127.0.0.1:9"
 
 

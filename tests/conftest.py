@@ -97,7 +97,7 @@ def chat_template() -> Callable[[str], str]:
 def engine_url() -> Iterator[str]:
     """The URL of ``rollouts serve`` with the demo model, in a process of its own that lives as long as the session."""
     pytest.importorskip("torch")
-    from rollouts.serving import READY
+    from rollouts.engine.process import READY
 
     line = [sys.executable, "-u", "-m", "rollouts", "serve", "--port", "0", "--stop-with-stdin"]
     root = Path(__file__).resolve().parents[1]

@@ -14,10 +14,10 @@ import numpy as np
 
 from rollouts.dtypes import Completion, Message, Prompt, StopReason, VersionSpan
 from rollouts.errors import RolloutsError
+from rollouts.runs.checksums import CHECKSUM, sealed
+from rollouts.runs.resume import begin
+from rollouts.runs.writer import Format, RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, trajectory_to_sample
-from rollouts.training.checksums import CHECKSUM, sealed
-from rollouts.training.resuming import begin
-from rollouts.training.sinks import Format, RunWriter
 from rollouts.trajectory import Trajectory, digest
 
 
@@ -80,10 +80,10 @@ async def store_run(
     description, data = {"config": config.describe()}, DataBuffer(rows)
     writer = RunWriter(path, description, format=format)
     with contextlib.ExitStack() as stack:
-        ledger = begin(path, description, data) if journaled else None
-        if ledger is not None:
-            stack.enter_context(ledger.journal)
-        async with AsyncRolloutManager(config, data, on_group=writer.on_group, ledger=ledger) as manager:
+        run_journal = begin(path, description, data) if journaled else None
+        if run_journal is not None:
+            stack.enter_context(run_journal.journal)
+        async with AsyncRolloutManager(config, data, on_group=writer.on_group, rollout_log=run_journal) as manager:
             for _ in range(batches):
                 writer.write_batch(await manager.generate_batch(), manager.metrics, manager.accounting)
             while manager.accounting.in_flight:  # groups that are in no batch, the same ones each time

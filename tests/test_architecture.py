@@ -18,91 +18,39 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-FLOORS: dict[str, tuple[int, int]] = {
-    "rollouts": (0, 0),
-    "rollouts.clocks": (1, 0),
-    "rollouts.leash": (1, 0),
-    "rollouts.errors": (1, 1),
-    "rollouts.whereabouts": (1, 2),
-    "rollouts.dtypes": (1, 2),
-    "rollouts.http1": (1, 2),
-    "rollouts.transport": (1, 2),
-    "rollouts.trajectory": (2, 0),
-    "rollouts.tool_calls": (2, 0),
-    "rollouts.environments": (2, 0),
-    "rollouts.inference": (2, 0),
-    "rollouts.engine": (2, 0),
-    "rollouts.turns": (3, 0),
-    "rollouts.renderer": (3, 0),
-    "rollouts.episode": (4, 0),
-    "rollouts.agent": (4, 1),
-    "rollouts.testing": (4, 0),
-    "rollouts.training.told": (5, 0),
-    "rollouts.training.types": (5, 1),
-    "rollouts.training.samples": (5, 2),
-    "rollouts.training.rewards": (5, 2),
-    "rollouts.training.step_rewards": (5, 2),
-    "rollouts.training.filters": (5, 2),
-    "rollouts.training.data_buffer": (5, 2),
-    "rollouts.training.metrics": (5, 2),
-    "rollouts.training.checksums": (5, 2),
-    "rollouts.training.config": (5, 2),
-    "rollouts.training.damage": (5, 2),
-    "rollouts.training.batch": (5, 2),
-    "rollouts.training.journal": (5, 2),
-    "rollouts.training.locks": (5, 2),
-    "rollouts.training.plain": (5, 2),
-    "rollouts.training.records": (5, 2),
-    "rollouts.training.failures": (5, 2),
-    "rollouts.training.ledger": (5, 2),
-    "rollouts.training.manager_state": (5, 2),
-    "rollouts.training.resuming": (5, 2),
-    "rollouts.training.run_folder": (5, 2),
-    "rollouts.training.parquet": (5, 2),
-    "rollouts.training.sample_laws": (5, 2),
-    "rollouts.training.sinks": (5, 2),
-    "rollouts.training.stored": (5, 2),
-    "rollouts.training.exports": (5, 2),
-    "rollouts.training.verify": (5, 2),
-    "rollouts.training.staleness": (5, 2),
-    "rollouts.training.mixing": (5, 2),
-    "rollouts.training.attempt": (5, 2),
-    "rollouts.training.agent_integration": (5, 3),
-    "rollouts.training.continuation": (5, 5),
-    "rollouts.training.recording": (5, 5),
-    "rollouts.training.group_play": (5, 3),
-    "rollouts.training.manager": (5, 4),
-    "rollouts.training.evaluation": (5, 5),
-    "rollouts.training": (5, 6),
-    "rollouts.recipe": (6, 1),
-    "rollouts.serving": (6, 1),
-    "rollouts.hosting": (6, 2),
-    "rollouts.serving_environments": (6, 3),
-    "rollouts.transcript": (6, 1),
-    "rollouts.simulation": (6, 1),
-    "rollouts.observability": (6, 1),
-    "rollouts.collecting": (6, 1),
-    "rollouts.running": (6, 2),
-    "rollouts.replaying": (6, 5),
-    "rollouts.rescoring": (6, 5),
-    "rollouts.display": (6, 3),
-    "rollouts.launching": (6, 4),
-    "rollouts.inspection": (6, 5),
-    "rollouts.evaluating": (6, 5),
-    "rollouts.checking": (6, 5),
-    "rollouts.environment_check": (6, 5),
-    "rollouts.scaffolding": (6, 5),
-    "rollouts.planning": (6, 5),
-    "rollouts.integrations": (7, 0),
-    "rollouts.distributed": (7, 0),
-    "rollouts.cli": (8, 0),
-    "rollouts.compat": (8, 0),
-    "rollouts.__main__": (8, 0),
+FLOORS: dict[str, int] = {
+    "rollouts": 0,
+    "rollouts.errors": 1,
+    "rollouts.concurrency": 2,
+    "rollouts.dtypes": 2,
+    "rollouts.engine": 2,
+    "rollouts.http": 3,
+    "rollouts.tool_calls": 3,
+    "rollouts.trajectory": 3,
+    "rollouts.environments": 4,
+    "rollouts.inference": 4,
+    "rollouts.renderer": 4,
+    "rollouts.agent": 5,
+    "rollouts.testing": 6,
+    "rollouts.training": 6,
+    "rollouts.observability": 7,
+    "rollouts.recipe": 7,
+    "rollouts.ors_server": 8,
+    "rollouts.recipe_files": 8,
+    "rollouts.runs": 8,
+    "rollouts.display": 9,
+    "rollouts.distributed": 9,
+    "rollouts.integrations": 9,
+    "rollouts.planning": 9,
+    "rollouts.commands": 10,
+    "rollouts.compat": 10,
+    "rollouts.__main__": 11,
+    "rollouts.environment_check": 11,
 }
-"""Every module or package, with its floor and its step within the floor. A package's modules stand where it stands."""
+"""The floor of every room: a package with its modules, or a module at the root. An import between rooms goes down."""
 
 ROOMS = ("trajectory", "tool_calls", "environments", "inference", "engine")
-"""The rooms of floor 2: a module of one knows no module of another."""
+"""Rooms that do not import each other, whatever their floors."""
 
 THE_AGENTS_SIDE = (
     "rollouts.training.agent_integration",
@@ -114,7 +62,7 @@ THE_AGENTS_SIDE = (
 
 STRANGERS: dict[str, tuple[str, ...]] = {
     "rollouts.training.manager": THE_AGENTS_SIDE,
-    "rollouts.training.group_play": THE_AGENTS_SIDE,
+    "rollouts.training.group_runner": THE_AGENTS_SIDE,
     "rollouts.environments": ("rollouts.trajectory", "rollouts.inference", "rollouts.training"),
     "rollouts.inference": ("rollouts.environments", "rollouts.training"),
 }
@@ -201,29 +149,25 @@ def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[Impo
     yield from visit(ast.parse(path.read_text(), str(path)), late=False, typing_only=False)
 
 
-def floor_of(module: str) -> tuple[int, int] | None:
-    """Its floor; a module of ``training`` needs a line of its own, modules of other packages stand with them."""
-    if module in FLOORS:
-        return FLOORS[module]
-    package = module.rpartition(".")[0]
-    return None if package in ("", "rollouts", "rollouts.training") else floor_of(package)
+def room_of(module: str) -> str:
+    """The package at the root that holds a module, or the module itself."""
+    return ".".join(module.split(".")[:2])
 
 
 # -- the rules --------------------------------------------------------------------------------------------------------
 
 
 def modules_without_a_floor(root: Path) -> list[str]:
-    return [f"{module} has no floor in FLOORS" for module in modules_of(root) if floor_of(module) is None]
+    return [f"{module} has no floor in FLOORS" for module in modules_of(root) if room_of(module) not in FLOORS]
 
 
 def arrows_up(root: Path) -> list[str]:
-    """Imports from a lower floor or step of a higher one."""
+    """Imports of another room that does not stand on a lower floor."""
     found = []
     for entry in imports_of(root):
-        if within(entry.target, "rollouts"):
-            here, there = floor_of(entry.module), floor_of(entry.target)
-            if here is not None and there is not None and here < there and not within(entry.module, entry.target):
-                found.append(f"{entry}: up from floor {here} to {there}")
+        here, there = room_of(entry.module), room_of(entry.target)
+        if here != there and {here, there} <= FLOORS.keys() and FLOORS[here] <= FLOORS[there]:
+            found.append(f"{entry}: up from floor {FLOORS[here]} to {FLOORS[there]}")
     return found
 
 
@@ -241,7 +185,7 @@ def doors_between_rooms(root: Path) -> list[str]:
         return next((name for name in ROOMS if within(module, f"rollouts.{name}")), None)
 
     return [
-        f"{entry}: another room of floor 2"
+        f"{entry}: another room"
         for entry in imports_of(root)
         if room(entry.module) and room(entry.target) and room(entry.module) != room(entry.target)
     ]
@@ -362,19 +306,15 @@ def test_the_house_keeps_its_rules(rule: Callable[[Path], list[str]]) -> None:
 
 PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (modules_without_a_floor, {"rollouts/attic.py": ""}, "rollouts.attic has no floor"),
-    (modules_without_a_floor, {"rollouts/training/attic.py": ""}, "rollouts.training.attic has no floor"),
-    (arrows_up, {"rollouts/errors.py": "from rollouts.dtypes import Prompt"}, "up from floor (1, 1) to (1, 2)"),
+    (modules_without_a_floor, {"rollouts/attic/shelf.py": ""}, "rollouts.attic.shelf has no floor"),
+    (arrows_up, {"rollouts/errors.py": "from rollouts.dtypes import Prompt"}, "up from floor 1 to 2"),
+    (arrows_up, {"rollouts/runs/a.py": "from rollouts.ors_server.app import x"}, "up from floor 8 to 8"),
     (
         arrows_up,
         {"rollouts/renderer/a.py": "def f():\n    import rollouts.training.types"},
         "rollouts.renderer.a, line 2",
     ),
-    (
-        arrows_up,
-        {"rollouts/training/types.py": "from . import manager", "rollouts/training/manager.py": ""},
-        "to (5, 4)",
-    ),
-    (arrows_up, {"rollouts/agent.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to (6, 1)"),
+    (arrows_up, {"rollouts/agent/loop.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to 7"),
     (arrows_to_the_own_roof, {"rollouts/engine/a.py": "from rollouts.engine import b"}, "its own package"),
     (doors_between_rooms, {"rollouts/tool_calls/a.py": "from ..environments.base import tool"}, "another room"),
     (doors_between_rooms, {"rollouts/engine/a.py": "from rollouts.inference.base import Policy"}, "another room"),
@@ -395,21 +335,21 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (
         circles,
         {
-            "rollouts/agent.py": "import rollouts.renderer.a",
-            "rollouts/renderer/a.py": "def f():\n    import rollouts.agent",
+            "rollouts/agent/loop.py": "import rollouts.renderer.a",
+            "rollouts/renderer/a.py": "def f():\n    import rollouts.agent.loop",
         },
         "behind a function-level import",
     ),
     (
         circles,
         {
-            "rollouts/agent.py": "import rollouts.renderer.a",
-            "rollouts/renderer/a.py": "if TYPE_CHECKING:\n    from rollouts.agent import run_agent",
+            "rollouts/agent/loop.py": "import rollouts.renderer.a",
+            "rollouts/renderer/a.py": "if TYPE_CHECKING:\n    from rollouts.agent.loop import run_agent",
         },
-        "rollouts.renderer.a, line 2, imports rollouts.agent: a circle under TYPE_CHECKING",
+        "rollouts.renderer.a, line 2, imports rollouts.agent.loop: a circle under TYPE_CHECKING",
     ),
-    (loose_tasks, {"rollouts/agent.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
-    (loose_tasks, {"rollouts/agent.py": "from asyncio import create_task"}, "asyncio.create_task"),
+    (loose_tasks, {"rollouts/agent/loop.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
+    (loose_tasks, {"rollouts/agent/loop.py": "from asyncio import create_task"}, "asyncio.create_task"),
     (stray_tests, {"tests/training/test_attic.py": ""}, "mirrors no module"),
 ]
 
@@ -437,7 +377,7 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
         "rollouts/renderer/tokens.py": "from ..errors import E\ndef load():\n    import transformers",
         "rollouts/training/batch.py": "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
         "rollouts/training/manager.py": "from .batch import f",
-        "rollouts/cli.py": "from rollouts import __version__\ndef f():\n    from rollouts.renderer import tokens",
+        "rollouts/commands/a.py": "from rollouts import __version__\ndef f():\n    import rollouts.renderer.tokens",
         "tests/renderer/test_tokens.py": "",
         "tests/test_renderer.py": "",
         "tests/integration/test_all.py": "",

@@ -19,10 +19,10 @@ from rollouts.environments import ToolEnvironment, tool
 from rollouts.environments.base import StepResult
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.runs.journal import Journal, read_journal
+from rollouts.runs.run_journal import RunJournal
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.journal import Journal, read_journal
-from rollouts.training.ledger import Ledger
 
 TURNS, GROUPS, N = 3, 2, 4
 
@@ -89,7 +89,7 @@ async def play(renderer: Renderer, path: Path, *, segment_bytes: int = 1 << 20) 
             )
             buffer = DataBuffer([f"question {number}" for number in range(GROUPS)])
             with Journal(path / "journal", segment_bytes=segment_bytes) as journal:
-                async with AsyncRolloutManager(config, buffer, ledger=Ledger(journal)) as manager:
+                async with AsyncRolloutManager(config, buffer, rollout_log=RunJournal(journal)) as manager:
                     samples = await manager.generate_batch()
                     await journal.sync()
     ours = [name for name in tasks.values() if name.startswith("rollouts.")]
@@ -99,12 +99,12 @@ async def play(renderer: Renderer, path: Path, *, segment_bytes: int = 1 << 20) 
 async def test_each_text_is_tokenised_once(renderer: Renderer, tmp_path: Path) -> None:
     """Tokens handed to the tokenizer are the new ones: an opening for each group, a bridge for each turn."""
     played = await play(renderer, tmp_path)
-    openings = sum(played.samples[N * group].calls[0].start for group in range(GROUPS))
+    openings = sum(played.samples[N * group].completions[0].start for group in range(GROUPS))
     # The model's own stop token stands for the first one of each bridge.
     bridges = sum(
         later.start - earlier.stop + 1
         for sample in played.samples
-        for earlier, later in zip(sample.calls, sample.calls[1:], strict=False)
+        for earlier, later in zip(sample.completions, sample.completions[1:], strict=False)
     )
     assert played.encoded == openings + bridges
 
@@ -112,7 +112,7 @@ async def test_each_text_is_tokenised_once(renderer: Renderer, tmp_path: Path) -
 async def test_each_id_is_written_as_json_once(renderer: Renderer, tmp_path: Path) -> None:
     """A turn's request costs the ids that are new since the one before."""
     played = await play(renderer, tmp_path)
-    last = sum(sample.calls[-1].start for sample in played.samples)
+    last = sum(sample.completions[-1].start for sample in played.samples)
     assert played.policy.totals.encoded_tokens == last
 
 

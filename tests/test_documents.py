@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from rollouts.commands.check_env import load_environment
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
-from rollouts.environment_check import Candidate, examine
 from rollouts.environments.calculator import CalculatorEnvironment
-from rollouts.recipe import build, load_recipe
+from rollouts.recipe_files import build, load_recipe
 from rollouts.renderer import load_tokenizer
+from rollouts.testing.environment_check import CheckOptions, examine
 from rollouts.testing.server import StubServer
 from rollouts.training import (
     AsyncRolloutManager,
@@ -192,7 +193,7 @@ async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tm
     assert len([line for line in lines if not line.startswith(("from", "CAPITALS"))]) <= 15
     path = tmp_path / "atlas.py"
     path.write_text(file)
-    findings = await examine(Candidate(path=path, stall_seconds=2.0))
+    findings = await examine(*load_environment(path, {}), CheckOptions(stall_seconds=2.0))
     assert [finding for finding in findings if finding.verdict == "bad"] == []
     made = build(load_recipe(path), Endpoint(model=str(DEMO_MODEL), base_url=engine_url), {})
     async with AsyncRolloutManager(made.config, made.data_buffer) as manager:

@@ -28,9 +28,9 @@ from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason,
 from rollouts.environments.base import StepResult
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, speak
+from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import trajectory_to_samples
-from rollouts.training.verify import check_sample
 from rollouts.trajectory import Trajectory
 from tests.families import FAMILIES as HOUSES
 from tests.families import TOOLS, Family
@@ -138,7 +138,7 @@ def play(family: Family, renderer: Renderer, seed: int, history: Any) -> tuple[W
 def assert_stored(world: World, branches: Sequence[Trajectory], requests: Sequence[TokenColumn]) -> None:
     """Laws 1 to 3, from what the other side saw."""
     assert branches[-1].stop_reason is not StopReason.FAILED, branches[-1].failure
-    calls = [(branch, call) for branch in branches for call in branch.calls]
+    calls = [(branch, call) for branch in branches for call in branch.completions]
     assert len(calls) == len(requests) == len(world.replies)
     masks = [np.zeros(len(branch), bool) for branch in branches]
     for (branch, call), request, reply in zip(calls, requests, world.replies, strict=True):
@@ -158,7 +158,7 @@ def assert_reads_as_rendered(renderer: Renderer, branch: Trajectory, tools: Sequ
     A stop token that the template never writes is left out of the comparison.
     """
     spoken = [number for number, message in enumerate(branch.messages) if message.role == "assistant"]
-    for call, number in zip(branch.calls, spoken[-len(branch.calls) :], strict=True):
+    for call, number in zip(branch.completions, spoken[-len(branch.completions) :], strict=True):
         # gpt-oss samples <|return|> where its history has <|end|>: what was sampled stands.
         shown = renderer.decode(branch.tokens[: call.start]).replace("<|return|>", "<|end|>").replace(stop, "")
         rendered = renderer.render(branch.messages[:number], tools)
@@ -177,7 +177,7 @@ def test_random_conversations(name: str, request: pytest.FixtureRequest, convers
         history = ("append", "fork")[seed % 2]
         world, branches, policy = play(family, renderer, seed, history)
         assert_stored(world, branches, policy.requests)
-        cut = any(call.finish_reason != "stop" for branch in branches for call in branch.calls)
+        cut = any(call.finish_reason != "stop" for branch in branches for call in branch.completions)
         if history == "fork" or (stable and not cut):
             for branch in branches:
                 stop = renderer.stop_texts[0] if family.stopless else ""
@@ -314,4 +314,4 @@ async def test_an_id_that_the_template_refuses_costs_one_rollout(request: pytest
     assert only.stop_reason is StopReason.FAILED
     assert only.failure is not None
     assert "an id has 9 characters" in only.failure.message
-    assert len(only.calls) == 1
+    assert len(only.completions) == 1

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 from rollouts.dtypes import Endpoint, Message, ToolCall
 from rollouts.errors import ConfigError, EndpointError, JournalError, RolloutsError, TokenMismatchError
-from rollouts.inference.sequences import SequenceCache
-from rollouts.inference.wire import read_completion
+from rollouts.inference.generate_wire import read_completion
+from rollouts.inference.token_json import SequenceCache
 from rollouts.inference.wire_errors import error_of, message_of
-from rollouts.recipe import read_options
+from rollouts.recipe_files import read_options
+from rollouts.runs.journal import Columns, Journal, read_journal
+from rollouts.runs.plain_data import to_msgpack
 from rollouts.tool_calls import DIALECTS
 from rollouts.training.data_buffer import DataBuffer, load_prompts
-from rollouts.training.journal import Columns, Journal, read_journal
-from rollouts.training.plain import to_msgpack
 from tests.dialects import MALFORMED, TOOLS, WRITTEN
 from tests.fuzzing import fuzz, json_texts, mutated_bytes, mutated_json, odd_values, woven
 

@@ -33,6 +33,8 @@ from anyio.lowlevel import checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollouts.concurrency.boundary import waits
+from rollouts.concurrency.cancellation import left_behind
 from rollouts.errors import (
     ConfigError,
     DataExhausted,
@@ -40,9 +42,7 @@ from rollouts.errors import (
     FilterFailure,
     GenerateFailure,
     TokenMismatchError,
-    waits,
 )
-from rollouts.leash import left_behind
 from rollouts.training import (
     AsyncRolloutManager,
     DataBuffer,
@@ -975,7 +975,7 @@ async def test_an_edit_of_the_mask_survives() -> None:
         {"metrics": {"note": "hi"}},
         {"metrics": {"note": math.nan}},
         {"metrics": None},
-        {"calls": ["call"]},
+        {"completions": ["call"]},
         {"versions": ["3"]},
         {"step_rewards": [0.5, math.nan]},
         {"step_rewards": ["0.5"]},

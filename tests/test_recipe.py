@@ -13,7 +13,8 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
-from rollouts.recipe import Recipe, build, load_recipe, preflight, read_options
+from rollouts.recipe import Recipe, preflight
+from rollouts.recipe_files import build, load_recipe, read_options
 from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
 

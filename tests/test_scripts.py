@@ -62,15 +62,6 @@ def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_installation_that_failed_is_an_error(tmp_path: Path) -> None:
-    """Where pip fails, scripts/install fails with pip's words, and tries again the next time."""
-    done = _installed(tmp_path, pip="echo 'no such package' >&2; exit 3")
-    assert done.returncode == 1
-    assert "no such package" in done.stderr
-    assert "pip could not install rollouts[a] into other (exit code 3)" in done.stderr
-    assert not list(tmp_path.glob("other/installed-*"))
-
-
 def test_venv_names_the_environment(tmp_path: Path) -> None:
     """scripts/install installs into it, and notes there what is installed."""
     assert _installed(tmp_path, pip="exit 0").returncode == 0

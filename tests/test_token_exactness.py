@@ -27,10 +27,10 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.errors import TokenMismatchError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import load_tokenizer, renderer_for
+from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import trajectory_to_sample
-from rollouts.training.verify import check_sample
 from rollouts.trajectory import Trajectory, digest
 from tests.worlds import RandomWorld, Speller
 
@@ -70,8 +70,8 @@ def assert_exact(trajectory: Trajectory, requests: list[np.ndarray], sampled: li
     stored = trajectory.tokens.tolist()
     mask = trajectory.mask
     expected = np.zeros(len(stored), bool)
-    assert len(trajectory.calls) == len(requests) == len(sampled)
-    for call, request, reply in zip(trajectory.calls, requests, sampled, strict=True):
+    assert len(trajectory.completions) == len(requests) == len(sampled)
+    for call, request, reply in zip(trajectory.completions, requests, sampled, strict=True):
         assert list(request) == stored[: call.start]
         assert reply[: call.stop - call.start] == stored[call.start : call.stop]
         assert not expected[call.start : call.stop].any()
@@ -108,7 +108,7 @@ def test_cut_replies_keep_their_ids_and_their_closing_mark_is_not_trained(
     trajectory, policy, replies = play(tokenizer, seed, max_new_tokens=budget, on_cut="continue")
     assert_exact(trajectory, policy.requests, replies)
     stops = renderer_for(tokenizer).stop_token_ids
-    for call in trajectory.calls[:-1]:
+    for call in trajectory.completions[:-1]:
         if call.finish_reason == "length":
             closing = trajectory.tokens[call.stop]
             assert closing in stops
@@ -121,10 +121,10 @@ def test_the_whole_text_reads_as_the_template_writes_it(tokenizer: Any, seed: in
     """Between a reply and the next stands exactly what the template puts there: no separator is lost or doubled."""
     trajectory, _, _ = play(tokenizer, seed)
     text = renderer_for(tokenizer).decode(trajectory.tokens)
-    for call in trajectory.calls[:-1]:
+    for call in trajectory.completions[:-1]:
         after = renderer_for(tokenizer).decode(trajectory.tokens[call.stop :])
         assert after.startswith("\n<|im_start|>user\n")
-    assert text.count("<|im_start|>assistant\n") == len(trajectory.calls)
+    assert text.count("<|im_start|>assistant\n") == len(trajectory.completions)
     assert "<|im_end|><|im_end|>" not in text
 
 
@@ -136,7 +136,7 @@ def test_a_sample_carries_the_trajectory_unchanged(tokenizer: Any, seed: int) ->
     sample = trajectory_to_sample(trajectory, Prompt("q", index=1, group_index=0), renderer_for(tokenizer).decode)
     assert sample.tokens == trajectory.tokens.tolist()
     assert sample.loss_mask == trajectory.mask.astype(int).tolist()
-    assert sum(sample.loss_mask) == sum(call.stop - call.start for call in trajectory.calls)
+    assert sum(sample.loss_mask) == sum(call.stop - call.start for call in trajectory.completions)
     assert not list(check_sample(sample))
 
 

@@ -90,7 +90,7 @@ def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[in
         assert [(s.start, s.stop) for s in trajectory.segments] == list(
             zip([0, *(s.stop for s in trajectory.segments)], [s.stop for s in trajectory.segments], strict=False)
         )
-        for call in trajectory.calls:
+        for call in trajectory.completions:
             assert digest(trajectory.tokens[: call.start]) == call.prompt_digest
             assert trajectory.mask[call.start : call.stop].all()
         for view, expected in views:
@@ -107,7 +107,7 @@ def test_a_completion_sampled_from_other_ids_is_refused(ids: list[int], why: str
     with pytest.raises(TokenMismatchError, match="was sampled from"):
         trajectory.add_reply(sampled_from(ids, [9]), REPLY)
     assert trajectory.tokens.tolist() == [1, 2, 3]
-    assert (trajectory.calls, trajectory.messages) == ([], [])
+    assert (trajectory.completions, trajectory.messages) == ([], [])
     trajectory.add_reply(sampled_from([1, 2, 3], [9]), REPLY)
     assert trajectory.tokens.tolist() == [1, 2, 3, 9]
 

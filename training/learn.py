@@ -31,17 +31,18 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
-from rollouts.cli.words import options_of
+from rollouts.commands.arguments import options_of
+from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import engine_process
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.weights import update_weights
-from rollouts.recipe import Recipe, build, load_recipe, preflight, read_options
-from rollouts.serving import engine_process
+from rollouts.recipe import Recipe, preflight
+from rollouts.recipe_files import build, load_recipe, read_options
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
 from rollouts.training.evaluation import TaskScore, estimate_mean, estimate_pass_at_k, run_evaluation, task_scores
 from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.transcript import visible
 from training.board import Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 

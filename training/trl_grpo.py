@@ -22,12 +22,13 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.cli.words import options_of
+from rollouts.commands.arguments import options_of
+from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.integrations.trl import RolloutFunc, dataset_rows, env_reward
-from rollouts.recipe import Recipe, build, load_recipe, preflight
-from rollouts.transcript import visible
+from rollouts.recipe import Recipe, preflight
+from rollouts.recipe_files import build, load_recipe
 
 __all__ = ["Job", "train"]
 

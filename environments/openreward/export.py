@@ -23,9 +23,9 @@ import msgspec
 from environments.openreward.config import KEY, api_url
 from rollouts.environments.ors import CallRecord
 from rollouts.errors import EndpointUnavailable
+from rollouts.http.client import HttpClient
+from rollouts.runs.plain_data import to_json
 from rollouts.training import Sample
-from rollouts.training.plain import to_json
-from rollouts.transport import Transport
 
 __all__ = ["Trajectories", "events_of"]
 
@@ -166,7 +166,7 @@ class Trajectories:
             self.problem = f"no key ({KEY})"
             return 0
         async with self._sending:
-            transport = Transport(connect_seconds=5.0)
+            transport = HttpClient(connect_seconds=5.0)
             confirmed = 0
             try:
                 while batch := await anyio.to_thread.run_sync(self._batch):

@@ -12,8 +12,8 @@ import anyio
 
 from environments.openreward.config import load_settings
 from environments.openreward.tasks import prepare_tasks, write_tasks
+from rollouts.display.transcript import visible
 from rollouts.errors import RolloutsError
-from rollouts.transcript import visible
 
 
 def main() -> int:

@@ -20,9 +20,10 @@ import anyio
 import anyio.to_thread
 
 from rollouts.compat.registry import Registry
+from rollouts.concurrency.boundary import call_foreign
 from rollouts.dtypes import Limits, Prompt
 from rollouts.environments.base import Environment
-from rollouts.errors import ConfigError, EnvironmentFailure, Failure, RewardFailure, TokenMismatchError, call_foreign
+from rollouts.errors import ConfigError, EnvironmentFailure, Failure, RewardFailure, TokenMismatchError
 from rollouts.integrations.slime.convert import check_trainable, to_slime
 from rollouts.integrations.slime.plugins import policy_for, removed_sample
 from rollouts.integrations.slime.settings import sampling_of

@@ -52,13 +52,13 @@ class Rollout:
     @property
     def initial_prompt_length(self) -> int:
         """Tokens before the first sampled one."""
-        calls = self.trajectory.calls
+        calls = self.trajectory.completions
         return calls[0].start if calls else len(self)
 
     @property
     def segment_info(self) -> list[tuple[bool, int]]:
         """Whether it was sampled, and how long it is, for each prompt and each reply."""
-        edges = [edge for call in self.trajectory.calls for edge in (call.start, call.stop)]
+        edges = [edge for call in self.trajectory.completions for edge in (call.start, call.stop)]
         bounds = [0, *edges, len(self)]
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
         return [(bool(place % 2), length) for place, length in enumerate(lengths) if length]

@@ -17,6 +17,7 @@ import attrs
 from strands.models.model import Model
 from strands.types.exceptions import ContextWindowOverflowException
 
+from rollouts.agent.episode import Episode
 from rollouts.compat.strands_limiter import (
     LoopLimiter,
     LoopLimitReachedError,
@@ -28,12 +29,11 @@ from rollouts.compat.strands_limiter import (
 )
 from rollouts.compat.strands_rollout import Rollout, Token, TokenManager
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
-from rollouts.episode import Episode
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import Policy
 from rollouts.inference.sglang import shared_policy
 from rollouts.integrations.slime.settings import sampling_of
-from rollouts.integrations.strands_messages import from_strands, opening_of, reply_events, tools_of
+from rollouts.integrations.strands.messages import from_strands, opening_of, reply_events, tools_of
 from rollouts.renderer import load_tokenizer, renderer_for
 from rollouts.tool_calls import Dialect, get_dialect
 
@@ -285,7 +285,7 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
             raise SGLangClientError(f"the reply was not finished: {reason}")
         self._seen = list(messages)
         self.processed_messages = len(messages) + 1
-        call = self._episode.trajectory.calls[-1]
+        call = self._episode.trajectory.completions[-1]
         for event in reply_events(self._marked(reply), (call.start, call.stop - call.start), cut=reason is not None):
             yield event
 

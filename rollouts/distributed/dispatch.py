@@ -20,17 +20,17 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
+from rollouts.agent.turn_log import TurnLog, claim_turn_log
 from rollouts.distributed.messages import Request, order, read_records, returned
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMismatchError
+from rollouts.runs.record_bytes import Columns, turn_of
 from rollouts.training.config import RolloutConfig
-from rollouts.training.records import Columns, turn_of
 from rollouts.training.types import Sample
-from rollouts.turns import TurnLog, claim_turn_log
 
 __all__ = ["Connect", "Dispatcher", "Link", "LinkLost"]
 
-_BARREN_DEATHS = 3
+_DEATHS_WITHOUT_RESULT = 3
 """Deaths in a row, of one worker and those that took its place, without a single record from any."""
 _NEXT_START_SECONDS = 10.0
 """Between attempts to replace a worker while others are at work."""
@@ -99,7 +99,7 @@ class _Worker:
     wanted: anyio.Event = attrs.field(factory=anyio.Event)
     started: anyio.Event = attrs.field(factory=anyio.Event)
     alive: bool = False
-    barren: int = 0
+    deaths_without_result: int = 0
 
     async def orders(self) -> bytes:
         """Wait for something to say, and take all there is."""
@@ -265,9 +265,11 @@ class Dispatcher:
                 finally:
                     worker.alive = False
                 self.deaths += 1
-                worker.barren += 1
-                if worker.barren >= _BARREN_DEATHS:
-                    raise ConfigError(f"{worker.barren} workers in a row died before a rollout came back: {lost}")
+                worker.deaths_without_result += 1
+                if worker.deaths_without_result >= _DEATHS_WITHOUT_RESULT:
+                    raise ConfigError(
+                        f"{worker.deaths_without_result} workers in a row died before a rollout came back: {lost}"
+                    )
                 worker.fail(GenerateFailure(str(lost)))
         except RolloutsError as error:
             self._break(error)
@@ -326,7 +328,7 @@ class Dispatcher:
     def _read(self, worker: _Worker, message: bytes) -> None:
         self.messages += 1
         self.bytes += len(message)
-        worker.barren = 0
+        worker.deaths_without_result = 0
         for fields, columns in read_records(message):
             call = worker.calls.get(fields["number"])
             if call is not None:  # else its caller has given up

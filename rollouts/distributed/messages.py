@@ -13,11 +13,11 @@ from typing import Any
 
 import attrs
 
+from rollouts.agent.turn_log import Turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
-from rollouts.training.records import LENGTH, Columns, packed, sample_of, unpacked
+from rollouts.runs.record_bytes import LENGTH, Columns, packed, sample_of, unpacked
 from rollouts.training.types import Sample
-from rollouts.turns import Turn
 
 __all__ = [
     "Request",

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost
-from rollouts.distributed.player import ConfigFactory, Player, made
+from rollouts.distributed.worker import ConfigFactory, Player, made
 from rollouts.errors import ConfigError
 
 __all__ = ["LINGER_SECONDS", "SAMPLES_A_MESSAGE", "in_actors"]

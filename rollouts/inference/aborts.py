@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import without_password
-from rollouts.errors import EndpointUnavailable, boundary
+from rollouts.errors import EndpointUnavailable
+from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.wire_errors import loads, message_of
-from rollouts.transport import Transport, Unsent
 
 __all__ = ["abort_generation"]
 
@@ -23,7 +24,7 @@ ABORT_SECONDS = 5.0
 """Deadline of one abort, all of its requests together."""
 
 
-async def abort_generation(transport: Transport, url: str, rid: str, headers: Mapping[str, str]) -> None:
+async def abort_generation(transport: HttpClient, url: str, rid: str, headers: Mapping[str, str]) -> None:
     """Tell the server at ``url`` to end the generation ``rid``; an unknown one is no error there.
 
     A router has no such route: the workers that it lists are told, all of them, as nobody knows which one has it.
@@ -45,16 +46,16 @@ async def abort_generation(transport: Transport, url: str, rid: str, headers: Ma
             )
 
 
-async def _abort(transport: Transport, url: str, rid: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+async def _abort(transport: HttpClient, url: str, rid: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
     try:
         return await transport.post(f"{url}/abort_request", msgspec.json.encode({"rid": rid}), headers, fresh=True)
-    except Unsent as error:
+    except ConnectFailed as error:
         if error.refused:
             return 200, b""  # nobody listens there any more: nothing runs there either
         raise
 
 
-async def _workers_behind(transport: Transport, url: str, headers: Mapping[str, str]) -> Sequence[str]:
+async def _workers_behind(transport: HttpClient, url: str, headers: Mapping[str, str]) -> Sequence[str]:
     status, payload = await transport.get(f"{url}/workers", headers)
     listing = loads(payload) if status == 200 else None
     entries = listing.get("workers") if isinstance(listing, dict) else listing

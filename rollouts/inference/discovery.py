@@ -13,16 +13,16 @@ from typing import Any
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
-from rollouts.transport import Garbled, Transport, Unsent
 
 __all__ = ["describe_server", "merged", "served_version"]
 
 _MARKS = ("model_path", "tokenizer_path", "weight_version")
 
 
-async def describe_server(transport: Transport, url: str, headers: Mapping[str, str]) -> ServerInfo:
+async def describe_server(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
     """Ask one server what it is.
 
     Raises:
@@ -46,7 +46,7 @@ async def describe_server(transport: Transport, url: str, headers: Mapping[str, 
     )
 
 
-async def served_version(transport: Transport, url: str, headers: Mapping[str, str]) -> str | None:
+async def served_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
     """The version of the weights that one server says it serves; ``None`` if it says none.
 
     Raises:
@@ -83,7 +83,7 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
 class _Asked:
     """The questions put to one server, and what it answered to each."""
 
-    def __init__(self, transport: Transport, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, transport: HttpClient, url: str, headers: Mapping[str, str]) -> None:
         self._transport = transport
         self._url = url
         self._headers = headers
@@ -95,12 +95,12 @@ class _Asked:
             where = without_password(self._url) + route
             try:
                 status, payload = await self._transport.get(self._url + route, self._headers)
-            except Unsent as error:
+            except ConnectFailed as error:
                 where = without_password(self._url)
                 raise EndpointUnavailable(
                     f"nobody answers at {where}: {error}. Start the server, or correct Endpoint.base_url"
                 ) from error
-            except Garbled as error:
+            except ProtocolError as error:
                 raise EndpointRefused(f"{without_password(self._url)} is not an SGLang server: {error}") from error
             if status in (401, 403):
                 raise EndpointRefused(f"{where}: status {status}: {message_of(payload)}. Check Endpoint.api_key")

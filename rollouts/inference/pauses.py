@@ -1,7 +1,8 @@
 """Servers that are paused for new weights: they are up, take requests, and answer none.
 
 Invariant: a pause is no failure. While a server is known to be paused the deadlines of whoever waits for its answer do
-not run, and nothing is counted, tried again or sent elsewhere because of it; :func:`rollouts.clocks.standstills` lists
+not run, and nothing is counted, tried again or sent elsewhere because of it;
+:func:`~rollouts.concurrency.deadlines.pauses` lists
 it, with the number of turns that wait.
 
 A pause is known at once where this process orders it (:func:`ordered`), whoever's policy it concerns; one that somebody
@@ -23,9 +24,9 @@ from typing import Protocol
 
 import anyio
 
-from rollouts.clocks import Clocks, standing_still
+from rollouts.concurrency.deadlines import Clocks, listed_pause
 from rollouts.errors import EndpointUnavailable
-from rollouts.transport import Transport
+from rollouts.http.client import HttpClient
 
 __all__ = ["PATIENCE_SECONDS", "Pause", "is_ready", "ordered", "watch_pauses"]
 
@@ -76,16 +77,16 @@ class Pause:
             self._loop = asyncio.get_running_loop()
         if self.is_on or self.url in _ORDERED:
             self.look_again()
-            clocks.stop()
+            clocks.pause()
         return clocks
 
     def left(self, clocks: Clocks) -> None:
         """It does no longer."""
         self._waiting.discard(clocks)
-        clocks.start()
+        clocks.resume()
         if self.is_on:
             for other in self._waiting:  # a deadline that both are in, of their group, was stopped by one of them
-                other.stop()
+                other.pause()
 
     def seen(self, paused: bool) -> None:
         """What a look has found."""
@@ -103,15 +104,15 @@ class Pause:
         if on and self._listed is None:
             self._listed = contextlib.ExitStack()
             self._listed.enter_context(
-                standing_still(f"{self._name} is paused for new weights", lambda: len(self._waiting))
+                listed_pause(f"{self._name} is paused for new weights", lambda: len(self._waiting))
             )
             for clocks in self._waiting:
-                clocks.stop()
+                clocks.pause()
         elif not on and self._listed is not None:
             self._listed.close()
             self._listed = None
             for clocks in self._waiting:
-                clocks.start()
+                clocks.resume()
 
     def tell(self) -> None:
         """Have it look again, from any thread."""
@@ -152,7 +153,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-async def is_ready(transport: Transport, url: str, headers: Mapping[str, str]) -> bool | None:
+async def is_ready(transport: HttpClient, url: str, headers: Mapping[str, str]) -> bool | None:
     """Ask a server whether it is ready; ``None`` if it does not say."""
     with anyio.move_on_after(LOOK_SECONDS), contextlib.suppress(EndpointUnavailable):
         status, _ = await transport.get(f"{url}/ready", headers)

@@ -18,8 +18,10 @@ import anyio
 import attrs
 import numpy as np
 
+from rollouts.concurrency.boundary import boundary
+from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import Completion, SamplingParams, TokenColumn, VersionSpan
-from rollouts.errors import EndpointUnavailable, boundary, stopped_clocks
+from rollouts.errors import EndpointUnavailable
 from rollouts.inference.base import Policy, ServerInfo
 
 __all__ = ["InterruptiblePolicy", "ResumablePolicy", "recorded_sessions"]
@@ -139,7 +141,7 @@ class ResumablePolicy:
             await self.wait_until_open()
             if self._limiter is None:
                 break
-            with stopped_clocks():
+            with paused_deadlines():
                 await self._limiter.acquire()
             if not self.paused:
                 break
@@ -157,7 +159,7 @@ class ResumablePolicy:
     async def wait_until_open(self) -> None:
         """Return when the gate is open; deadlines do not run meanwhile."""
         if self.paused:
-            with boundary(EndpointUnavailable, "paused between batches"), stopped_clocks():
+            with boundary(EndpointUnavailable, "paused between batches"), paused_deadlines():
                 while self.paused:
                     await self._open.wait()
 

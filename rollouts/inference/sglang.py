@@ -23,18 +23,19 @@ import anyio
 import anyio.lowlevel
 import attrs
 
+from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, TokenColumn, without_password
-from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, boundary
-from rollouts.inference import wire
+from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
+from rollouts.inference import generate_wire
 from rollouts.inference.aborts import abort_generation
-from rollouts.inference.admission import Gate, Pace, read_load
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
+from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
 from rollouts.inference.pauses import LOOK_SECONDS, is_ready
-from rollouts.inference.sequences import EncodedIds, SequenceCache
+from rollouts.inference.routing import Worker, Workers
+from rollouts.inference.token_json import EncodedIds, SequenceCache
 from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
-from rollouts.inference.workers import Worker, Workers
-from rollouts.transport import Lost, Transport, Unsent
 
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policies", "shared_policy"]
 
@@ -115,7 +116,7 @@ class SGLangPolicy:
             self._headers["Authorization"] = f"Bearer {key}"
         self._sequences = SequenceCache(vocab_size)
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
-        self._transport = Transport(connect_seconds=endpoint.connect_seconds)
+        self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._sound_stops: set[tuple[int, ...]] = set()
         self._last_options: tuple[SamplingParams | None, tuple[int, ...], bytes] = (None, (), b"")
         self._one_long_reply = anyio.Lock(fast_acquire=True)
@@ -139,7 +140,7 @@ class SGLangPolicy:
     @property
     def waiting(self) -> int:
         """Requests that wait for a place at their server."""
-        return sum(worker.gate.waiting for worker in self._workers.all)
+        return sum(worker.limiter.waiting for worker in self._workers.all)
 
     @property
     def moved(self) -> int:
@@ -203,7 +204,7 @@ class SGLangPolicy:
         """What stands behind the ids; made again only where it differs from the call before."""
         known_sampling, known_stops, options = self._last_options
         if sampling is not known_sampling or stop_token_ids is not known_stops:
-            options = wire.request_options(sampling, stop_token_ids)
+            options = generate_wire.request_options(sampling, stop_token_ids)
             self._last_options = (sampling, stop_token_ids, options)
         return options
 
@@ -257,15 +258,15 @@ class SGLangPolicy:
                 try:
                     if call.running is not None:
                         await self._settle(call, call.running)
-                    if worker.gate.limit == math.inf:
+                    if worker.limiter.limit == math.inf:
                         return await self._send(call, worker, fresh=fresh)
                     return await self._send_paced(call, worker, fresh=fresh)
-                except wire.BrokenNumbers:
+                except generate_wire.BrokenNumbers:
                     raise
                 except EndpointUnavailable as error:
                     call.last = error
-                    fresh = isinstance(error, Lost)
-                    if isinstance(error, Lost) and error.stale and not replaced:
+                    fresh = isinstance(error, ConnectionLost)
+                    if isinstance(error, ConnectionLost) and error.stale and not replaced:
                         replaced = True  # the server had closed a kept connection: no fault of this attempt
                     else:
                         failures += 1
@@ -286,28 +287,28 @@ class SGLangPolicy:
     async def _send_paced(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         """Send once the server has a place for it."""
         await self._look(worker)
-        async with worker.gate.place():
+        async with worker.limiter.place():
             completion = await self._send(call, worker, fresh=fresh)
         await self._look(worker)
         return completion
 
     async def _look(self, worker: Worker) -> None:
         """Ask a server for its load, if it is time to: one request in a second does so for all."""
-        if worker.pace is None or not worker.pace.claim_look():
+        if worker.adaptive_limit is None or not worker.adaptive_limit.claim_look():
             return
         try:
             with anyio.move_on_after(LOAD_SECONDS):
                 status, payload = await self._transport.get(f"{worker.url}/v1/loads?include=core", self._headers)
-                worker.pace.seen(read_load(loads(payload)) if status == 200 else None)
+                worker.adaptive_limit.seen(read_load(loads(payload)) if status == 200 else None)
                 return
         except EndpointUnavailable:
             pass  # whoever sends a request there finds out
         finally:
-            worker.pace.unseen()
+            worker.adaptive_limit.unseen()
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
-        body, start = wire.request_body(rid, call.ids, call.options)
+        body, start = generate_wire.request_body(rid, call.ids, call.options)
         call.ids.move_into(body, start)
         call.running = (worker, rid)
         self.totals.requests += 1
@@ -316,11 +317,11 @@ class SGLangPolicy:
         clocks = worker.pause.entered()
         try:
             status, payload = await self._transport.post(f"{worker.url}/generate", body, call.headers, fresh=fresh)
-        except Unsent:
+        except ConnectFailed:
             call.running = None
             worker.suspect()
             raise
-        except Lost:
+        except ConnectionLost:
             worker.suspect()
             raise
         finally:
@@ -339,7 +340,7 @@ class SGLangPolicy:
                 # Many long replies that arrive at once are read one in each turn of the loop, not all in one.
                 async with self._one_long_reply:
                     await anyio.lowlevel.checkpoint()
-            completion = wire.read_completion(
+            completion = generate_wire.read_completion(
                 payload,
                 rid=rid,
                 ids=call.ids,
@@ -347,7 +348,7 @@ class SGLangPolicy:
                 seconds=seconds,
                 vocab_size=self._sequences.vocab_size,
             )
-            wire.check_obeyed(completion, call.sampling, call.stop_token_ids)
+            generate_wire.check_obeyed(completion, call.sampling, call.stop_token_ids)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)
             raise
@@ -411,8 +412,13 @@ _ANY_SAMPLING = SamplingParams()
 
 
 def _worker(url: str, concurrency: Concurrency) -> Worker:
-    gate = Gate(concurrency if isinstance(concurrency, int) else math.inf)
-    return Worker(url, without_password(url), gate=gate, pace=Pace(gate) if concurrency == "adaptive" else None)
+    limiter = Limiter(concurrency if isinstance(concurrency, int) else math.inf)
+    return Worker(
+        url,
+        without_password(url),
+        limiter=limiter,
+        adaptive_limit=AdaptiveLimit(limiter) if concurrency == "adaptive" else None,
+    )
 
 
 def _header_safe(session: str) -> str:

@@ -25,12 +25,13 @@ import anyio
 import attrs
 import msgspec
 
+from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError, boundary
+from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
+from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.discovery import served_version
 from rollouts.inference.pauses import ordered
 from rollouts.inference.wire_errors import loads, message_of
-from rollouts.transport import Transport, Unsent
 
 __all__ = ["WhileRunning", "update_weights"]
 
@@ -89,7 +90,7 @@ async def update_weights(
     headers = {"Content-Type": "application/json"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
-    transport = Transport(connect_seconds=endpoint.connect_seconds)
+    transport = HttpClient(connect_seconds=endpoint.connect_seconds)
     servers = [_Server(transport, headers, url, version) for url in endpoint.base_url]
     try:
         async with anyio.create_task_group() as tasks:
@@ -105,7 +106,7 @@ async def update_weights(
 class _Server:
     """One server, and what is known of its weights, its cache and its pause."""
 
-    _transport: Transport
+    _transport: HttpClient
     _headers: dict[str, str]
     _url: str
     _version: str
@@ -177,7 +178,7 @@ class _Server:
         self.updated = None
         try:
             status, payload = await self._send("/update_weights_from_disk", body)
-        except Unsent:
+        except ConnectFailed:
             self.updated = False
             raise
         answer = loads(payload)
@@ -225,7 +226,7 @@ class _Server:
         try:
             try:
                 await self._post("/pause_generation", {"mode": mode})
-            except (EndpointRefused, Unsent):
+            except (EndpointRefused, ConnectFailed):
                 self.paused = False
                 raise
             yield
@@ -242,7 +243,7 @@ class _Server:
                     await self._post("/continue_generation", {})
                     self.paused = False
                 except EndpointError as error:
-                    if isinstance(error, Unsent) and error.refused:
+                    if isinstance(error, ConnectFailed) and error.refused:
                         self.paused = False  # no server listens there, and one that starts again is not paused
                     else:
                         await anyio.sleep(RETRY_SECONDS)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from rollouts.errors import abandoned, waits
+from rollouts.concurrency.boundary import abandoned, waits
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.observability.lag import LoopLag
 from rollouts.renderer import Renderer

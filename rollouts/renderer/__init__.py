@@ -1,16 +1,16 @@
 """Messages to tokens and back, from the tokenizer's own chat template: openings, bridges, parsing, start-up test."""
 
-from rollouts.renderer.bridging import STRATEGIES
+from rollouts.renderer.bridge import STRATEGIES
+from rollouts.renderer.example import ExamplePart, conversation, speak
 from rollouts.renderer.renderer import Renderer, renderer_for
 from rollouts.renderer.selftest import SelfTest, Step
-from rollouts.renderer.speaking import Spoken, conversation, speak
 from rollouts.renderer.tokenizer import load_tokenizer
 
 __all__ = [
     "STRATEGIES",
+    "ExamplePart",
     "Renderer",
     "SelfTest",
-    "Spoken",
     "Step",
     "conversation",
     "load_tokenizer",

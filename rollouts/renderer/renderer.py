@@ -25,13 +25,13 @@ import attrs
 
 from rollouts.dtypes import Message, TokenColumn, Tool
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridging import STRATEGIES, bridge_text, closes_turns
-from rollouts.renderer.calls import Calls, Reader, dialect_reads
-from rollouts.renderer.rewriting import rewriting, shared
+from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns
+from rollouts.renderer.call_check import Calls, Reader, dialect_reads
+from rollouts.renderer.history_diff import rewriting, shared
+from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
-from rollouts.renderer.written import opens_thought
 from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect
 
 __all__ = ["Renderer", "renderer_for"]

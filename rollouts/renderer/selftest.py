@@ -15,9 +15,9 @@ import numpy as np
 
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridging import Strategy, bridge_text
-from rollouts.renderer.calls import Calls
-from rollouts.renderer.rewriting import shared
+from rollouts.renderer.bridge import Strategy, bridge_text
+from rollouts.renderer.call_check import Calls
+from rollouts.renderer.history_diff import shared
 from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]

@@ -17,7 +17,7 @@ import numpy as np
 from rollouts.dtypes import TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
-from rollouts.renderer.words import Words
+from rollouts.renderer.word_cache import Words
 
 __all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 

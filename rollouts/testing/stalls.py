@@ -17,7 +17,7 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.whereabouts import standing
+from rollouts.concurrency.wait_report import standing
 
 __all__ = ["Stall", "StallWatch"]
 

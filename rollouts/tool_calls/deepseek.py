@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from rollouts.dtypes import Tool, ToolCall
-from rollouts.tool_calls.reading import MalformedCallError, checked_arguments, json_value
+from rollouts.tool_calls.json import MalformedCallError, checked_arguments, json_value
 from rollouts.tool_calls.sections import SectionDialect, section, tagged_arguments
 
 __all__ = ["DeepSeekV3", "DeepSeekV31", "DeepSeekV32"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, json_prefix, unclosed, unreadable
+from rollouts.tool_calls.json import MalformedCallError, json_prefix, unclosed, unreadable
 
 __all__ = ["Gemma"]
 

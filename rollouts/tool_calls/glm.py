@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, typed_value, unclosed, unreadable
+from rollouts.tool_calls.json import MalformedCallError, typed_value, unclosed, unreadable
 from rollouts.tool_calls.sections import tagged_arguments
 
 __all__ = ["Glm"]

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import Reply
-from rollouts.tool_calls.reading import MalformedCallError, checked_arguments, json_value, unreadable
+from rollouts.tool_calls.json import MalformedCallError, checked_arguments, json_value, unreadable
 
 __all__ = ["Harmony"]
 

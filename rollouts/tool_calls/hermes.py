@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import json_call, name_in, unclosed
+from rollouts.tool_calls.json import json_call, name_in, unclosed
 
 __all__ = ["Hermes"]
 

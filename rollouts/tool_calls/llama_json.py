@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, call_in_json, json_prefix, name_in, unreadable
+from rollouts.tool_calls.json import MalformedCallError, call_in_json, json_prefix, name_in, unreadable
 
 __all__ = ["LlamaJson"]
 

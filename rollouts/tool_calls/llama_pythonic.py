@@ -12,7 +12,7 @@ from typing import Any
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, unreadable
+from rollouts.tool_calls.json import MalformedCallError, unreadable
 
 __all__ = ["LlamaPythonic"]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.reading import MalformedCallError, unclosed, unreadable
+from rollouts.tool_calls.json import MalformedCallError, unclosed, unreadable
 
 __all__ = ["SectionDialect", "section", "tagged_arguments"]
 

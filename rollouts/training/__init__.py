@@ -1,5 +1,9 @@
 """Training data: prompts in, whole groups of trusted samples out. Imports neither torch nor transformers."""
 
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
 from rollouts.training.agent_integration import (
     agent_rollout_to_sample,
     agent_rollout_to_samples,
@@ -21,7 +25,6 @@ from rollouts.training.filters import (
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.metrics import Accounting
 from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
-from rollouts.training.stored import load_run
 from rollouts.training.types import FilterFn, GenerateFn, Group, GroupRewardFn, Prompt, RewardFn, Sample, Status
 
 __all__ = [
@@ -55,3 +58,18 @@ __all__ = [
     "trajectory_to_sample",
     "trajectory_to_samples",
 ]
+
+_READER = "rollouts.runs.reader"
+"""Stored runs stand above the scheduler: the module is imported when a run is read."""
+
+
+def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
+    """Read the samples of a stored run when they are asked for; :func:`rollouts.runs.reader.load_run` by another name.
+
+    Args:
+        path: the folder of the run.
+        outcome: of which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
+    """
+    reader = importlib.import_module(_READER)
+    samples: Sequence[Sample] = reader.load_run(path, outcome)
+    return samples

@@ -18,8 +18,9 @@ import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.agent import OnStep, Past, run_branches
-from rollouts.dtypes import Endpoint, History, Limits, Message, Prompt, SamplingParams
+from rollouts.agent import run_branches
+from rollouts.agent.episode import OnStep, Past
+from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, SamplingParams
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, ServerInfo
@@ -59,7 +60,7 @@ async def agent_rollout_to_samples(
     sampling: SamplingParams | None = None,
     policy: Policy | None = None,
     on_step: OnStep | None = None,
-    history: History = "append",
+    history: OnRewrite = "append",
     past: Past | None = None,
 ) -> list[Sample]:
     """Run one agent in a fresh environment, and keep what the model saw and sampled.
@@ -90,8 +91,8 @@ async def agent_rollout_to_samples(
             prompt.
         EndpointError: the server cannot be asked what it is.
     """
-    if history not in get_args(History):
-        raise ConfigError.of("history", history, f"one of {get_args(History)}")
+    if history not in get_args(OnRewrite):
+        raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     renderer = await _renderer(tokenizer, dialect)
     policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import attrs
 
-from rollouts.errors import ConfigError, function_name
-from rollouts.training.failures import Handling, check_handlings
+from rollouts.concurrency.boundary import function_name
+from rollouts.errors import ConfigError
+from rollouts.training.failures import FailurePolicy, check_handlings
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 
@@ -80,7 +81,7 @@ class RolloutConfig:
     """How often a rollout is tried, each time from the start with a fresh environment, before it counts as failed."""
     on_failure: Literal["drop_group", "stop"] = "drop_group"
     """A rollout that failed for good: record its group as failed and go on, or stop the run."""
-    failures: Mapping[str, Handling] = attrs.field(factory=dict)
+    failures: Mapping[str, FailurePolicy] = attrs.field(factory=dict)
     """What to do about each cause of failure (``rollouts.errors.CAUSES``); the others: ``max_attempts``, then
     ``on_failure``."""
     failure_budget: float | None = attrs.field(default=None, validator=attrs.validators.optional(_number(0)))
@@ -120,9 +121,9 @@ class RolloutConfig:
                 "RolloutConfig.reward_fn", None, "a function that takes the group, since group_rm is set"
             )
 
-    def handling(self, cause: str) -> Handling:
+    def handling(self, cause: str) -> FailurePolicy:
         """What to do about a cause, with the defaults filled in."""
-        handling = self.failures.get(cause, Handling())
+        handling = self.failures.get(cause, FailurePolicy())
         attempts = self.max_attempts if handling.attempts is None else handling.attempts
         return attrs.evolve(handling, attempts=attempts, then=handling.then or self.on_failure)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.agent import Past
+from rollouts.agent.episode import Past
 from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.environments.single_turn import SingleTurnEnvironment
@@ -21,7 +21,7 @@ from rollouts.errors import ConfigError
 from rollouts.training.agent_integration import agent_rollout_to_samples
 from rollouts.training.sample_laws import check_sample
 from rollouts.training.types import Sample
-from rollouts.trajectory import Call, Trajectory
+from rollouts.trajectory import CompletionRecord, Trajectory
 
 __all__ = ["continue_rollout", "past_of"]
 
@@ -77,7 +77,7 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     messages = list(as_messages(sample.messages))
     if not len(sample) or not messages:
         raise ConfigError.of("sample", sample, "one with tokens and messages to go on from")
-    asked = len(sample) - (sample.calls[-1].stop if sample.calls else 0)
+    asked = len(sample) - (sample.completions[-1].stop if sample.completions else 0)
     if asked and new:
         got = f"{asked} tokens after the last reply, and {len(new)} new messages"
         raise ConfigError.of("sample", got, "no messages: the model has been asked already, and is to speak")
@@ -89,7 +89,7 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     trajectory = Trajectory()
     if train_past:
         position = 0
-        for call in sample.calls:
+        for call in sample.completions:
             trajectory.add_context(sample.token_column[position : call.start])
             trajectory.add_reply(_completion(sample, call), Message("assistant"))
             position = call.stop
@@ -101,11 +101,11 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     trajectory.messages = messages
     if asked:
         return Past(trajectory, len(sample), state="asked")
-    cut = sample.calls[-1].finish_reason != "stop"
-    return Past(trajectory, _reply_start(sample.calls), tuple(new), state="cut" if cut else "replied")
+    cut = sample.completions[-1].finish_reason != "stop"
+    return Past(trajectory, _reply_start(sample.completions), tuple(new), state="cut" if cut else "replied")
 
 
-def _completion(sample: Sample, call: Call) -> Completion:
+def _completion(sample: Sample, call: CompletionRecord) -> Completion:
     """The completion that a call was."""
     logprobs = sample.logprob_column
     assert logprobs is not None, "check_sample wants logprobs where the mask is 1"
@@ -123,7 +123,7 @@ def _completion(sample: Sample, call: Call) -> Completion:
     )
 
 
-def _reply_start(calls: Sequence[Call]) -> int:
+def _reply_start(calls: Sequence[CompletionRecord]) -> int:
     """Where the last reply begins: one that was gone on with is several calls without anything between them."""
     start = calls[-1].start
     for call in reversed(calls[:-1]):

@@ -201,7 +201,7 @@ class DataBuffer:
         self._positions = {}
         self._order = self._shuffled(self._epoch)
 
-    def take_again(self, group_index: int) -> Prompt:
+    def take_by_index(self, group_index: int) -> Prompt:
         """Take one prompt that was handed back, by its group index.
 
         Raises:
@@ -212,7 +212,7 @@ class DataBuffer:
                 self._leftovers.remove((position, number))
                 self._positions[group_index] = position
                 return attrs.evolve(self._prompts[position], group_index=group_index)
-        raise ConfigError.of("take_again(group_index)", group_index, "one that was handed back")
+        raise ConfigError.of("take_by_index(group_index)", group_index, "one that was handed back")
 
     def _left(self) -> int | None:
         if self.epochs is None:

@@ -18,7 +18,7 @@ import attrs
 from rollouts.errors import CAUSES, ConfigError
 from rollouts.training.types import Sample
 
-__all__ = ["FailureBook", "Handling", "cause_of", "check_handlings"]
+__all__ = ["FailurePolicy", "FailureStats", "cause_of", "check_handlings"]
 
 
 def _count(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
@@ -26,16 +26,16 @@ def _count(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if value is None and field.default is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError.of(f"Handling.{field.name}", value, f"an integer >= {least}")
+        raise ConfigError.of(f"FailurePolicy.{field.name}", value, f"an integer >= {least}")
 
 
 def _seconds(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ConfigError.of(f"Handling.{field.name}", value, "a number of seconds >= 0")
+        raise ConfigError.of(f"FailurePolicy.{field.name}", value, "a number of seconds >= 0")
 
 
 @attrs.frozen(kw_only=True)
-class Handling:
+class FailurePolicy:
     """What to do about one type of failure, in this order: try again, replace the rollout, give the group up, stop."""
 
     attempts: int | None = attrs.field(default=None, validator=_count)
@@ -53,7 +53,7 @@ class Handling:
 
     def __attrs_post_init__(self) -> None:
         if self.then not in ("drop_group", "stop", None):
-            raise ConfigError.of("Handling.then", self.then, '"drop_group", "stop" or None')
+            raise ConfigError.of("FailurePolicy.then", self.then, '"drop_group", "stop" or None')
 
     def pause(self, attempt: int, rng: random.Random) -> float:
         """Seconds to wait after the failure of attempt ``attempt``."""
@@ -61,13 +61,13 @@ class Handling:
         return rng.uniform(most / 2, most)
 
 
-def check_handlings(handlings: Mapping[str, Handling]) -> None:
+def check_handlings(handlings: Mapping[str, FailurePolicy]) -> None:
     """Raise a :class:`ConfigError` for a cause that there is not, or what is no handling."""
     for cause, handling in handlings.items():
         if cause not in CAUSES:
             raise ConfigError.of("RolloutConfig.failures", cause, f"one of {', '.join(CAUSES)}")
-        if not isinstance(handling, Handling):
-            raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", handling, "a Handling")
+        if not isinstance(handling, FailurePolicy):
+            raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", handling, "a FailurePolicy")
 
 
 def cause_of(samples: Sequence[Sample]) -> str:
@@ -75,7 +75,7 @@ def cause_of(samples: Sequence[Sample]) -> str:
     return next((sample.failure.cause for sample in samples if sample.failure is not None), "generate")
 
 
-class FailureBook:
+class FailureStats:
     """Counts lost and sound attempts.
 
     Args:

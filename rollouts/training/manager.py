@@ -7,7 +7,7 @@ Laws kept here:
    full stay in flight for the next one; when the manager closes they go back, and their finished rollouts are kept.
 5. Groups: a batch holds whole groups of exactly ``n_samples_per_prompt`` rollouts of one prompt, ordered by
    ``group_index``; a group index is never used for two prompts.
-6. A bad rollout is data (:mod:`rollouts.training.group_play`): a group that failed is counted and recorded. A broken
+6. A bad rollout is data (:mod:`rollouts.training.group_runner`): a group that failed is counted and recorded. A broken
    law stops the run.
 
 This module knows no model, no network and no agent: it is handed a ``generate_fn``.
@@ -27,32 +27,21 @@ import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.clocks import standstills
+from rollouts.concurrency.boundary import abandoned, call_foreign, function_name, waits
+from rollouts.concurrency.cancellation import left_behind
+from rollouts.concurrency.deadlines import deadline, pauses
+from rollouts.concurrency.wait_report import where
 from rollouts.dtypes import Prompt
-from rollouts.errors import (
-    ConfigError,
-    DataExhausted,
-    FilterFailure,
-    GenerateFailure,
-    RolloutsError,
-    abandoned,
-    at,
-    call_foreign,
-    deadline,
-    function_name,
-    waits,
-)
-from rollouts.leash import left_behind
+from rollouts.errors import ConfigError, DataExhausted, FilterFailure, GenerateFailure, RolloutsError, at
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
-from rollouts.training.failures import FailureBook, cause_of
-from rollouts.training.group_play import GroupPlayer
-from rollouts.training.ledger import Ledger
+from rollouts.training.failures import FailureStats, cause_of
+from rollouts.training.group_runner import GroupRunner
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
+from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
-from rollouts.whereabouts import where
 
 __all__ = ["AsyncRolloutManager"]
 
@@ -80,7 +69,7 @@ class AsyncRolloutManager:
         config: what to do; may also be given second.
         data_buffer: where prompts come from.
         on_group: called in a worker thread with every settled group, kept, dropped or failed, e.g. to write it to disk.
-        ledger: writes what happens to a journal, before it counts.
+        rollout_log: writes what happens to a journal, before it counts.
 
     Attributes:
         accounting: where every prompt went; adds up at every moment.
@@ -96,7 +85,7 @@ class AsyncRolloutManager:
         data_buffer: DataBuffer | RolloutConfig,
         *,
         on_group: OnGroup | None = None,
-        ledger: Ledger | None = None,
+        rollout_log: RolloutLog | None = None,
     ) -> None:
         if isinstance(config, DataBuffer):
             config, data_buffer = data_buffer, config
@@ -108,7 +97,7 @@ class AsyncRolloutManager:
         self.data_buffer = data_buffer
         self.accounting = Accounting()
         self.run_metrics = RunMetrics()
-        self.failures = FailureBook(config.failure_budget, config.failure_window)
+        self.failures = FailureStats(config.failure_budget, config.failure_window)
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
@@ -116,7 +105,7 @@ class AsyncRolloutManager:
         self._started: dict[int, int] = {}
         self._idle = IdleClock()
         self._on_group = on_group
-        self._ledger = ledger
+        self._rollout_log = rollout_log
         self._attempts: dict[int, int] = {}  # that failed, of rollouts in flight
         self._ready: list[Group] = []
         self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or handed back
@@ -128,7 +117,7 @@ class AsyncRolloutManager:
         self._settled = anyio.Event()
         self._turnstile = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
-        self._player = GroupPlayer(config, self.failures, ledger, self._attempts, self._is_scarce)
+        self._player = GroupRunner(config, self.failures, rollout_log, self._attempts, self._is_scarce)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -169,13 +158,13 @@ class AsyncRolloutManager:
         """The finished rollouts of a group that went back to the buffer, by their number in the group."""
         return dict(self._finished_rollouts.get(group_index, {}))
 
-    def adopt(self, group_index: int, rollouts: Mapping[int, list[Sample]]) -> None:
+    def add_finished_rollouts(self, group_index: int, rollouts: Mapping[int, list[Sample]]) -> None:
         """Give rollouts that were finished elsewhere; the group goes on with those that are missing."""
         self._finished_rollouts[group_index] = dict(rollouts)
 
     def waiting_for(self, count: int = 1) -> list[str]:
         """What all stand still for at this moment; then who waits longest for what, since when, in which line."""
-        still = [str(standstill) for standstill in standstills()[:count]]
+        still = [str(standstill) for standstill in pauses()[:count]]
         return still + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(still)]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,15 +184,15 @@ class AsyncRolloutManager:
         Raises:
             ConfigError: it is damaged, was saved over other data, or this manager is at work.
         """
-        self.go_on_from(ManagerState.load(state, self.data_buffer))
+        self.restore(ManagerState.load(state, self.data_buffer))
 
-    def go_on_from(self, state: ManagerState) -> None:
+    def restore(self, state: ManagerState) -> None:
         """Take over a state whose buffer is set already."""
         if self.accounting.taken or self._tasks is not None:
             raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
         self.accounting, self.batches = state.accounting, state.batches
         for number, samples in sorted(state.ready.items()):
-            self._ready.append(Group(self.data_buffer.take_again(number), tuple(samples), "kept"))
+            self._ready.append(Group(self.data_buffer.take_by_index(number), tuple(samples), "kept"))
         self._finished_rollouts = state.finished
         self._attempts.update(state.attempts)
         self.run_metrics.load(state.totals)
@@ -228,7 +217,7 @@ class AsyncRolloutManager:
             else:
                 async with self:
                     await self._gather_groups(finish_again=True)
-        if limit.cut:
+        if limit.caught:
             raise GenerateFailure(
                 f"{len(self._ready)} of {self.config.batch_size} groups were accepted within "
                 f"{self.config.batch_seconds:g} s; they are kept; {self.accounting}"
@@ -341,8 +330,8 @@ class AsyncRolloutManager:
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
-        if self._ledger is not None:
-            self._ledger.sealed(self.batches, sorted(taken), self.metrics, self.accounting)
+        if self._rollout_log is not None:
+            self._rollout_log.sealed(self.batches, sorted(taken), self.metrics, self.accounting)
         self.batches += 1
         self._dropped_for_batch = 0
         return samples
@@ -373,12 +362,12 @@ class AsyncRolloutManager:
         finished = self._finished_rollouts.setdefault(_group_index(prompt), {})
         settled = False
         try:
-            if self._ledger is not None:
-                self._ledger.taken(prompt)
+            if self._rollout_log is not None:
+                self._rollout_log.taken(prompt)
             async with self._turnstile:  # groups begin one after another: together they would hold up the event loop
                 await anyio.lowlevel.checkpoint()
             with at(f"group {prompt.group_index}"):
-                group = await self._player.play(prompt, finished)
+                group = await self._player.run(prompt, finished)
                 with anyio.CancelScope(shield=True):
                     await self._record(group)
                     self._settle(group)
@@ -405,8 +394,8 @@ class AsyncRolloutManager:
         return self._streaming and self._tasks is not None and hopeful
 
     async def _record(self, group: Group) -> None:
-        if self._ledger is not None:
-            await self._ledger.settled(group)
+        if self._rollout_log is not None:
+            await self._rollout_log.settled(group)
         if self._on_group is not None:
             name = f"recording with {function_name(self._on_group)}"
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS)

@@ -14,11 +14,10 @@ import msgspec
 
 from rollouts.errors import ConfigError
 from rollouts.training.data_buffer import BufferState, DataBuffer
-from rollouts.training.ledger import History
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Sample
 
-__all__ = ["ManagerState", "state_of_history"]
+__all__ = ["ManagerState"]
 
 _VERSION = 1
 
@@ -79,47 +78,14 @@ class ManagerState:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"state_dict: not what state_dict() gave ({type(error).__name__}: {error})") from None
         buffer.load_state(buffer_state)
-        return state.landed()
+        return state.with_in_flight_returned()
 
-    def landed(self) -> ManagerState:
+    def with_in_flight_returned(self) -> ManagerState:
         """The same, with what was in flight handed back."""
         flying = self.accounting.in_flight
         self.accounting.in_flight = 0
         self.accounting.returned += flying
         return self
-
-
-def state_of_history(history: History, buffer: DataBuffer, group_size: int) -> ManagerState:
-    """The state that a journal speaks of; sets the buffer where it was.
-
-    Args:
-        history: the journal, read.
-        buffer: over the same data.
-        group_size: rollouts of a group.
-    """
-    buffer.go_on_after(history.groups, [*history.unsettled, *history.ready])
-    outcomes = [outcome for outcome, _, _ in history.settled.values()]
-    accounting = Accounting(
-        taken=history.taken,
-        ready=len(history.ready),
-        in_batch=sum(len(batch.groups) for batch in history.sealed),
-        dropped=outcomes.count("dropped"),
-        failed=outcomes.count("failed"),
-    )
-    accounting.in_flight = history.taken - len(history.settled)
-    finished: dict[int, dict[int, list[Sample]]] = {}
-    for number in history.unsettled:
-        indices = range(number * group_size, (number + 1) * group_size)
-        done = [index for index in indices if index in history.rollouts and history.rollouts[index].finished]
-        finished[number] = {index - number * group_size: history.samples(index) for index in done}
-    return ManagerState(
-        accounting=accounting,
-        batches=len(history.sealed),
-        ready={number: history.group_samples(number) for number in history.ready},
-        finished=finished,
-        attempts=dict(history.attempts),
-        totals=history.totals.to_dict(),
-    ).landed()
 
 
 def _plain(samples: list[Sample]) -> list[dict[str, Any]]:

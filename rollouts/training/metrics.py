@@ -162,7 +162,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         numbers[f"status/{status}"] = count / len(samples)
     prompted = cached = 0
     for sample in samples:  # one after another: the calls of a large batch at once would call the collector
-        for call in sample.read("calls"):
+        for call in sample.read("completions"):
             prompted += call.start
             cached += call.cached_tokens
     if prompted:

@@ -1,5 +1,5 @@
-"""Laws 1 and 2 on one stored sample: its tokens are those of its requests, its mask is what its calls sampled. And that
-its step rewards are numbers: a row as the run writes them (law 4).
+"""Laws 1, 2 and 4 on one stored sample: its tokens are those of its requests, its mask is what its completions sampled,
+and its step rewards are numbers.
 
 Invariant: pure; what a row says is checked against what can be computed from its other columns, and the first wrong
 position of each column is told. Changes that no column contradicts (a token after the last request, a logprob that is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.dtypes import are_logprobs
-from rollouts.training.run_folder import column_digests
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
 
-__all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored"]
+__all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored", "column_digests"]
 
 LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
 
@@ -42,7 +42,7 @@ class Violation:
         return f"law {self.law} ({LAWS[self.law]}) broken: {self.place}: got {self.got}; expected {self.expected}"
 
 
-class StoredCall(msgspec.Struct):
+class StoredCompletion(msgspec.Struct):
     """What the laws speak of, of one call."""
 
     request_id: str
@@ -57,7 +57,7 @@ class Stored(msgspec.Struct):
     tokens: list[int]
     loss_mask: list[int]
     rollout_log_probs: list[float | None] | None
-    calls: list[StoredCall]
+    completions: list[StoredCompletion]
     versions: list[tuple[str, int, int]]
     group_index: int
     index: int
@@ -116,7 +116,7 @@ def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) ->
         position = int(tokens.argmin())
         yield Violation(1, f"{sample}, tokens, position {position}", str(tokens[position]), "an id >= 0")
         return
-    for number, call in enumerate(stored.calls):
+    for number, call in enumerate(stored.completions):
         place = f"{sample}, call {number}"
         if not max(end, 1) <= call.start <= call.stop <= len(tokens):
             expected = f"a range between {max(end, 1)}, where the last one ended, and {len(tokens)}"
@@ -133,7 +133,7 @@ def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) ->
 
 def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iterator[Violation]:
     """Law 2: trained exactly where a call sampled, and there exactly one version did."""
-    sampled = _covered(len(mask), ((call.start, call.stop) for call in stored.calls))
+    sampled = _covered(len(mask), ((call.start, call.stop) for call in stored.completions))
     yield from _compare(place, "loss_mask", mask, sampled, "1 where a call sampled, 0 elsewhere")
     spans = [(start, stop) for _, start, stop in stored.versions]
     inside = all(0 <= start < stop <= len(mask) for start, stop in spans)
@@ -189,3 +189,14 @@ def _covered(width: int, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.boo
     for start, stop in spans:
         covered[max(start, 0) : max(stop, 0)] = True
     return covered
+
+
+def column_digests(
+    tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32] | None
+) -> dict[str, int | None]:
+    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32), to find later changes."""
+    return {
+        "tokens": zlib.crc32(tokens.astype("<i4").tobytes()),
+        "loss_mask": zlib.crc32(mask.astype(np.uint8).tobytes()),
+        "rollout_log_probs": None if logprobs is None else zlib.crc32(logprobs.astype("<f4").tobytes()),
+    }

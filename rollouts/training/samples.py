@@ -34,7 +34,7 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
     sample holds on to ``decode``, which gives the same text for the same ids, and makes its response when it is read.
     """
     assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
-    first = trajectory.calls[0].start if trajectory.calls else len(trajectory)
+    first = trajectory.completions[0].start if trajectory.completions else len(trajectory)
     sample = Sample(
         prompt=prompt.prompt,
         response=decode(trajectory.tokens[first:]),
@@ -52,7 +52,7 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         stop_reason=trajectory.stop_reason,
         failure=trajectory.failure,
         messages=[message.to_chat() for message in trajectory.messages],
-        calls=list(trajectory.calls),
+        completions=list(trajectory.completions),
         metrics=dict(trajectory.metrics),
         history=trajectory.history,
         step_rewards=list(trajectory.step_rewards),

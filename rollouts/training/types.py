@@ -15,10 +15,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import ChatDict, History, Message, Prompt, StopReason, TokenColumn, VersionSpan, is_frozen
+from rollouts.dtypes import ChatDict, Message, OnRewrite, Prompt, StopReason, TokenColumn, VersionSpan, is_frozen
 from rollouts.errors import ConfigError, Failure
-from rollouts.training.told import Told
-from rollouts.trajectory import Call
+from rollouts.training.compact_record import CompactRecord
+from rollouts.trajectory import CompletionRecord
 
 __all__ = [
     "RECORDED",
@@ -31,6 +31,7 @@ __all__ = [
     "RewardFn",
     "Sample",
     "Status",
+    "with_current_names",
 ]
 
 
@@ -62,7 +63,7 @@ def _column(name: str, doc: str) -> Any:
 
 
 def _record(name: str, doc: str) -> Any:
-    """A text, or a list that may be changed in place. As long as a :class:`Told` has it, that stands in its slot."""
+    """A text, or a list that may be changed in place. While a :class:`CompactRecord` holds it, that is in its slot."""
     slot = f"_{name}"
 
     def get(sample: Sample) -> Any:
@@ -145,15 +146,15 @@ class Sample:
     _messages: Any = attrs.field(factory=list, alias="messages")
     stop_reason: StopReason | None = None
     failure: Failure | None = None
-    _calls: Any = attrs.field(factory=list, alias="calls")
+    _completions: Any = attrs.field(factory=list, alias="completions")
     metrics: dict[str, float] = attrs.field(factory=dict)
     """Numbers counted during the episode: turns, tool calls, malformed calls, seconds in the environment."""
-    history: History | None = None
+    history: OnRewrite | None = None
     """What was done where the chat template rewrites the history; ``None`` where no renderer was at work."""
     step_rewards: list[float] = attrs.field(factory=list)
     """Rewards of the environment's steps, in order."""
 
-    _told: Told | None = attrs.field(default=None, init=False)
+    _told: CompactRecord | None = attrs.field(default=None, init=False)
     """What it says, held small; of each record that is still as it was."""
     trainer_record: Any = attrs.field(default=None, init=False)
     """The same rollout as a trainer's own record, where an integration keeps that object; never stored."""
@@ -175,7 +176,7 @@ class Sample:
         "response", "Text of everything after the first prompt: replies and what the environment said between them."
     )
     messages = _record("messages", "The whole conversation, as a list of chat dicts.")
-    calls = _record("calls", "The completions that sampled its replies, a list of ``Call``.")
+    completions = _record("completions", "The completions that sampled its replies, a list of ``CompletionRecord``.")
     versions = _record(
         "versions",
         "Which policy version sampled which positions of ``tokens``, a list of ``VersionSpan``; covers exactly the "
@@ -248,14 +249,16 @@ class Sample:
     @property
     def turns(self) -> int:
         """Completions that sampled its replies."""
-        calls = self._calls
-        return calls.turns if type(calls) is Told else len(calls)
+        calls = self._completions
+        return calls.turns if type(calls) is CompactRecord else len(calls)
 
     @property
-    def told(self) -> Told | None:
+    def told(self) -> CompactRecord | None:
         """What holds its response, messages, calls and versions, if it holds all four: then they are unchanged."""
         told = self._told
-        same = self._response is told and self._messages is told and self._calls is told and self._versions is told
+        same = (
+            self._response is told and self._messages is told and self._completions is told and self._versions is told
+        )
         return told if same else None
 
     @property
@@ -264,9 +267,9 @@ class Sample:
         return list(dict.fromkeys(span.version for span in self.read("versions")))
 
     def read(self, name: str) -> Any:
-        """Look at ``response``, ``messages``, ``calls`` or ``versions`` without changing it: the sample stays small."""
+        """The record of that name, read without changing how the sample holds it."""
         value = getattr(self, f"_{name}")
-        return getattr(value, name)() if type(value) is Told else value
+        return getattr(value, name)() if type(value) is CompactRecord else value
 
     def keep(self, first: int, decode: Callable[[TokenColumn], str]) -> Sample:
         """Hold what it says small, as places in what its tokens say.
@@ -277,11 +280,17 @@ class Sample:
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
         if all(isinstance(column, np.ndarray) and is_frozen(column) for column in columns):
-            self._told = Told.of(
-                columns, first, decode, self.response, self.read("messages"), self.read("calls"), self.read("versions")
+            self._told = CompactRecord.of(
+                columns,
+                first,
+                decode,
+                self.response,
+                self.read("messages"),
+                self.read("completions"),
+                self.read("versions"),
             )
             if self._told is not None:
-                self._response = self._messages = self._calls = self._versions = self._told
+                self._response = self._messages = self._completions = self._versions = self._told
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,9 +314,9 @@ class Sample:
     def pack(self) -> Sample:
         """Check the sample and hold its columns packed, and records small that nobody has changed."""
         if self._told is not None and self.told is None:
-            for name in ("calls", "versions", "messages"):
+            for name in ("completions", "versions", "messages"):
                 value = getattr(self, f"_{name}")
-                if type(value) is not Told and value == getattr(self._told, name)():
+                if type(value) is not CompactRecord and value == getattr(self._told, name)():
                     setattr(self, f"_{name}", self._told)
         if self._is_as_it_was():
             return self._check_records()
@@ -335,7 +344,7 @@ class Sample:
 
     def _check_records(self) -> Sample:
         for name, good, expected in _RECORDS:
-            if name == "calls" and type(self._calls) is Told:
+            if name == "completions" and type(self._completions) is CompactRecord:
                 continue
             if not good(getattr(self, name)):
                 raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)
@@ -381,7 +390,7 @@ class Sample:
             "stop_reason": self.stop_reason and self.stop_reason.value,
             "versions": [[span.version, span.start, span.stop] for span in read("versions")],
             "messages": read("messages"),
-            "calls": [call.to_dict() for call in read("calls")],
+            "completions": [call.to_dict() for call in read("completions")],
             "metrics": self.metrics,
             "failure": self.failure and attrs.asdict(self.failure),
             "history": self.history,
@@ -395,7 +404,7 @@ class Sample:
         Raises:
             ConfigError: an unknown field, or one that is not as it was written.
         """
-        values = {key: value for key, value in data.items() if key != "response_length"}
+        values = {key: value for key, value in with_current_names(data).items() if key != "response_length"}
         unknown = values.keys() - {field.alias for field in attrs.fields(cls) if field.init}
         if unknown:
             raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
@@ -417,8 +426,17 @@ def _are_numbers(values: Collection[Any]) -> bool:
 
 
 _NUMBERS = {int, float}
-RECORDED = ("response", "messages", "calls", "versions")
-"""What a :class:`Told` holds."""
+_FORMER_NAMES = {"calls": "completions"}
+"""Fields of a sample as earlier versions of this package stored them, with their names of now."""
+
+
+def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored fields of a sample or a turn, those that have a former name under their current one."""
+    return {_FORMER_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+RECORDED = ("response", "messages", "completions", "versions")
+"""What a :class:`CompactRecord` holds."""
 _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     (
@@ -426,13 +444,17 @@ _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: isinstance(value, dict) and _are_numbers(value.values()),
         "a dict of numbers",
     ),
-    ("calls", lambda value: all(isinstance(call, Call) for call in value), "a list of Call"),
+    (
+        "completions",
+        lambda value: all(isinstance(call, CompletionRecord) for call in value),
+        "a list of CompletionRecord",
+    ),
 ]
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "stop_reason": StopReason,
     "versions": lambda spans: [VersionSpan(*span) for span in spans],
-    "calls": lambda calls: [Call(**call) for call in calls],
+    "completions": lambda records: [CompletionRecord(**record) for record in records],
     "failure": lambda failure: Failure(**failure),
 }
 

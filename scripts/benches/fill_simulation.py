@@ -16,7 +16,7 @@ import random
 
 import attrs
 
-from rollouts.simulation import fill
+from rollouts.planning.simulation import fill
 
 __all__ = ["Result", "World", "run_ours", "run_slime"]
 

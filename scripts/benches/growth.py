@@ -16,18 +16,18 @@ import attrs
 import numpy as np
 
 from rollouts.agent import run_agent
-from rollouts.collecting import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Completion, Limits, Prompt, SamplingParams, VersionSpan
 from rollouts.environments import SimulatedUser
-from rollouts.inference import wire
-from rollouts.inference.sequences import SequenceCache
+from rollouts.inference import generate_wire
+from rollouts.inference.token_json import SequenceCache
 from rollouts.renderer import Renderer
+from rollouts.runs.journal import Journal
+from rollouts.runs.run_journal import RunJournal
 from rollouts.testing.canned import Canned, canned_server
 from rollouts.testing.latency import Latency
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, Status
 from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.training.journal import Journal
-from rollouts.training.ledger import Ledger
 from scripts.benches.lines import Line
 from scripts.benches.ratios import played
 from scripts.benches.workloads import Play, Workload
@@ -76,7 +76,7 @@ class _Timed:
         self, tokens: np.ndarray, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
         ids = self._cache.encode(tokens, session)
-        ids.move_into(*wire.request_body("rid", ids, wire.request_options(sampling, stop_token_ids)))
+        ids.move_into(*generate_wire.request_body("rid", ids, generate_wire.request_options(sampling, stop_token_ids)))
         completion = Completion(
             tokens=self.reply,
             logprobs=np.full(len(self.reply), -0.5, np.float32),
@@ -176,7 +176,7 @@ def _sample_cpu(count: int, n: int = 8, groups: int = 25) -> float:
         )  # fmt: skip
         kept: list[Sample] = []
         with Journal(journal) as held:
-            async with AsyncRolloutManager(config, DataBuffer(["Well?"]), ledger=Ledger(held)) as manager:
+            async with AsyncRolloutManager(config, DataBuffer(["Well?"]), rollout_log=RunJournal(held)) as manager:
                 began = time.process_time()
                 while len(kept) < count:
                     kept += await manager.generate_batch()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollouts.training.journal import Columns, Journal, read_journal
+from rollouts.runs.journal import Columns, Journal, read_journal
 from scripts.benches.lines import Line
 
 __all__ = ["journal"]

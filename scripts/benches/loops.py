@@ -28,13 +28,13 @@ import attrs
 import msgspec
 import numpy as np
 
-from rollouts.collecting import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.errors import RolloutsError
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.runs.journal import Journal
+from rollouts.runs.run_journal import RunJournal
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.journal import Journal
-from rollouts.training.ledger import Ledger
 from rollouts.training.types import FilterFn, RewardFn
 from scripts.benches.workloads import Play
 
@@ -232,7 +232,9 @@ def ours(
             )
             samples: list[Sample] = []
             with Journal(journal) as held:
-                async with AsyncRolloutManager(config, DataBuffer(play.prompts), ledger=Ledger(held)) as manager:
+                async with AsyncRolloutManager(
+                    config, DataBuffer(play.prompts), rollout_log=RunJournal(held)
+                ) as manager:
                     while len(samples) < workload.samples:
                         samples += await manager.generate_batch()
                         await held.sync()

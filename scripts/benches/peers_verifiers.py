@@ -19,7 +19,7 @@ import verifiers.v1 as vf
 from renderers.configs import Qwen3RendererConfig
 from verifiers.v1.utils.loaders import load_environment
 
-from scripts.benches.peers import SYSTEM, TOOLS, calculated, reward
+from scripts.benches.peers_job import SYSTEM, TOOLS, calculated, reward
 
 __all__ = ["InProcess", "Problems"]
 

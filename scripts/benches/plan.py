@@ -26,12 +26,12 @@ from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment
 from rollouts.environments.calculator import calculator_prompts
-from rollouts.planning import Option, measured, plan, shape
+from rollouts.planning.plan import Option, measured, plan, shape
 from rollouts.recipe import Recipe
-from rollouts.running import run
+from rollouts.runs.run import run
+from rollouts.runs.writer import RunWriter
 from rollouts.testing.server import Request, StubServer
 from rollouts.training import DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.sinks import RunWriter
 from scripts.benches.engine import engine_process
 
 __all__ = ["SHAPES", "TOLERANCE", "bench_plan", "plan_options"]

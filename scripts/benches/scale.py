@@ -26,11 +26,11 @@ from rollouts.environments import SimulatedUser
 from rollouts.observability import LoopLag
 from rollouts.recipe import Recipe
 from rollouts.renderer import renderer_for
-from rollouts.running import run
+from rollouts.runs.resume import begin
+from rollouts.runs.run import run
+from rollouts.runs.writer import RunWriter
 from rollouts.testing.server import Request, StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.resuming import begin
-from rollouts.training.sinks import RunWriter
 
 __all__ = ["bench_scale", "scale_options"]
 
@@ -106,7 +106,7 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
     )
     renderer_for(endpoint.model)
     writer = RunWriter(folder, recipe.describe(), format="jsonl")
-    ledger = begin(folder, recipe.describe(), recipe.data_buffer)
+    run_journal = begin(folder, recipe.describe(), recipe.data_buffer)
     lag, before, peak = LoopLag(0.01, kept=1_000_000), _memory(), 0.0
 
     async def watch(manager: AsyncRolloutManager) -> None:
@@ -118,8 +118,8 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
                 await anyio.sleep(0.25)
 
     began, cpu = time.perf_counter(), time.process_time()
-    with ledger.journal:
-        result = await run(recipe, writer, ledger=ledger, watch=watch)
+    with run_journal.journal:
+        result = await run(recipe, writer, run_journal=run_journal, watch=watch)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     if result.error is not None:
         raise result.error

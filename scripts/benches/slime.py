@@ -35,17 +35,18 @@ import anyio
 import attrs
 import msgspec
 
-from rollouts.collecting import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.runs.journal import Journal
+from rollouts.runs.run_journal import RunJournal
 from rollouts.testing.canned import canned_server
 from rollouts.testing.latency import Latency
 from rollouts.testing.replies import Request, reply_body
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.training.journal import Journal
-from rollouts.training.ledger import Ledger
-from scripts.benches.peers import REPLY, SYSTEM, TOOLS, TURNS, Job, agents, calculated, reward
+from scripts.benches.peers import agents
+from scripts.benches.peers_job import REPLY, SYSTEM, TOOLS, TURNS, Job, calculated, reward
 from scripts.benches.workloads import default_tokenizer
 
 __all__ = ["bench_slime", "custom_generate", "custom_reward", "slime_options"]
@@ -103,7 +104,7 @@ def ours(job: Job, url: str, number: int, options: argparse.Namespace, loads: fl
             buffer = DataBuffer(list(itertools.islice(prompts(number), options.groups * (options.batches + 3) * 3)))
             kept = 0
             with Journal(folder / "journal") as journal:
-                async with AsyncRolloutManager(config, buffer, ledger=Ledger(journal)) as manager:
+                async with AsyncRolloutManager(config, buffer, rollout_log=RunJournal(journal)) as manager:
                     await manager.generate_batch()
                     began, taken = time.process_time(), manager.accounting.taken
                     for _ in range(options.batches):

@@ -10,7 +10,7 @@ import anyio
 import attrs
 import numpy as np
 
-from rollouts.collecting import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import Renderer

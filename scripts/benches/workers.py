@@ -30,15 +30,15 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.collecting import calm_collector
-from rollouts.distributed.workers import in_processes
+from rollouts.concurrency.gc_pauses import calm_collector
+from rollouts.distributed.processes import in_processes
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
 from rollouts.environments.base import StepResult
+from rollouts.runs.journal import Journal
+from rollouts.runs.run_journal import RunJournal
 from rollouts.testing.canned import canned_server
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.journal import Journal
-from rollouts.training.ledger import Ledger
-from scripts.benches.peers import REPLY, TURNS, Calculator, Job, reward
+from scripts.benches.peers_job import REPLY, TURNS, Calculator, Job, reward
 from scripts.benches.workloads import default_tokenizer
 
 __all__ = ["bench_workers", "workers_options"]
@@ -165,7 +165,9 @@ async def _play(factory: Any, count: int, options: argparse.Namespace, folder: P
                 return samples
 
             config = attrs.evolve(config, generate_fn=counted)
-            manager = await stack.enter_async_context(AsyncRolloutManager(config, buffer, ledger=Ledger(journal)))
+            manager = await stack.enter_async_context(
+                AsyncRolloutManager(config, buffer, rollout_log=RunJournal(journal))
+            )
             await manager.generate_batch()  # to warm up
             first = next(ended)
             messages, size = (workers.messages, workers.bytes) if workers else (0, 0)

@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rollouts.distributed.dispatch import Dispatcher, LinkLost
-from rollouts.distributed.player import Player
+from rollouts.distributed.worker import Player
 from rollouts.errors import ConfigError
 from rollouts.training import RolloutConfig
 

@@ -13,12 +13,12 @@ import anyio.lowlevel
 import attrs
 import pytest
 
+from rollouts.agent.turn_log import Turn, claim_turn_log
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, TokenMismatchError
+from rollouts.runs.journal import Journal, read_journal
+from rollouts.runs.run_journal import RunJournal
 from rollouts.training import AsyncRolloutManager, DataBuffer, Sample
-from rollouts.training.journal import Journal, read_journal
-from rollouts.training.ledger import Ledger
-from rollouts.turns import Turn, claim_turn_log
 from tests.distributed import games
 from tests.distributed.links import local_workers
 
@@ -214,9 +214,9 @@ async def test_turns_of_a_worker_are_journaled_here(tmp_path: Path) -> None:
     config = attrs.evolve(games.config(), generate_fn=generate)
     with Journal(tmp_path) as journal:
         async with local_workers(config, 2) as (_, workers):
-            ledger = Ledger(journal)
+            run_journal = RunJournal(journal)
             buffer = DataBuffer(games.PROMPTS)
-            async with AsyncRolloutManager(workers.config(config), buffer, ledger=ledger) as manager:
+            async with AsyncRolloutManager(workers.config(config), buffer, rollout_log=run_journal) as manager:
                 samples = await manager.generate_batch()
     turns = {entry.fields["index"]: entry for entry in read_journal(tmp_path) if entry.kind == "turn"}
     for sample in samples:

@@ -18,13 +18,13 @@ from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
-from rollouts.running import run
+from rollouts.runs.journal import read_journal
+from rollouts.runs.resume import begin
+from rollouts.runs.run import run
+from rollouts.runs.verify import verify_run
+from rollouts.runs.writer import RunWriter
 from rollouts.training import DataBuffer
-from rollouts.training.journal import read_journal
-from rollouts.training.resuming import begin
-from rollouts.training.sinks import RunWriter
 from rollouts.training.types import Sample
-from rollouts.training.verify import verify_run
 from tests.distributed import games
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
@@ -88,10 +88,12 @@ async def test_a_run_on_actors_keeps_the_laws(cluster: Any, tmp_path: Path) -> N
     )
     folder = tmp_path / "run"
     writer = RunWriter(folder, recipe.describe())
-    ledger = begin(folder, recipe.describe(), recipe.data_buffer)
-    with ledger.journal:
+    run_journal = begin(folder, recipe.describe(), recipe.data_buffer)
+    with run_journal.journal:
         async with in_actors(factory, 2) as workers:
-            result = await run(attrs.evolve(recipe, config=workers.config(recipe.config)), writer, ledger=ledger)
+            result = await run(
+                attrs.evolve(recipe, config=workers.config(recipe.config)), writer, run_journal=run_journal
+            )
     assert (result.status, result.accounting.in_batch, result.accounting.failed) == ("finished", 12, 0)
     assert workers.deaths in (1, 2)
     assert verify_run(folder).violations == []

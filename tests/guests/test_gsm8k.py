@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from environments.gsm8k import gsm8k_reward, load_gsm8k
-from rollouts.cli import main
+from rollouts.commands import main
 from rollouts.errors import ConfigError
+from rollouts.runs.reader import load_run
+from rollouts.runs.verify import verify_run
 from rollouts.training import Sample
 from rollouts.training.rewards import final_number
-from rollouts.training.stored import load_run
-from rollouts.training.verify import verify_run
 
 RECIPE = str(Path(__file__).parents[2] / "configs" / "gsm8k.py")
 

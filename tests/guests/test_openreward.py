@@ -23,19 +23,19 @@ from environments.openreward import (
     reward,
 )
 from environments.openreward.tasks import write_tasks
-from rollouts.cli import main
+from rollouts.commands import main
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.ors import CallRecord
 from rollouts.errors import ConfigError, EnvironmentFailure
-from rollouts.integrations.slime.source import TrainerBuffer
-from rollouts.recipe import build, load_recipe
+from rollouts.integrations.slime.buffer import TrainerBuffer
+from rollouts.ors_server.app import environment_server
+from rollouts.recipe_files import build, load_recipe
 from rollouts.renderer import renderer_for
-from rollouts.serving_environments import environment_server
+from rollouts.runs.reader import load_run
+from rollouts.runs.verify import verify_run
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Sample, load_prompts
-from rollouts.training.stored import load_run
-from rollouts.training.verify import verify_run
 from tests import ors_recipe
 
 ROOT = Path(__file__).parents[2]

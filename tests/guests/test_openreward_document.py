@@ -15,7 +15,7 @@ import pytest
 
 from environments.openreward import load_settings
 from rollouts.dtypes import Endpoint
-from rollouts.serving_environments import environment_server
+from rollouts.ors_server.app import environment_server
 from rollouts.training import load_prompts
 from tests import ors_recipe
 

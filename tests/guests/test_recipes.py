@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollouts.cli import main
-from rollouts.training.stored import load_run
-from rollouts.training.verify import verify_run
+from rollouts.commands import main
+from rollouts.runs.reader import load_run
+from rollouts.runs.verify import verify_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from environments.retool import RetoolEnvironment, load_maths
 from rollouts.dtypes import Endpoint
 from rollouts.environments.python_tool import REQUIRED
 from rollouts.errors import ConfigError
-from rollouts.recipe import build, load_recipe
+from rollouts.recipe_files import build, load_recipe
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
 from rollouts.training.rewards import boxed_math

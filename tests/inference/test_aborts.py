@@ -7,39 +7,39 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rollouts.errors import EndpointUnavailable
+from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import abort_generation
 from rollouts.testing.server import StubServer
-from rollouts.transport import Transport
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[Transport]:
-    transport = Transport(connect_seconds=5.0)
+async def transport() -> AsyncIterator[HttpClient]:
+    transport = HttpClient(connect_seconds=5.0)
     yield transport
     await transport.aclose()
 
 
-async def test_an_unknown_rid_is_no_error(transport: Transport) -> None:
+async def test_an_unknown_rid_is_no_error(transport: HttpClient) -> None:
     """The server acknowledges whatever it is told."""
     async with StubServer() as server:
         await abort_generation(transport, server.url, "a" * 32, {})
         assert server.aborted == ["a" * 32]
 
 
-async def test_a_server_that_is_gone_runs_nothing(transport: Transport) -> None:
+async def test_a_server_that_is_gone_runs_nothing(transport: HttpClient) -> None:
     """Nobody listens there any more."""
     async with StubServer() as server:
         url = server.url
     await abort_generation(transport, url, "r", {})
 
 
-async def test_a_name_that_does_not_resolve_proves_nothing(transport: Transport) -> None:
+async def test_a_name_that_does_not_resolve_proves_nothing(transport: HttpClient) -> None:
     """The server may be alive where we cannot see it."""
     with pytest.raises(EndpointUnavailable):
         await abort_generation(transport, "http://nowhere.invalid", "r", {})
 
 
-async def test_a_router_without_workers_acknowledges_nothing(transport: Transport) -> None:
+async def test_a_router_without_workers_acknowledges_nothing(transport: HttpClient) -> None:
     """And one of whose workers refuses does not, either."""
     async with StubServer(workers=[]) as router:
         with pytest.raises(EndpointUnavailable, match="may still be running"):

@@ -9,16 +9,16 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from rollouts.clocks import deadline, standstills
+from rollouts.concurrency.deadlines import deadline, pauses
+from rollouts.concurrency.wait_report import report
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable
+from rollouts.http.client import HttpClient
 from rollouts.inference.pauses import Pause, is_ready, ordered, watch_pauses
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
 from rollouts.testing.server import StubServer
-from rollouts.transport import Transport
-from rollouts.whereabouts import report
 
 PROMPT = packed_tokens(range(1, 30))
 LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
@@ -31,7 +31,7 @@ async def some_time(seconds: float) -> None:
 
 async def tell(url: str, path: str, **body: str) -> None:
     """What a trainer says to the server, past the policy."""
-    transport = Transport(connect_seconds=5)
+    transport = HttpClient(connect_seconds=5)
     status, _ = await transport.post(url + path, msgspec.json.encode(body), {"Content-Type": "application/json"})
     assert status == 200
     await transport.aclose()
@@ -55,14 +55,14 @@ async def test_a_pause_of_our_own_makes_no_turn_late() -> None:
                         tasks.start_soon(turn)
                     await some_time(3.5)
                     assert answers == []
-                    (still,) = standstills()
+                    (still,) = pauses()
                     assert str(still).startswith(f"{url} is paused for new weights for ")
                     assert str(still).endswith("3 turns wait")
                     assert "3 turns wait" in report()
                     await tell(url, "/continue_generation")
             assert [len(answer.tokens) for answer in answers] == [2, 2, 2]
             assert (policy.totals.requests, policy.totals.retries, policy.totals.aborts) == (4, 0, 0)
-            assert standstills() == []
+            assert pauses() == []
 
 
 async def test_a_pause_that_somebody_else_ordered_is_seen() -> None:
@@ -75,19 +75,19 @@ async def test_a_pause_that_somebody_else_ordered_is_seen() -> None:
                 async def end(watching: anyio.CancelScope) -> None:
                     with deadline(30) as limit:
                         await policy.complete(PROMPT, LONG)
-                    assert not limit.passed
+                    assert not limit.expired
                     watching.cancel()
 
                 tasks.start_soon(end, tasks.cancel_scope)
                 while not policy.in_flight:
                     await anyio.lowlevel.checkpoint()
                 await tell(url, "/pause_generation", mode="in_place")
-                while not standstills():
+                while not pauses():
                     await some_time(0.05)
-                assert str(standstills()[0]).endswith(", 1 turns wait")
+                assert str(pauses()[0]).endswith(", 1 turns wait")
                 await tell(url, "/continue_generation")
         await policy.look_for_pauses()
-        assert standstills() == []
+        assert pauses() == []
         assert (policy.totals.requests, policy.totals.retries) == (1, 0)
 
 
@@ -100,7 +100,7 @@ async def test_new_weights_take_no_time_of_a_turn() -> None:
 
             async def watch() -> None:
                 while True:
-                    seen.extend(map(str, standstills()))
+                    seen.extend(map(str, pauses()))
                     await some_time(0.01)
 
             async with anyio.create_task_group() as tasks:
@@ -114,7 +114,7 @@ async def test_new_weights_take_no_time_of_a_turn() -> None:
                 await update_weights(endpoint, DEMO_MODEL, "3", while_running="retract")
                 tasks.cancel_scope.cancel()
             assert any("is paused for new weights" in text for text in seen)
-            assert standstills() == []
+            assert pauses() == []
 
 
 async def test_a_pause_ordered_in_another_thread_is_known_here() -> None:
@@ -167,7 +167,7 @@ async def test_one_that_leaves_does_not_start_the_clock_of_all() -> None:
 
 async def test_a_server_that_does_not_say_is_not_paused() -> None:
     """An older one, a router, or none at all."""
-    transport = Transport(connect_seconds=5)
+    transport = HttpClient(connect_seconds=5)
     async with StubServer() as server:
         assert await is_ready(transport, server.url, {}) is None
     assert await is_ready(transport, "http://127.0.0.1:9", {}) is None

@@ -14,16 +14,9 @@ import anyio
 import numpy as np
 import pytest
 
+from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
-from rollouts.errors import (
-    ConfigError,
-    ContextOverflow,
-    EndpointRefused,
-    EndpointUnavailable,
-    TokenMismatchError,
-    at,
-    waits,
-)
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, TokenMismatchError, at
 from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
 from rollouts.testing.replies import Answer, Fault, Request
 from rollouts.testing.server import StubServer

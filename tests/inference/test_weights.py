@@ -16,10 +16,10 @@ import anyio.lowlevel
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.http.client import HttpClient
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.testing.json_server import Asked, JsonServer
-from rollouts.transport import Transport
 
 PROMPT = packed_tokens(range(1, 30))
 
@@ -166,7 +166,7 @@ async def test_weights_that_are_new_with_a_cache_that_is_old_are_flushed() -> No
 
 async def sampling(policy: SGLangPolicy, url: str) -> None:
     """Wait until a request of the policy runs on the server."""
-    transport = Transport(connect_seconds=5)
+    transport = HttpClient(connect_seconds=5)
     with anyio.fail_after(30):
         while not policy.in_flight or b'"num_running_reqs":0' in (await transport.get(f"{url}/v1/loads", {}))[1]:
             await anyio.lowlevel.checkpoint()

@@ -12,19 +12,19 @@ import anyio
 import msgspec
 import pytest
 
+from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
 from rollouts.testing.server import StubServer
-from rollouts.transport import Lost, Transport, Unsent
 from tests.raw_server import Visit, answer, raw_server
 
 BODY = msgspec.json.encode({"input_ids": [1], "rid": "r"})
 
 
 @pytest.fixture
-def transport() -> Transport:
-    return Transport(connect_seconds=5.0)
+def transport() -> HttpClient:
+    return HttpClient(connect_seconds=5.0)
 
 
-async def test_bodies_up_to_the_end_of_the_connection(transport: Transport) -> None:
+async def test_bodies_up_to_the_end_of_the_connection(transport: HttpClient) -> None:
     """As servers of old send them; the connection is not taken for a kept one."""
 
     class Old(BaseHTTPRequestHandler):
@@ -48,7 +48,7 @@ async def test_bodies_up_to_the_end_of_the_connection(transport: Transport) -> N
 
 
 @pytest.mark.parametrize("end", ["close", "reset", "late close"])
-async def test_a_server_that_closes_kept_connections_loses_nothing(transport: Transport, end: str) -> None:
+async def test_a_server_that_closes_kept_connections_loses_nothing(transport: HttpClient, end: str) -> None:
     """In 320 calls: each is answered, or was stale and is answered over a fresh connection."""
     served = 0
 
@@ -70,7 +70,7 @@ async def test_a_server_that_closes_kept_connections_loses_nothing(transport: Tr
         for _ in range(20):
             try:
                 assert (await transport.post(url, BODY, {}))[0] == 200
-            except Lost as error:
+            except ConnectionLost as error:
                 assert error.stale  # noqa: PT017
                 stale += 1
                 assert (await transport.post(url, BODY, {}, fresh=True))[0] == 200
@@ -84,7 +84,7 @@ async def test_a_server_that_closes_kept_connections_loses_nothing(transport: Tr
     assert stale > 0 or end != "close"
 
 
-async def test_a_thousand_cancelled_requests_are_a_thousand_ended_connections(transport: Transport) -> None:
+async def test_a_thousand_cancelled_requests_are_a_thousand_ended_connections(transport: HttpClient) -> None:
     """The server sees each of them end, and none of them meets another request."""
     asked, ended = 0, 0
     all_asked, all_ended = anyio.Event(), anyio.Event()
@@ -118,7 +118,7 @@ async def test_a_thousand_cancelled_requests_are_a_thousand_ended_connections(tr
         await transport.aclose()
 
 
-async def test_a_cancelled_stream_ends_its_connection(transport: Transport) -> None:
+async def test_a_cancelled_stream_ends_its_connection(transport: HttpClient) -> None:
     """While its head is waited for, while a piece of it is, and when its context is left too early."""
     heads = [b"", answer(b"x" * 10)[:-10], answer(b"x" * 10)[:-5]]
     seen: list[int] = []
@@ -138,15 +138,15 @@ async def test_a_cancelled_stream_ends_its_connection(transport: Transport) -> N
         for _ in range(2):
             with anyio.move_on_after(0.05):
                 async with transport.open("GET", url, {}) as opened:
-                    await opened.some()
+                    await opened.read_chunk()
         async with transport.open("GET", url, {}) as opened:
-            assert await opened.some() == b"xxxxx"
+            assert await opened.read_chunk() == b"xxxxx"
         await done.wait()
         await transport.aclose()
     assert seen == [0, 1, 2]
 
 
-async def test_a_stream_is_read_piece_by_piece_and_its_connection_kept(transport: Transport) -> None:
+async def test_a_stream_is_read_piece_by_piece_and_its_connection_kept(transport: HttpClient) -> None:
     """Headers have names in any case, the first of several counts; what is left can be read at once."""
     visits = 0
 
@@ -165,19 +165,19 @@ async def test_a_stream_is_read_piece_by_piece_and_its_connection_kept(transport
         url = f"http://127.0.0.1:{port}/"
         async with transport.open("POST", url, {}, b"") as opened:
             pieces = []
-            while piece := await opened.some():
+            while piece := await opened.read_chunk():
                 pieces.append(piece)
             assert b"".join(pieces) == b"abc"
             assert (opened.status, opened.headers["X-State"], opened.headers.get("Y")) == (200, "one", None)
             assert list(opened.headers) == ["transfer-encoding", "x-state"]
         async with transport.open("POST", url, {}, b"") as opened:
-            assert (await opened.some())[:1] == b"a"
+            assert (await opened.read_chunk())[:1] == b"a"
             assert (await opened.read())[-1:] in (b"c", b"")
         assert visits == 1
         await transport.aclose()
 
 
-async def test_a_stream_that_breaks_gives_what_came_before(transport: Transport) -> None:
+async def test_a_stream_that_breaks_gives_what_came_before(transport: HttpClient) -> None:
     """A number to resume it by may be in it."""
 
     async def handle(visit: Visit) -> None:
@@ -186,14 +186,14 @@ async def test_a_stream_that_breaks_gives_what_came_before(transport: Transport)
 
     async with raw_server(handle) as port:
         async with transport.open("GET", f"http://127.0.0.1:{port}/", {}) as opened:
-            assert await opened.some() == b"xxxxx"
-            with pytest.raises(Lost, match="in the middle of the answer: the server closed it") as raised:
-                await opened.some()
+            assert await opened.read_chunk() == b"xxxxx"
+            with pytest.raises(ConnectionLost, match="in the middle of the answer: the server closed it") as raised:
+                await opened.read_chunk()
         assert not raised.value.stale
         await transport.aclose()
 
 
-async def test_a_server_is_not_read_faster_than_its_stream_is_taken(transport: Transport) -> None:
+async def test_a_server_is_not_read_faster_than_its_stream_is_taken(transport: HttpClient) -> None:
     """It has to wait; all of it comes in the end."""
     total, sent = 1 << 26, 0
     stuck = anyio.Event()
@@ -215,15 +215,15 @@ async def test_a_server_is_not_read_faster_than_its_stream_is_taken(transport: T
         async with transport.open("GET", f"http://127.0.0.1:{port}/", {}) as opened:
             await stuck.wait()
             got = 0
-            with contextlib.suppress(Lost):
-                while piece := await opened.some():
+            with contextlib.suppress(ConnectionLost):
+                while piece := await opened.read_chunk():
                     got += len(piece)
         await transport.aclose()
     assert sent <= got < total
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 16, (1 << 16) + 1, 400_000, 1 << 23])
-async def test_bodies_of_any_size_go_and_come(transport: Transport, size: int) -> None:
+async def test_bodies_of_any_size_go_and_come(transport: HttpClient, size: int) -> None:
     """Twice over one connection."""
     visits = 0
     body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
@@ -242,7 +242,7 @@ async def test_bodies_of_any_size_go_and_come(transport: Transport, size: int) -
     assert visits == 1
 
 
-async def test_a_refusal_may_come_before_the_request_is_there(transport: Transport) -> None:
+async def test_a_refusal_may_come_before_the_request_is_there(transport: HttpClient) -> None:
     """It is the answer; what is left of the request is not sent, and meets nobody."""
     visits = 0
 
@@ -260,7 +260,7 @@ async def test_a_refusal_may_come_before_the_request_is_there(transport: Transpo
     assert visits == 2
 
 
-async def test_connections_are_no_more_than_requests_at_once(transport: Transport) -> None:
+async def test_connections_are_no_more_than_requests_at_once(transport: HttpClient) -> None:
     """However often they come; the one that was used last is taken first."""
     async with StubServer(lambda ids, params: ids) as server:
 
@@ -277,7 +277,7 @@ async def test_connections_are_no_more_than_requests_at_once(transport: Transpor
         await transport.aclose()
 
 
-async def test_a_server_that_says_no_more_is_not_written_to(transport: Transport) -> None:
+async def test_a_server_that_says_no_more_is_not_written_to(transport: HttpClient) -> None:
     """What is left of the request would wait for ever."""
 
     async def handle(visit: Visit) -> None:
@@ -286,7 +286,7 @@ async def test_a_server_that_says_no_more_is_not_written_to(transport: Transport
         await anyio.sleep_forever()
 
     async with raw_server(handle) as port:
-        with anyio.fail_after(5), pytest.raises(Lost, match="before the answer"):
+        with anyio.fail_after(5), pytest.raises(ConnectionLost, match="before the answer"):
             await transport.post(f"http://127.0.0.1:{port}/", b"x" * (1 << 25), {})
         await transport.aclose()
 
@@ -296,7 +296,7 @@ def test_it_runs_on_uvloop() -> None:
     pytest.importorskip("uvloop")
 
     async def use() -> None:
-        transport = Transport(connect_seconds=5.0)
+        transport = HttpClient(connect_seconds=5.0)
         async with StubServer(faults=["none", "none", "hang"]) as server:
             url = f"{server.url.replace('127.0.0.1', 'localhost')}/generate"
             for _ in range(2):
@@ -304,7 +304,7 @@ def test_it_runs_on_uvloop() -> None:
             with anyio.move_on_after(0.02):
                 await transport.post(url, BODY, {})
             assert server.connections == 1
-        with pytest.raises(Unsent) as raised:
+        with pytest.raises(ConnectFailed) as raised:
             await transport.post(url, BODY, {})
         assert raised.value.refused
 

@@ -20,16 +20,16 @@ import anyio.to_thread
 import attrs
 import pytest
 
-from rollouts.checking import echo
+from rollouts.commands.check_template import echo
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import EngineProcess, engine_process
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
-from rollouts.renderer.speaking import Spoken
-from rollouts.serving import EngineProcess, engine_process
+from rollouts.renderer.example import ExamplePart
 from rollouts.testing.server import StubServer
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
@@ -191,7 +191,7 @@ async def test_nothing_that_we_send_is_lost_in_the_router(tmp_path: Path) -> Non
 async def test_the_echo_of_a_check_comes_through_the_router(tmp_path: Path) -> None:
     """It asks for the ids with their logprobs, which the router passes on; it drops ``return_prompt_token_ids``."""
     async with fleet(tmp_path) as engines:
-        found = await echo(engines.url, [Spoken("opening", packed_tokens([1, 2, 3]), False)])
+        found = await echo(engines.url, [ExamplePart("opening", packed_tokens([1, 2, 3]), False)])
     assert found.exact
     assert found.same_ids is True
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.cli import main
+from rollouts.commands import main
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.recipe import load_recipe
+from rollouts.recipe_files import load_recipe
+from rollouts.runs.folder import read_info
 from rollouts.training import AsyncRolloutManager
-from rollouts.training.run_folder import read_info
 
 KEY, PASSWORD, TOKEN = "sk-canary-key", "canary-password", "canary-of-the-world"
 ROOT = Path(__file__).parents[2]

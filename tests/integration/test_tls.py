@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from rollouts.transport import Lost, Transport, Unsent
+from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
 from tests.raw_server import Visit, answer, raw_server
 
 BODY = bytes(range(256)) * 1000
@@ -53,11 +53,11 @@ async def test_a_server_with_a_certificate_is_spoken_to(
 ) -> None:
     """``SSL_CERT_FILE`` says whose word counts; the host's name has to be in it, and connections are kept."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    transport = Transport(connect_seconds=5.0)
+    transport = HttpClient(connect_seconds=5.0)
     async with raw_server(echo, tls=server_side) as port:
         for _ in range(3):
             assert await transport.post(f"https://localhost:{port}/", BODY, {}) == (200, BODY)
-        with pytest.raises(Unsent, match="cannot connect: SSLCertVerificationError") as raised:
+        with pytest.raises(ConnectFailed, match="cannot connect: SSLCertVerificationError") as raised:
             await transport.post(f"https://127.0.0.1:{port}/", BODY, {})
         assert not raised.value.refused
         await transport.aclose()
@@ -66,13 +66,13 @@ async def test_a_server_with_a_certificate_is_spoken_to(
 
 async def test_a_server_that_nobody_vouches_for_gets_nothing(server_side: ssl.SSLContext) -> None:
     """Neither one with a certificate of its own, nor one that does not speak TLS, nor the other way round."""
-    transport = Transport(connect_seconds=5.0)
+    transport = HttpClient(connect_seconds=5.0)
     async with raw_server(echo, tls=server_side) as port, raw_server(refuse) as plain:
-        with pytest.raises(Unsent, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
             await transport.post(f"https://localhost:{port}/", BODY, {})
-        with pytest.raises(Unsent, match="cannot connect: SSLError"):
+        with pytest.raises(ConnectFailed, match="cannot connect: SSLError"):
             await transport.post(f"https://127.0.0.1:{plain}/", BODY, {})
-        with pytest.raises(Lost):
+        with pytest.raises(ConnectionLost):
             await transport.post(f"http://127.0.0.1:{port}/", BODY, {})
         await transport.aclose()
     gc.collect()
@@ -90,9 +90,9 @@ async def test_a_handshake_that_does_not_end_is_given_up() -> None:
         if ended == 2:
             both.set()
 
-    transport = Transport(connect_seconds=0.2)
+    transport = HttpClient(connect_seconds=0.2)
     async with raw_server(silent) as port:
-        with pytest.raises(Unsent, match="not within"):
+        with pytest.raises(ConnectFailed, match="not within"):
             await transport.post(f"https://127.0.0.1:{port}/", BODY, {})
         with anyio.move_on_after(0.05) as scope:
             await transport.post(f"https://127.0.0.1:{port}/", BODY, {})
@@ -119,7 +119,7 @@ async def test_a_body_may_go_on_to_the_end(
         await visit.ended()
         gone.set()
 
-    transport = Transport(connect_seconds=5.0)
+    transport = HttpClient(connect_seconds=5.0)
     async with raw_server(handle, tls=server_side) as port:
         url = f"https://localhost:{port}/"
         assert await transport.post(url, BODY, {}) == (200, BODY)

@@ -16,10 +16,10 @@ import pytest
 
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import engine_process
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.errors import ConfigError
 from rollouts.integrations.trl import RolloutFunc, RolloutWorker, WeightTransfer, dataset_rows, env_reward, to_row
-from rollouts.serving import engine_process
 from rollouts.training import DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from training.trl_grpo import Job, train
 

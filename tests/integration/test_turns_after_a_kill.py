@@ -11,13 +11,13 @@ import pytest
 
 from rollouts.dtypes import Completion, Endpoint, Prompt, SamplingParams, TokenColumn
 from rollouts.engine import DEMO_MODEL
+from rollouts.runs.journal import Journal
+from rollouts.runs.resume import begin, reopen
+from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.writer import RunWriter
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.journal import Journal
-from rollouts.training.ledger import History, Ledger
-from rollouts.training.resuming import begin, reopen
-from rollouts.training.sinks import RunWriter
-from tests.test_turns import TURNS, Counting, Forgetful, script
+from tests.agent.test_turn_log import TURNS, Counting, Forgetful, script
 
 GROUPS, SIZE = 3, 2
 
@@ -73,21 +73,21 @@ async def fill(run: Path, policy: Numbered, environment_cls: Any, *, again: bool
     description = {"recipe": "test", "config": settings.describe()}
     if again:
         opened = reopen(run, description, data)
-        writer, ledger, state = opened.writer, opened.ledger, opened.state
+        writer, run_journal, state = opened.writer, opened.run_journal, opened.state
     else:
         writer = RunWriter(run, description, format="jsonl")
         begin(run, description, data).journal.close()
-        ledger = Ledger(Photographed(run / "journal"))
-    with ledger.journal:
-        manager = AsyncRolloutManager(settings, data, on_group=writer.on_group, ledger=ledger)
+        run_journal = RunJournal(Photographed(run / "journal"))
+    with run_journal.journal:
+        manager = AsyncRolloutManager(settings, data, on_group=writer.on_group, rollout_log=run_journal)
         if state is not None:
-            manager.go_on_from(state)
+            manager.restore(state)
         async with manager:
             return await manager.generate_batch()
 
 
 def finished_turns(run: Path) -> int:
-    history = History.read(run / "journal")
+    history = RunHistory.read(run / "journal")
     return TURNS * len(history.rollouts) + sum(map(len, history.turns.values()))
 
 
@@ -100,11 +100,11 @@ async def test_no_finished_turn_is_sampled_again(tmp_path: Path, environment_cls
     photos = sorted(tmp_path.glob("photo-*"))  # noqa: ASYNC240 - a test
     left = []
     for photo in photos:
-        if History.read(photo / "journal").sealed:
+        if RunHistory.read(photo / "journal").sealed:
             continue
         done, resumable = finished_turns(photo), environment_cls is Counting
         if not resumable:
-            done = TURNS * len(History.read(photo / "journal").rollouts)
+            done = TURNS * len(RunHistory.read(photo / "journal").rollouts)
         later = Numbered()
         samples = await fill(photo, later, environment_cls, again=True)
         assert len(set(later.seeds)) == len(later.seeds)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import anyio
 
+from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Prompt
-from rollouts.errors import GenerateFailure, boundary
+from rollouts.errors import GenerateFailure
 from rollouts.observability import numbers_of
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.stored_runs import some_sample

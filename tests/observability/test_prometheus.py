@@ -8,10 +8,10 @@ import anyio
 import pytest
 from aiohttp import ClientSession
 
-from rollouts.cli import main
+from rollouts.commands import main
 from rollouts.errors import ConfigError
 from rollouts.observability.prometheus import serving_metrics
-from rollouts.training.verify import verify_run
+from rollouts.runs.verify import verify_run
 
 client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: prometheus)")
 

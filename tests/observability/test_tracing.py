@@ -63,7 +63,7 @@ async def test_a_completion_is_a_child_of_its_rollout(exported: Any) -> None:
     assert {span.parent.span_id for span in calls} == agents.keys()
     told = calls[0].attributes
     assert told["gen_ai.usage.output_tokens"] == 3
-    assert told["gen_ai.usage.input_tokens"] == samples[0].calls[0].start
-    assert told["gen_ai.response.id"] in {sample.calls[0].request_id for sample in samples}
+    assert told["gen_ai.usage.input_tokens"] == samples[0].completions[0].start
+    assert told["gen_ai.response.id"] in {sample.completions[0].request_id for sample in samples}
     assert all(span.start_time <= span.end_time for span in spans)
     assert "secret" not in str([dict(span.attributes) for span in spans])

@@ -11,11 +11,11 @@ import pytest
 
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
+from rollouts.http.client import HttpClient
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.canned import Canned, canned_server
 from rollouts.testing.latency import Latency
 from rollouts.testing.replies import Fault, Request, reply_body
-from rollouts.transport import Transport
 
 CANNED = Canned([[1, 2, 3], [4, 5, 6, 7, 8]])
 
@@ -34,7 +34,7 @@ def body(ids: list[int], budget: int, rid: str = "r") -> dict[str, Any]:
 @pytest.mark.parametrize("budget", [2, 3, 4, 100])
 async def test_it_says_what_the_other_stub_says(url: str, budget: int, encode: Callable[[Any], bytes]) -> None:
     """Byte for byte, whatever the budget and however the request is written; the ids are only counted."""
-    transport = Transport(connect_seconds=5)
+    transport = HttpClient(connect_seconds=5)
     status, payload = await transport.post(f"{url}/generate", encode(body([7, 8, 9], budget, "abc")), {})
     asked = Request("abc", [7, 8, 9], {"max_new_tokens": budget}, {}, {})
     assert (status, payload) == (200, msgspec.json.encode(reply_body(CANNED.script, asked, "none")))
@@ -46,7 +46,7 @@ async def test_a_mark_in_each_reply_makes_them_come_one_after_the_other(ids: lis
     """The request has the replies before it, and their marks, among its ids; both stubs count them alike."""
     canned = Canned([[7, 1], [7, 2], [7, 3]], texts=["one", "two", "three"], mark=7)
     with canned_server(canned) as served:
-        transport = Transport(connect_seconds=5)
+        transport = HttpClient(connect_seconds=5)
         _, payload = await transport.post(f"{served}/generate", msgspec.json.encode(body(ids, 9)), {})
         answer = msgspec.json.decode(payload)
         assert (tuple(answer["output_ids"]), answer["text"]) == (canned.replies[number], canned.texts[number])
@@ -56,7 +56,7 @@ async def test_a_mark_in_each_reply_makes_them_come_one_after_the_other(ids: lis
 
 async def test_vllm_would_say_the_same(url: str) -> None:
     """Ids, logprobs and why it ended, in the form of vLLM's endpoint of ids."""
-    transport = Transport(connect_seconds=5)
+    transport = HttpClient(connect_seconds=5)
     for budget, ids, finish in ((3, [1, 2, 3], "stop"), (2, [1, 2], "length")):
         asked = {"model": "m", "token_ids": [7, 8], "sampling_params": {"stop_token_ids": [3], "max_tokens": budget}}
         _, payload = await transport.post(f"{url}/inference/v1/generate", msgspec.json.encode(asked), {})
@@ -88,7 +88,7 @@ async def test_a_fault_is_that_of_the_other_stub(fault: Fault) -> None:
 async def test_a_hung_generation_ends_with_its_abort() -> None:
     """As on a real server: what waits is answered with what there is."""
     with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
-        transport = Transport(connect_seconds=5)
+        transport = HttpClient(connect_seconds=5)
         answers: list[tuple[int, bytes]] = []
 
         async def ask() -> None:
@@ -105,7 +105,7 @@ async def test_a_hung_generation_ends_with_its_abort() -> None:
 async def test_all_that_runs_can_be_aborted_at_once() -> None:
     """Requests without a name of their own, too; a router would say where the server is."""
     with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
-        transport = Transport(connect_seconds=5)
+        transport = HttpClient(connect_seconds=5)
         answers: list[tuple[int, bytes]] = []
 
         async def ask() -> None:

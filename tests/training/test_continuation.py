@@ -14,9 +14,9 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SimulatedUser
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import Prompt, Sample, Status, agent_rollout_to_sample, continue_rollout
-from rollouts.training.verify import check_sample
 
 ENDPOINT = Endpoint(sampling=SamplingParams(max_new_tokens=200))
 ADD = '<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
@@ -65,7 +65,7 @@ async def test_a_finished_rollout_goes_on_with_a_user_message(renderer: Renderer
     policy = spoken(renderer, "Sure.<|im_end|>")
     found = await gone_on(renderer, sample, policy, "Are you sure?")
     assert_extends(found, sample, policy)
-    between = renderer.decode(found.tokens[len(sample) : found.calls[-1].start])
+    between = renderer.decode(found.tokens[len(sample) : found.completions[-1].start])
     assert between == "\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
     assert [message["role"] for message in found.messages[-3:]] == ["assistant", "user", "assistant"]
     assert (found.index, found.group_index, found.label, found.metadata) == (5, 1, "3", {"n": 1})
@@ -108,7 +108,7 @@ async def test_an_aborted_reply_goes_on_where_it_ends(renderer: Renderer) -> Non
     assert len(policy.requests[0]) == len(sample)
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert found.messages[3]["content"] == "3"
-    assert len(found.calls) == 3
+    assert len(found.completions) == 3
     again = await gone_on(renderer, through_disk(found), spoken(renderer, "Yes.<|im_end|>"), "Sure?")
     assert check_sample(again) == []
 
@@ -167,7 +167,7 @@ async def test_a_past_that_was_trained_already_is_context(renderer: Renderer) ->
     assert found.tokens[: len(sample)] == sample.tokens
     assert sum(found.loss_mask) == len(renderer.encode("Sure.<|im_end|>"))
     assert sum(found.loss_mask[: len(sample)]) == 0
-    assert len(found.calls) == 1
+    assert len(found.completions) == 1
     assert check_sample(found) == []
 
 
@@ -200,4 +200,4 @@ async def test_a_forked_rollout_goes_on_as_it_was_played(tokenizer: Any, chat_te
     first, second = await continue_rollout(sample, "Sure?", environment_cls=CalculatorEnvironment, **options)
     assert (first.tokens, first.stop_reason) == (sample.tokens, "forked")
     assert sum(second.loss_mask) == sum(first.loss_mask)
-    assert "hm" not in renderer.decode(second.tokens[: second.calls[0].start])
+    assert "hm" not in renderer.decode(second.tokens[: second.completions[0].start])

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from rollouts.agent import run_agent
+from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Message, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
@@ -24,12 +25,11 @@ from rollouts.errors import (
     FilterFailure,
     GenerateFailure,
     RewardFailure,
-    boundary,
 )
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
-from rollouts.training.failures import Handling
+from rollouts.training.failures import FailurePolicy
 from tests.stored_runs import some_sample
 
 
@@ -53,7 +53,7 @@ class Recorded:
         return [some_sample(prompt, seed=prompt.replacement)]
 
 
-def manager_for(generate: Recorded, failures: dict[str, Handling], **options: Any) -> AsyncRolloutManager:
+def manager_for(generate: Recorded, failures: dict[str, FailurePolicy], **options: Any) -> AsyncRolloutManager:
     sizes: dict[str, Any] = {"batch_size": 2, "n_samples_per_prompt": 4, "over_sampling_factor": 1.0, **options}
     settings = RolloutConfig(generate_fn=generate, failures=failures, **sizes)
     return AsyncRolloutManager(settings, DataBuffer([f"question {number}" for number in range(20)]))
@@ -104,7 +104,7 @@ async def test_a_step_that_answers_nonsense_is_a_failed_step() -> None:
 async def test_each_cause_has_its_own_number_of_attempts() -> None:
     """The endpoint is tried four times, the rest as max_attempts says."""
     generate = Recorded(lambda prompt, tries: EndpointUnavailable("down") if prompt.index == 1 and tries < 4 else None)
-    manager = manager_for(generate, {"endpoint": Handling(attempts=4)}, max_attempts=1)
+    manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=4)}, max_attempts=1)
     await manager.generate_batch()
     assert generate.calls.count((1, 0)) == 4
     assert manager.accounting.failed == 0
@@ -114,7 +114,7 @@ async def test_each_cause_has_its_own_number_of_attempts() -> None:
 async def test_a_lost_rollout_is_replaced_by_one_that_is_sampled_anew() -> None:
     """The group stays whole: its sound rollouts are kept, the lost one is played again with another number."""
     generate = Recorded(lambda prompt, tries: OSError("no") if prompt.index == 2 and prompt.replacement < 2 else None)
-    manager = manager_for(generate, {"generate": Handling(attempts=1, replacements=2)})
+    manager = manager_for(generate, {"generate": FailurePolicy(attempts=1, replacements=2)})
     samples = await manager.generate_batch()
     assert [sample.index for sample in samples] == list(range(8))
     assert [call for call in generate.calls if call[0] == 2] == [(2, 0), (2, 1), (2, 2)]
@@ -129,7 +129,7 @@ async def test_a_group_is_filled_only_if_enough_of_it_is_sound(sound: int, kept:
     generate = Recorded(
         lambda prompt, tries: OSError("no") if prompt.index in lost and not prompt.replacement else None
     )
-    manager = manager_for(generate, {"generate": Handling(attempts=1, replacements=1, min_sound=3)})
+    manager = manager_for(generate, {"generate": FailurePolicy(attempts=1, replacements=1, min_sound=3)})
     samples = await manager.generate_batch()
     assert (0 in {sample.group_index for sample in samples}) is kept
     assert manager.accounting.failed == (0 if kept else 1)
@@ -138,11 +138,11 @@ async def test_a_group_is_filled_only_if_enough_of_it_is_sound(sound: int, kept:
 async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:
     """The reason is in the message."""
     generate = Recorded(lambda prompt, tries: EndpointUnavailable("gone") if prompt.group_index == 1 else None)
-    manager = manager_for(generate, {"endpoint": Handling(attempts=1, then="stop")})
+    manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=1, then="stop")})
     with pytest.raises(GenerateFailure, match="group 1 failed: EndpointUnavailable: gone"):
         await manager.generate_batch()
     generate = Recorded(lambda prompt, tries: OSError("gone") if prompt.group_index == 1 else None)
-    manager = manager_for(generate, {"endpoint": Handling(attempts=1, then="stop")})
+    manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=1, then="stop")})
     await manager.generate_batch()
     assert manager.accounting.failed == 1
 
@@ -182,7 +182,7 @@ async def test_the_lost_are_compared_with_the_sound() -> None:
 
 def test_pauses_double_up_to_the_longest_with_jitter() -> None:
     """Between half and whole."""
-    handling = Handling(backoff_seconds=1.0, most_seconds=5.0)
+    handling = FailurePolicy(backoff_seconds=1.0, most_seconds=5.0)
     rng = random.Random(0)
     for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (5000, 5.0)):
         drawn = [handling.pause(attempt, rng) for _ in range(200)]
@@ -192,9 +192,9 @@ def test_pauses_double_up_to_the_longest_with_jitter() -> None:
 @pytest.mark.parametrize(
     ("failures", "words"),
     [
-        ({"weather": Handling()}, "RolloutConfig.failures: got 'weather'; expected one of endpoint"),
-        ({"reward": "retry"}, r"RolloutConfig.failures\['reward'\]: got 'retry'; expected a Handling"),
-        ({"reward": Handling(min_sound=9)}, r"min_sound: got 9; expected at most n_samples_per_prompt=4"),
+        ({"weather": FailurePolicy()}, "RolloutConfig.failures: got 'weather'; expected one of endpoint"),
+        ({"reward": "retry"}, r"RolloutConfig.failures\['reward'\]: got 'retry'; expected a FailurePolicy"),
+        ({"reward": FailurePolicy(min_sound=9)}, r"min_sound: got 9; expected at most n_samples_per_prompt=4"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(failures: Any, words: str) -> None:
@@ -208,5 +208,5 @@ def test_a_policy_that_cannot_be_is_refused(failures: Any, words: str) -> None:
 )
 def test_a_handling_that_cannot_be_is_refused(fields: Any) -> None:
     """By its field."""
-    with pytest.raises(ConfigError, match=f"Handling.{next(iter(fields))}: got"):
-        Handling(**fields)
+    with pytest.raises(ConfigError, match=f"FailurePolicy.{next(iter(fields))}: got"):
+        FailurePolicy(**fields)

@@ -283,7 +283,7 @@ async def test_rollouts_that_were_finished_elsewhere_are_taken_over() -> None:
 
     manager = AsyncRolloutManager(plain(generate_fn=noted, over_sampling_factor=1.0), DataBuffer(["a", "b"]))
     done = Sample(tokens=[7, 8], status=Status.COMPLETED, reward=5.0, group_index=0, index=1, rollout_id=1)
-    manager.adopt(0, {1: [done]})
+    manager.add_finished_rollouts(0, {1: [done]})
     assert manager.finished_rollouts(0) == {1: [done]}
     batch = await manager.generate_batch()
     assert sorted(index for index in played if index is not None) == [0, 2, 3]

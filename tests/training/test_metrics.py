@@ -13,7 +13,7 @@ from rollouts.dtypes import VersionSpan
 from rollouts.errors import TokenMismatchError
 from rollouts.training import Accounting, Group, Prompt, Sample
 from rollouts.training.metrics import RunMetrics, batch_metrics
-from rollouts.trajectory import Call
+from rollouts.trajectory import CompletionRecord
 
 PARTS = [field.name for field in attrs.fields(Accounting) if field.name != "taken"]
 
@@ -37,10 +37,10 @@ def sample(length: int, **fields: Any) -> Sample:
 
 def test_a_batch_in_numbers() -> None:
     """Means over samples; a sample without a count counts as zero."""
-    call = Call("r", start=10, stop=12, finish_reason="stop", prompt_digest=0, cached_tokens=5, seconds=0.1)
+    call = CompletionRecord("r", start=10, stop=12, finish_reason="stop", prompt_digest=0, cached_tokens=5, seconds=0.1)
     numbers = batch_metrics(
         [
-            sample(2, reward=1.0, versions=[VersionSpan("v1", 1, 3)], calls=[call], metrics={"tool_calls": 2}),
+            sample(2, reward=1.0, versions=[VersionSpan("v1", 1, 3)], completions=[call], metrics={"tool_calls": 2}),
             sample(4, reward=0.0, versions=[VersionSpan("v2", 1, 5)], status="truncated"),
         ]
     )

@@ -59,7 +59,7 @@ def test_a_sample_is_its_trajectory() -> None:
     assert sample.versions == [VersionSpan("v1", 2, 4), VersionSpan("v2", 5, 6)]
     assert (sample.prompt, sample.label, sample.group_index, sample.index, sample.rollout_id) == ("hi", "8", 2, 17, 17)
     assert [message["content"] for message in sample.messages] == ["ab", "cd", "f"]
-    assert (sample.reward, sample.metrics, len(sample.calls)) == (0.75, {"turns": 2}, 2)
+    assert (sample.reward, sample.metrics, len(sample.completions)) == (0.75, {"turns": 2}, 2)
 
 
 @pytest.mark.parametrize("stop", StopReason)

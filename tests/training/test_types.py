@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollouts.dtypes import Message, StopReason, VersionSpan
 from rollouts.errors import ConfigError, Failure
 from rollouts.training import Group, Prompt, Sample, Status
-from rollouts.trajectory import Call
+from rollouts.trajectory import CompletionRecord
 
 
 def packed(**fields: Any) -> Sample:
@@ -44,7 +44,7 @@ def full() -> Sample:
         messages=[{"role": "user", "content": "hi"}],
         stop_reason=StopReason.MAX_TOKENS,
         failure=Failure("K", "m", "p", "t"),
-        calls=[Call("r", 1, 2, "length", 5, 0, 0.5)],
+        completions=[CompletionRecord("r", 1, 2, "length", 5, 0, 0.5)],
         metrics={"turns": 2},
     )
 
@@ -114,7 +114,7 @@ def test_packed_columns_are_small() -> None:
         ({"versions": ["v1"]}, "spans that cover exactly the mask"),
         ({"status": "done"}, "Sample.status: got 'done'; expected one of ['pending', 'completed'"),
         ({"metrics": {"note": "x"}}, "Sample.metrics: got {'note': 'x'}; expected a dict of numbers"),
-        ({"calls": [{"request_id": "r"}]}, "a list of Call"),
+        ({"completions": [{"request_id": "r"}]}, "a list of CompletionRecord"),
         ({"metadata": None}, "Sample.metadata: got None; expected a dict"),
     ],
 )
@@ -183,7 +183,11 @@ def test_every_field_comes_back() -> None:
         assert again == sample
         assert again.to_dict() == sample.to_dict()
         assert again.status is Status.TRUNCATED
-        assert (again.calls, again.failure, again.versions) == (sample.calls, sample.failure, sample.versions)
+        assert (again.completions, again.failure, again.versions) == (
+            sample.completions,
+            sample.failure,
+            sample.versions,
+        )
     assert sample != full().tokens
     with pytest.raises(TypeError, match="unhashable"):
         hash(sample)
@@ -204,7 +208,7 @@ def test_logprobs_come_back_bit_for_bit(values: list[float]) -> None:
         ({"reward_model": 1}, "Sample: got ['reward_model']; expected fields of a sample"),
         ({"stop_reason": "tired"}, "Sample.stop_reason: got 'tired'"),
         ({"versions": [[1]]}, "Sample.versions: got [[1]]"),
-        ({"calls": [{"x": 1}]}, "Sample.calls: got [{'x': 1}]"),
+        ({"completions": [{"x": 1}]}, "Sample.completions: got [{'x': 1}]"),
         ({"failure": {"kind": "K"}}, "Sample.failure: got {'kind': 'K'}"),
         ({"status": "tired"}, "Sample.status: got 'tired'"),
     ],

@@ -5,8 +5,8 @@ prompts = await server.prompts("train")
 environment_cls = functools.partial(ORSEnvironment, server)
 """
 
+from rollouts.environments.ors.client import ORSServer, ORSTask, spec_digest
 from rollouts.environments.ors.environment import CallRecord, ORSEnvironment
 from rollouts.environments.ors.scoring import GroupScore
-from rollouts.environments.ors.server import ORSServer, ORSTask, spec_digest
 
 __all__ = ["CallRecord", "GroupScore", "ORSEnvironment", "ORSServer", "ORSTask", "spec_digest"]

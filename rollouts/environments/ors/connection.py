@@ -22,7 +22,7 @@ import msgspec
 from rollouts.dtypes import without_password
 from rollouts.environments.ors.wire import Events, ORSError, Secret, secrets_header
 from rollouts.errors import ConfigError, EndpointUnavailable
-from rollouts.transport import Answer, Lost, Transport, Unsent
+from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient, Response
 
 __all__ = ["Connection"]
 
@@ -72,7 +72,7 @@ class Connection:
         self._secrets = dict(secrets)
         self._missing = tuple(missing_secrets)
         self._starting_seconds = starting_seconds
-        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Transport] = weakref.WeakKeyDictionary()
+        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HttpClient] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"<Connection to {self._shown}>"
@@ -117,7 +117,7 @@ class Connection:
                     again = answer.status in _RETRIED
                     retry.told(answer)
                 except EndpointUnavailable as error:
-                    problem, lost = ORSError(self._plain(str(error))), isinstance(error, Lost)
+                    problem, lost = ORSError(self._plain(str(error))), isinstance(error, ConnectionLost)
             retry.lost = retry.lost or lost
             if not again or not await retry.pause():
                 raise problem or ORSError(f"{method} {self._shown}{path}: no answer within {_ANSWER_SECONDS:g} s")
@@ -147,18 +147,18 @@ class Connection:
                             retry.told(answer)
                             again = answer.status in _RETRIED and retry.starting
                 except EndpointUnavailable as error:
-                    problem, again = ORSError(self._plain(str(error))), isinstance(error, Unsent)
+                    problem, again = ORSError(self._plain(str(error))), isinstance(error, ConnectFailed)
             if run.result is not None:
                 return run.result
             resumes = run.task_id is not None and (problem is None or problem.status in (None, *_RETRIED))
             if not (again or resumes) or not await retry.pause():
                 raise problem or ORSError(f"{what}: it fell silent")
 
-    async def _follow(self, answer: Answer, run: _Run, retry: _Retry, patience: anyio.CancelScope) -> None:
+    async def _follow(self, answer: Response, run: _Run, retry: _Retry, patience: anyio.CancelScope) -> None:
         """Read a stream to its end; what comes after the result is none of it."""
         parts: list[str] = []
         events = Events()
-        while more := await answer.some():
+        while more := await answer.read_chunk():
             now = anyio.current_time()
             if patience.deadline < now + _SILENCE:  # setting it costs as much as reading
                 patience.deadline = now + 2 * _SILENCE
@@ -172,7 +172,7 @@ class Connection:
                 elif event == "end":
                     run.result = "".join((*parts, text))
                     patience.deadline = now + _LAST_BYTES
-                    while await answer.some():
+                    while await answer.read_chunk():
                         pass
                     return
 
@@ -211,10 +211,10 @@ class Connection:
         missing = ", ".join(self._missing)
         return self._plain(words)[:1000] + (f" (secrets without a value, so not sent: {missing})" if missing else "")
 
-    def _pool(self) -> Transport:
+    def _pool(self) -> HttpClient:
         loop = asyncio.get_running_loop()
         if loop not in self._pools:
-            self._pools[loop] = Transport(connect_seconds=5.0)
+            self._pools[loop] = HttpClient(connect_seconds=5.0)
         return self._pools[loop]
 
     async def aclose(self) -> None:
@@ -244,7 +244,7 @@ class _Retry:
     pause_as_told: float | None = None
     began: float = attrs.field(factory=time.monotonic)
 
-    def told(self, answer: Answer) -> None:
+    def told(self, answer: Response) -> None:
         """What a refusal says of another attempt."""
         self.starting = answer.headers.get("X-Backend-State") == "starting"
         after = answer.headers.get("Retry-After", "").strip()

@@ -15,7 +15,7 @@ import attrs
 
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import StepResult
-from rollouts.environments.ors.server import ORSServer, ORSTask
+from rollouts.environments.ors.client import ORSServer, ORSTask
 from rollouts.environments.ors.session import ORSSession
 from rollouts.environments.ors.wire import CallAnswer, Listing, text_of
 

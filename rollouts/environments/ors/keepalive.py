@@ -16,7 +16,7 @@ import anyio
 import attrs
 
 from rollouts.errors import EndpointUnavailable
-from rollouts.transport import Transport
+from rollouts.http.client import HttpClient
 
 __all__ = ["EVERY", "KeepAlive", "Listed"]
 
@@ -65,7 +65,7 @@ class KeepAlive:
             self._listed.discard(session)
 
     async def _rounds(self) -> None:
-        transport = Transport(connect_seconds=5.0)
+        transport = HttpClient(connect_seconds=5.0)
         try:
             while True:
                 with self._lock:
@@ -83,7 +83,7 @@ class KeepAlive:
             await transport.aclose()
 
 
-async def _sign(transport: Transport, session: Listed) -> None:
+async def _sign(transport: HttpClient, session: Listed) -> None:
     session.heard = time.monotonic()
     with anyio.move_on_after(_SECONDS), contextlib.suppress(EndpointUnavailable):
         await transport.post(session.url, b"", session.headers)

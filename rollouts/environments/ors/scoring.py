@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rollouts.dtypes import Prompt
-from rollouts.environments.ors.server import ORSServer, ORSTask
+from rollouts.environments.ors.client import ORSServer, ORSTask
 from rollouts.environments.ors.wire import ORSError, blocks_of
 
 __all__ = ["GroupScore"]

@@ -26,12 +26,12 @@ from rollouts.environments.ors.wire import (
     text_of,
 )
 
-__all__ = ["ORSSession", "forget", "new_number"]
+__all__ = ["ORSSession", "forget", "new_session_id"]
 
 _KEEP_ALIVE = KeepAlive()
 
 
-async def new_number(connection: Connection) -> str:
+async def new_session_id(connection: Connection) -> str:
     """The number of a new session: ours, or in a cloud the server's."""
     if not connection.has_key:
         return uuid.uuid4().hex
@@ -70,7 +70,7 @@ class ORSSession:
     async def create(self, task: Mapping[str, Any]) -> None:
         """Make the environment for a task, as fields of the wire; its setup goes on when this returns."""
         connection = self._connection
-        self._number = number = await new_number(connection)
+        self._number = number = await new_session_id(connection)
         body = {"env_name": self.environment, **task}
         await connection.ask("POST", "/create", body, session=number, done=400)
         self._listed = Listed(f"{connection.url}/ping", connection.headers(number), self._ping_seconds)

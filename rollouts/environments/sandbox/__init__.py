@@ -1,1 +1,1 @@
-"""What runs untrusted code in a process of its own: launcher, warden, cell, and the kernel's words for them."""
+"""What runs untrusted code in a process of its own: launcher, supervisor, child, and the system calls that they use."""

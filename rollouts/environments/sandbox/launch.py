@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.environments.sandbox.warden import BOOT
+from rollouts.environments.sandbox.supervisor import BOOT
 
 __all__ = ["Answer", "SandboxError", "run_program"]
 

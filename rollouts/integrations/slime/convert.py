@@ -83,10 +83,10 @@ def to_slime(
     has_parts = reward_key is not None and sample.reward is not None
     made.reward = {reward_key: sample.reward} if has_parts else sample.reward
     made.status = kind.Status(sample.status.value)
-    made.weight_versions = _versions_of_calls(sample)
+    made.weight_versions = _versions_of_completions(sample)
     made.prefix_cache_info = kind.PrefixCacheInfo(
-        cached_tokens=sum(call.cached_tokens for call in sample.calls),
-        total_prompt_tokens=sum(call.start for call in sample.calls),
+        cached_tokens=sum(call.cached_tokens for call in sample.completions),
+        total_prompt_tokens=sum(call.start for call in sample.completions),
     )
     made.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
     made.messages = sample.messages
@@ -249,11 +249,14 @@ def _of_last_version(sample: Sample) -> Any:
     return last
 
 
-def _versions_of_calls(sample: Sample) -> list[str]:
+def _versions_of_completions(sample: Sample) -> list[str]:
     """One entry for each completion and version, as slime appends them: a resumed completion has several."""
     spans = sample.versions
     return [
-        span.version for call in sample.calls for span in spans if span.start < call.stop and span.stop > call.start
+        span.version
+        for call in sample.completions
+        for span in spans
+        if span.start < call.stop and span.stop > call.start
     ] or sample.weight_versions
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
-from rollouts.training.run_folder import check_outside, read_rows
+from rollouts.runs.folder import check_outside, read_rows
 from rollouts.training.types import Sample
 
 __all__ = ["export_run", "write_debug_data"]

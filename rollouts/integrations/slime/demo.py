@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import engine_process
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe
-from rollouts.serving import engine_process
 from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer

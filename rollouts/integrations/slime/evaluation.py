@@ -19,8 +19,8 @@ import msgspec
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
-from rollouts.integrations.slime.kept import kept
 from rollouts.integrations.slime.pipeline import Pipeline
+from rollouts.integrations.slime.returned_samples import kept
 from rollouts.integrations.slime.settings import EvalSet, Settings
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager

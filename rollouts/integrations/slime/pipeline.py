@@ -20,17 +20,19 @@ from typing import Any
 import attrs
 import msgspec
 
+from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Limits, Prompt, SamplingParams
-from rollouts.errors import ConfigError, GenerateFailure, function_name
+from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
+from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
-from rollouts.integrations.slime.kept import Kept, kept, view
-from rollouts.integrations.slime.plain import generate_single_turn, generate_with_slime
 from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.returned_samples import Kept, kept, view
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
 from rollouts.integrations.slime.settings import EvalSet, Settings, load_function
-from rollouts.integrations.slime.source import Taken
-from rollouts.recipe import Recipe, build, load_recipe
+from rollouts.integrations.slime.single_turn import generate_single_turn, generate_with_slime
+from rollouts.recipe import Recipe
+from rollouts.recipe_files import build, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 

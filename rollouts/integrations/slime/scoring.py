@@ -16,8 +16,8 @@ import attrs
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.integrations.slime.convert import leaves
-from rollouts.integrations.slime.kept import Kept
 from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.returned_samples import Kept
 from rollouts.integrations.slime.settings import Settings, load_function
 from rollouts.training.types import Sample, Status
 

@@ -21,17 +21,17 @@ import anyio
 import attrs
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from rollouts.collecting import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch
 from rollouts.integrations.slime.evaluation import evaluate
-from rollouts.integrations.slime.kept import versions_of, view
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.returned_samples import versions_of, view
 from rollouts.integrations.slime.settings import Settings, load_function
-from rollouts.integrations.slime.source import Taken, TrainerBuffer
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Group, Sample
 
@@ -160,7 +160,7 @@ class TrainerRollouts:
         for group in surplus:
             self.buffer.play_again(group.group_index)
         for index in self.buffer.waiting:
-            self.manager.adopt(index, {})
+            self.manager.add_finished_rollouts(index, {})
         return len(surplus) + len(self.buffer.waiting)
 
     # -- groups --
@@ -220,7 +220,7 @@ class TrainerRollouts:
             sample.index = sample.rollout_id = index * self.settings.n_samples_per_prompt + number
             finished[number] = [sample]
         if finished:
-            self.manager.adopt(index, finished)
+            self.manager.add_finished_rollouts(index, finished)
 
     def _in_progress(self, group: list[Any]) -> list[Any]:
         """A group that is out, as a checkpoint should keep it: with all of its rollouts that are finished."""

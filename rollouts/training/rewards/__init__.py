@@ -4,14 +4,14 @@ A reward that cannot be had is a :class:`~rollouts.errors.RewardFailure`, never 
 """
 
 from rollouts.training.rewards.answers import final_answer, final_choice, final_number, final_reply
-from rollouts.training.rewards.combining import WeightedGroupSum, WeightedSum, brevity, each
-from rollouts.training.rewards.judging import Judge, LLMJudge, Verdict
-from rollouts.training.rewards.maths import boxed_math
+from rollouts.training.rewards.code import code_tests
+from rollouts.training.rewards.llm_judge import Judge, LLMJudge, Verdict
+from rollouts.training.rewards.math import boxed_math
 from rollouts.training.rewards.processes import in_process
-from rollouts.training.rewards.programs import code_tests
 from rollouts.training.rewards.remote import RemoteReward
 from rollouts.training.rewards.rules import exact_match, f1_score, multiple_choice, numeric_match
 from rollouts.training.rewards.scoring import score, score_group
+from rollouts.training.rewards.weighted import WeightedGroupSum, WeightedSum, brevity, each
 
 __all__ = [
     "Judge",

@@ -24,13 +24,14 @@ from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 from anyio.lowlevel import RunVar
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollouts.errors import ConfigError, RewardFailure, boundary, function_name
-from rollouts.training.rewards import working
+from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.errors import ConfigError, RewardFailure
+from rollouts.training.rewards import worker_main
 from rollouts.training.types import RewardFn, Sample
 
 __all__ = ["call_in_process", "in_process"]
 
-_COMMAND = [sys.executable, "-P", working.__file__]
+_COMMAND = [sys.executable, "-P", worker_main.__file__]
 _CLOSE_SECONDS = 5.0
 
 
@@ -58,8 +59,8 @@ class _Worker:
         return cls(process, process.stdin, BufferedByteReceiveStream(process.stdout))
 
     async def ask(self, request: bytes) -> Any:
-        await self.requests.send(len(request).to_bytes(working.LENGTH_BYTES, "big") + request)
-        length = int.from_bytes(await self.answers.receive_exactly(working.LENGTH_BYTES), "big")
+        await self.requests.send(len(request).to_bytes(worker_main.LENGTH_BYTES, "big") + request)
+        length = int.from_bytes(await self.answers.receive_exactly(worker_main.LENGTH_BYTES), "big")
         return pickle.loads(await self.answers.receive_exactly(length))
 
     async def end(self) -> None:

@@ -18,7 +18,7 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
-from rollouts.training.rewards.posting import Poster
+from rollouts.training.rewards.http import Poster
 from rollouts.training.types import Sample
 
 __all__ = ["RemoteReward", "sample_for_wire"]
@@ -50,7 +50,7 @@ class RemoteReward:
         batch_size: samples in one request, at most.
         linger_seconds: how long the first sample of a batch waits for others.
         encode: what is sent of a sample.
-        **options: of :class:`~rollouts.training.rewards.posting.Poster`: ``api_key``, ``attempts``,
+        **options: of :class:`~rollouts.training.rewards.http.Poster`: ``api_key``, ``attempts``,
             ``backoff_seconds``, ``seconds``, ``at_once``.
 
     Raises:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollouts.concurrency.boundary import call_foreign, function_name
 from rollouts.dtypes import finite
-from rollouts.errors import RewardFailure, call_foreign, function_name, shortened
+from rollouts.errors import RewardFailure, shortened
 from rollouts.training.types import Sample
 
 __all__ = ["reward_of", "rewards_of", "score", "score_group"]

@@ -20,7 +20,7 @@ from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.integrations.slime.records import records
 from rollouts.recipe import Recipe
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, Status
-from rollouts.trajectory import Call
+from rollouts.trajectory import CompletionRecord
 
 LAUNCHES: dict[str, Launch] = {}
 """By name, so that a recipe's path can find its test."""
@@ -88,9 +88,9 @@ def made_sample(
             VersionSpan(version, before, before + reply),
             VersionSpan(version, before + reply + 2, length),
         ],
-        "calls": [
-            Call("a", before, before + reply, "stop", 0, 0, 0.1),
-            Call("b", before + reply + 2, length, "stop", 0, before, 0.1),
+        "completions": [
+            CompletionRecord("a", before, before + reply, "stop", 0, 0, 0.1),
+            CompletionRecord("b", before + reply + 2, length, "stop", 0, before, 0.1),
         ],
         "metadata": dict(prompt.metadata),
         "label": prompt.label,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollouts.cli import main
+from rollouts.commands import main
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import export_run
 from rollouts.integrations.slime.records import records

@@ -1,0 +1,204 @@
+"""What an episode leaves behind after each turn, so that another process can go on with it.
+
+Invariant: a trajectory made again from its turns is the one that was played: every reply is checked against the tokens
+that it was sampled from, as when it was first stored, and turns that hold what no turn can have make none. Turns are
+kept for one episode of a rollout; where a rollout plays several, none is kept, since nobody could tell them apart.
+
+This module knows no file, no environment and no group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import operator
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.dtypes import (
+    ChatDict,
+    Completion,
+    LogprobColumn,
+    Message,
+    Prompt,
+    TokenColumn,
+    ToolCall,
+    VersionSpan,
+    finite,
+)
+from rollouts.trajectory import CompletionRecord, Trajectory
+
+__all__ = [
+    "Turn",
+    "TurnLog",
+    "claim_turn_log",
+    "keeping_turns",
+    "message_from_dict",
+    "message_to_dict",
+    "prompt_digest",
+    "replayed",
+]
+
+
+@attrs.frozen(eq=False)
+class Turn:
+    """What a trajectory gained since the turn before, and how far the episode is."""
+
+    number: int
+    """Replies so far."""
+    tokens: TokenColumn
+    mask: npt.NDArray[np.bool_]
+    logprobs: LogprobColumn
+    fields: Mapping[str, Any]
+    """Plain values: the ``completions``, ``versions`` and ``messages`` gained; ``metrics`` and ``step_rewards`` so far;
+    what the loop adds; ``snapshot`` of the environment where it gives one."""
+
+    @classmethod
+    def since(cls, trajectory: Trajectory, start: int, completions: int, messages: int, **fields: Any) -> Turn:
+        """The turn that began when the trajectory had so many tokens, completions and messages."""
+        mask, logprobs = trajectory.sampled(start)
+        return cls(
+            number=len(trajectory.completions),
+            tokens=trajectory.tokens[start:],
+            mask=mask,
+            logprobs=logprobs,
+            fields={
+                "completions": [record.to_dict() for record in trajectory.completions[completions:]],
+                "versions": [[span.version, span.start, span.stop] for span in trajectory.versions],
+                "messages": [message_to_dict(message) for message in trajectory.messages[messages:]],
+                "metrics": dict(trajectory.metrics),
+                "step_rewards": list(trajectory.step_rewards),
+                **fields,
+            },
+        )
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the environment told its state."""
+        return "snapshot" in self.fields
+
+
+def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory:
+    """The trajectory that these turns, from the first on, were taken of.
+
+    Args:
+        turns: as they were kept.
+        vocab_size: ids must be below it; ``None`` where it is not known.
+
+    Raises:
+        TokenMismatchError: a reply was sampled from other tokens than those that stand before it.
+        ValueError: an id, a logprob, a version, a reward or a metric is none that a turn can have.
+    """
+    tokens = np.concatenate([turn.tokens for turn in turns])
+    logprobs = np.concatenate([turn.logprobs for turn in turns])
+    last = turns[-1].fields
+    limit = 2**31 if vocab_size is None else vocab_size
+    if tokens.min() < 0 or tokens.max() >= limit:
+        raise ValueError(f"turns: got ids from {tokens.min()} to {tokens.max()}; expected 0 <= id < {limit}")
+    for name, numbers in (("step_rewards", last["step_rewards"]), ("metrics", last["metrics"].values())):
+        if any(finite(number) is None for number in numbers):
+            raise ValueError(f"turns: got {name} {list(numbers)}; expected finite numbers")
+    spans = [VersionSpan(*span) for span in last["versions"]]
+    trajectory = Trajectory()
+    for call in [CompletionRecord(**fields) for turn in turns for fields in turn.fields["completions"]]:
+        trajectory.add_context(tokens[len(trajectory) : call.start])
+        completion = Completion(
+            tokens=tokens[call.start : call.stop],
+            logprobs=logprobs[call.start : call.stop],
+            finish_reason=call.finish_reason,
+            versions=[
+                VersionSpan(
+                    span.version, max(span.start, call.start) - call.start, min(span.stop, call.stop) - call.start
+                )
+                for span in spans
+                if span.start < call.stop and span.stop > call.start
+            ],
+            prompt_tokens=call.start,
+            prompt_digest=call.prompt_digest,
+            request_id=call.request_id,
+            cached_tokens=call.cached_tokens,
+            seconds=call.seconds,
+        )
+        trajectory.add_reply(completion, Message("assistant"))
+    if len(trajectory.completions) != turns[-1].number:
+        raise ValueError(
+            f"turns: got {len(trajectory.completions)} completions; expected {turns[-1].number}, one a turn"
+        )
+    trajectory.add_context(tokens[len(trajectory) :])
+    trajectory.messages[:] = [message_from_dict(fields) for turn in turns for fields in turn.fields["messages"]]
+    trajectory.metrics.update(last["metrics"])
+    trajectory.step_rewards.extend(last["step_rewards"])
+    return trajectory
+
+
+def prompt_digest(prompt: Prompt) -> int:
+    """Tells the episodes of different prompts apart."""
+    return zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
+
+
+def message_to_dict(message: Message) -> ChatDict:
+    """A message as plain data, with everything that it holds."""
+    calls = [dict(zip(_CALL_FIELDS, _of_call(call), strict=True)) for call in message.tool_calls]
+    return {**dict(zip(_MESSAGE_FIELDS, _of_message(message), strict=True)), "tool_calls": calls}
+
+
+_MESSAGE_FIELDS, _CALL_FIELDS = ([field.name for field in attrs.fields(cls)] for cls in (Message, ToolCall))
+_of_message, _of_call = operator.attrgetter(*_MESSAGE_FIELDS), operator.attrgetter(*_CALL_FIELDS)
+
+
+def message_from_dict(fields: ChatDict) -> Message:
+    """What :func:`message_to_dict` wrote."""
+    calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
+    return Message(**{**fields, "tool_calls": calls})
+
+
+# -- handing a log down -----------------------------------------------------------------------------------------------
+
+
+class TurnLog:
+    """Takes the turns of one rollout.
+
+    Args:
+        save: writes a turn where it lasts; ``None`` says that those saved so far are worth nothing.
+        turns: what an earlier process saved of this rollout.
+    """
+
+    def __init__(self, save: Callable[[Turn | None], Awaitable[None]], turns: Sequence[Turn] = ()) -> None:
+        self._save = save
+        self._claims = 0
+        self.turns = tuple(turns)
+
+    async def claim(self) -> TurnLog | None:
+        """Be the episode that this log is of; the second to ask ends the keeping for both."""
+        self._claims += 1
+        if self._claims == 2:
+            await self._save(None)
+        return self if self._claims == 1 else None
+
+    async def save(self, turn: Turn) -> None:
+        if self._claims == 1:
+            await self._save(turn)
+
+
+_LOG: contextvars.ContextVar[TurnLog | None] = contextvars.ContextVar("rollouts_turn_log", default=None)
+
+
+@contextlib.contextmanager
+def keeping_turns(log: TurnLog | None) -> Iterator[None]:
+    """Let the episode that is played inside keep its turns in ``log``."""
+    token = _LOG.set(log)
+    try:
+        yield
+    finally:
+        _LOG.reset(token)
+
+
+async def claim_turn_log() -> TurnLog | None:
+    """The log that whoever called us wants turns in, if there is one."""
+    log = _LOG.get()
+    return None if log is None else await log.claim()

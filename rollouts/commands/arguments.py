@@ -1,0 +1,131 @@
+"""What the verbs share: the words of their command lines, and how they are run.
+
+Invariant: what is read here is checked here, and a bad word is named as the user wrote it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from rollouts.commands.target import RunTarget
+from rollouts.display.transcript import visible
+from rollouts.errors import ConfigError, RolloutsError
+
+__all__ = [
+    "BAD_INPUT",
+    "BROKEN",
+    "INTERRUPTED",
+    "add_target",
+    "add_verb",
+    "all_options_of",
+    "in_loop",
+    "numbers",
+    "options_of",
+    "positive",
+    "target_of",
+    "tell",
+]  # fmt: skip
+
+BAD_INPUT, BROKEN, INTERRUPTED = 2, 1, 130
+
+Result = TypeVar("Result")
+
+
+def tell(error: RolloutsError, *, debug: bool) -> None:
+    """One line on standard error, with no control characters; with ``debug``, the traceback before it."""
+    if debug:
+        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    print(visible(f"rollouts: error: {error}"), file=sys.stderr)
+
+
+def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
+    """Run a coroutine function to its end, on uvloop where that is installed."""
+    uvloop = importlib.util.find_spec("uvloop") is not None
+    return anyio.run(function, *arguments, backend_options={"use_uvloop": uvloop})
+
+
+def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, example: str) -> argparse.ArgumentParser:
+    """A verb of the command line, with its help."""
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=f"Example: rollouts {example}"
+    )
+    # Without a default, or it would undo a --debug before the verb.
+    verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors")
+    verb.set_defaults(verb=function)
+    return verb
+
+
+def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """What every verb that plays a recipe takes: the recipe, the endpoint, the options."""
+    nargs = "?" if optional else None
+    verb.add_argument(
+        "recipe", type=Path, metavar="RECIPE", nargs=nargs, help="a Python file with a function recipe(...)"
+    )
+    verb.add_argument(
+        "--endpoint",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an SGLang server; may be given again for more workers. Without one the embedded engine is started; "
+        "run --resume asks the servers that the run had. A key for it is taken from ROLLOUTS_API_KEY",
+    )
+    verb.add_argument(
+        "--model", metavar="NAME_OR_DIR", help="the model and its tokenizer; by default what the server names"
+    )
+    verb.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
+    verb.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
+    verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    verb.add_argument("--slots", type=positive, metavar="N", help="requests at once in the embedded engine")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, str]:
+    """What ``--set`` says."""
+    options = {}
+    for text in args.set:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError.of("--set", text, "key=value")
+        options[name] = value
+    return options
+
+
+def all_options_of(args: argparse.Namespace) -> dict[str, str]:
+    """What ``--set``, ``--data`` and ``--seed`` say."""
+    options = options_of(args)
+    for name in ("data", "seed"):
+        if getattr(args, name) is not None:
+            options[name] = str(getattr(args, name))
+    return options
+
+
+def target_of(args: argparse.Namespace) -> RunTarget:
+    """What :func:`add_aim` took."""
+    return RunTarget(
+        recipe=args.recipe,
+        urls=tuple(args.endpoint),
+        model=args.model,
+        options=all_options_of(args),
+        batches=getattr(args, "batches", None),
+        slots=args.slots,
+    )
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``1,8`` as integers from 1."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def positive(text: str) -> int:
+    """An integer from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 1")
+    return number

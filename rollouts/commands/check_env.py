@@ -1,0 +1,93 @@
+"""``rollouts check-env``: play an environment with random replies and report what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, positive
+from rollouts.display.transcript import visible
+from rollouts.dtypes import Endpoint, Prompt
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments.base import EnvironmentFactory
+from rollouts.errors import ConfigError
+from rollouts.recipe_files import build, import_file
+from rollouts.testing.environment_check import CheckOptions, Finding, Verdict, examine
+
+__all__ = ["add", "load_environment", "show_findings"]
+
+_STYLES: dict[Verdict, str] = {"good": "green", "bad": "bold red", "note": "yellow"}
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs, "check-env", _check_env, "play an environment with random replies", "check-env configs/guess.py"
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a recipe, or a file with one environment class")
+    parser.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    parser.add_argument("--text", default="Begin.", metavar="PROMPT", help="the prompt for a file without a recipe")
+    parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="how many are played (4)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the replies (0)")
+
+
+def _check_env(args: argparse.Namespace) -> int:
+    options = options_of(args)
+    if args.data is not None:
+        options["data"] = str(args.data)
+    environment_cls, prompts = load_environment(args.path, options, text=args.text, count=args.prompts)
+    findings = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.seed))
+    return 0 if show_findings(findings, Console()) else BROKEN
+
+
+def load_environment(
+    path: Path, options: Mapping[str, str], *, text: str = "Begin.", count: int = 4
+) -> tuple[EnvironmentFactory, list[Prompt]]:
+    """The environment of a file, with the prompts to play it with.
+
+    Args:
+        path: a recipe file, or a file with one environment class.
+        options: of the recipe.
+        text: the prompt for a file without a recipe.
+        count: how many prompts: the first of the recipe, or the text as often.
+
+    Raises:
+        ConfigError: the file holds no environment, or its recipe cannot be built.
+    """
+    module = import_file(path)
+    function = getattr(module, "recipe", None)
+    if callable(function):
+        recipe = build(function, Endpoint(model=str(DEMO_MODEL)), options)
+        return recipe.environment_cls, list(recipe.data_buffer.prompts[:count])
+    classes: list[Any] = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and all(callable(getattr(value, name, None)) for name in ("start", "step", "close"))
+    ]
+    if len(classes) != 1:
+        names = [found.__name__ for found in classes]
+        raise ConfigError.of(str(path), names, "a function recipe(...), or one class with start, step, close")
+    return classes[0], [Prompt(text)] * count
+
+
+def show_findings(findings: list[Finding], console: Console) -> bool:
+    """Print the findings; true if none is bad."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        table.add_row(
+            Text(visible(finding.about)), Text(finding.verdict, _STYLES[finding.verdict]), Text(visible(finding.text))
+        )
+    console.print(table)
+    bad = sum(finding.verdict == "bad" for finding in findings)
+    console.print(Text(f"{bad} bad" if bad else "all good", "bold red" if bad else "green"))
+    return not bad

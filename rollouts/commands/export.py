@@ -1,0 +1,43 @@
+"""``rollouts export``: write a stored run in another format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rollouts.commands.arguments import add_verb
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime.debug_data import export_run
+from rollouts.runs.export import export_rows
+
+__all__ = ["add"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(verbs, "export", _export, "write a stored run as other files", "export runs/a --to hf data/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("jsonl", "parquet", "hf", "slime"),
+        help="one file of lines; one Parquet file; a folder that datasets.load_dataset reads; what slime's "
+        "--load-debug-rollout-data reads",
+    )
+    parser.add_argument("out", metavar="OUT", help="file or folder; for slime with {rollout_id}, a file for each batch")
+    parser.add_argument(
+        "--outcome", default="kept", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which (kept)"
+    )
+
+
+def _export(args: argparse.Namespace) -> int:
+    if args.to == "slime":
+        if args.outcome != "kept":
+            raise ConfigError.of("--outcome", args.outcome, '"kept" with --to slime: a trainer takes whole batches')
+        paths = export_run(args.run, args.out)
+    else:
+        paths = export_rows(args.run, args.out, args.to, args.outcome)
+    for path in paths:
+        print(path)
+    return 0

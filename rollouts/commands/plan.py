@@ -1,0 +1,81 @@
+"""``rollouts plan``: predict which over-sampling factor and concurrency fill a batch soonest."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rollouts.commands.arguments import add_verb, numbers, positive
+from rollouts.errors import ConfigError
+from rollouts.planning.plan import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
+from rollouts.planning.simulation import Speed
+
+__all__ = ["add"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs, "plan", _plan, "which over-sampling factor and concurrency fill a batch soonest", "plan runs/a"
+    )
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="the run to plan for; more for other loads")
+    parser.add_argument(
+        "--latency", metavar="SHAPE", help="instead: constant:S, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE"
+    )
+    parser.add_argument("--pass-rate", type=_share, default=1.0, metavar="P", help="of the filter, with --latency (1)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="groups; the run's, or 32")
+    parser.add_argument("--n", type=positive, metavar="N", help="rollouts in a group; the run's, or 8")
+    parser.add_argument("--batches", type=positive, default=4, metavar="N", help="played for each option (4)")
+    parser.add_argument("--factors", type=_factors, default=FACTORS, metavar="F,F", help="to try (1,1.25,1.5,2,3)")
+    parser.add_argument(
+        "--concurrency", type=numbers, default=(), metavar="N,N", help="limits of requests to try, beside none"
+    )
+    parser.add_argument(
+        "--speed",
+        type=_speed,
+        default=(),
+        metavar="K:S,K:S",
+        help="speed of each of K rollouts in a server, e.g. 1:1,64:0.8,256:0.3; that of the runs by default",
+    )
+    parser.add_argument("--servers", type=numbers, default=SERVERS, metavar="N,N", help="to scale the best to")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if bool(args.runs) == (args.latency is not None):
+        raise ConfigError.of("RUN", list(map(str, args.runs)), "stored runs, or --latency instead")
+    told = measured(args.runs) if args.runs else None
+    batch_size, n = (32, 8) if told is None else (told.batch_size, told.n)
+    found = plan(
+        told or Given(shape(args.latency), args.pass_rate),
+        batch_size=args.batch_size or batch_size,
+        n=args.n or n,
+        speed=told.speed if told is not None and not args.speed else Speed(args.speed),
+        batches=args.batches,
+        factors=args.factors,
+        concurrencies=[None, *args.concurrency],
+        servers=args.servers,
+    )
+    show_plan(found, Console())
+    return 0
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    factors = tuple(float(part) for part in text.split(","))
+    if min(factors) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected numbers >= 1")
+    return factors
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a number above 0, at most 1")
+    return share
+
+
+def _speed(text: str) -> tuple[tuple[float, float], ...]:
+    pairs = [part.partition(":") for part in text.split(",")]
+    return tuple((float(count), float(speed)) for count, _, speed in pairs)

@@ -1,0 +1,81 @@
+"""``rollouts play``: play one prompt and watch it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.text import Text
+
+from rollouts.commands.arguments import add_target, add_verb, in_loop, target_of
+from rollouts.commands.target import RunTarget, open_target
+from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.display.transcript import heading, pieces_of, pieces_table, transcript, visible
+from rollouts.dtypes import Prompt
+from rollouts.errors import GenerateFailure, RewardFailure
+from rollouts.recipe import Recipe, preflight
+from rollouts.training.rewards import score
+from rollouts.training.types import Sample
+from rollouts.trajectory import Trajectory
+
+__all__ = ["add", "play_one"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(verbs, "play", _play, "play one prompt and watch it", "play configs/calculator.py")
+    add_target(parser)
+    parser.add_argument("--text", metavar="PROMPT", help="this prompt instead of the recipe's first")
+
+
+def _play(args: argparse.Namespace) -> int:
+    in_loop(play_one, target_of(args), args.text, Console())
+    return 0
+
+
+async def play_one(aim: RunTarget, text: str | None, console: Console) -> None:
+    """Play one prompt and print each turn when it is there.
+
+    Raises:
+        RolloutsError: something was wrong before it began, or it failed.
+    """
+    async with open_target(aim) as (recipe, _):
+        await preflight(recipe)
+        prompt = recipe.data_buffer.get_prompts(1)[0] if text is None else Prompt(text, group_index=0)
+        sample = await _played(recipe, attrs.evolve(prompt, index=0), console)
+        if not recipe.config.group_rm:  # a group's reward needs the group
+            try:
+                await score(sample, recipe.config.reward_fn, seconds=recipe.config.reward_seconds)
+            except RewardFailure as error:
+                console.print(Text(visible(f"no reward: {error}"), "yellow"), soft_wrap=True)
+        console.print(heading(sample), soft_wrap=True)
+
+
+async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
+    """One rollout; shown turn by turn where the generate function tells of turns, else at its end."""
+    generate_fn: Callable[..., Any] = recipe.config.generate_fn
+    decode = recipe.renderer().decode
+    shown = 0
+    watched: Trajectory | None = None
+
+    def on_step(trajectory: Trajectory) -> None:
+        nonlocal shown, watched
+        if trajectory is not watched:  # the first, or a branch: its history is shown as the model now sees it
+            watched, shown = trajectory, 0
+        pieces = [piece for piece in pieces_of(trajectory.completions, len(trajectory)) if piece.start >= shown]
+        columns = (trajectory.tokens, trajectory.logprobs, trajectory.versions)
+        console.print(pieces_table(pieces, *columns, decode))
+        shown = len(trajectory)
+
+    parameters = inspect.signature(generate_fn).parameters.values()
+    live = any(each.name == "on_step" or each.kind is each.VAR_KEYWORD for each in parameters)
+    with boundary(GenerateFailure, f"generate_fn {function_name(generate_fn)}", seconds=recipe.config.rollout_seconds):
+        samples: list[Sample] = await (generate_fn([prompt], on_step=on_step) if live else generate_fn([prompt]))
+    if not live or not shown:
+        for sample in samples:
+            console.print(transcript(sample, decode))
+    return samples[-1]

@@ -1,0 +1,37 @@
+"""``rollouts replay``: play a recorded run again without a server, and compare."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, tell
+from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
+from rollouts.errors import ReplayDiverged
+from rollouts.runs.replay import replay
+
+__all__ = ["add"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs, "replay", _replay, "play a recorded run parser, without a server, and compare", "replay runs/a"
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that was made with --record")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="instead of the run's own")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option, instead of the run's"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the samples that were played, one a line")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    recipe = stored_recipe(resumed_target(RunTarget(recipe=args.recipe, options=options_of(args)), args.run), args.run)
+    try:
+        print(in_loop(replay, args.run, recipe, args.out))
+    except ReplayDiverged as error:
+        tell(error, debug=args.debug)
+        return BROKEN
+    return 0

@@ -1,0 +1,42 @@
+"""``rollouts rescore``: apply other rewards and another filter to a stored run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+from rollouts.commands.arguments import add_verb, in_loop, options_of
+from rollouts.commands.target import RunTarget, stored_recipe
+from rollouts.runs.rescore import rescore
+from rollouts.runs.writer import check_free
+
+__all__ = ["add"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs,
+        "rescore",
+        _rescore,
+        "apply other rewards and another filter to a stored run",
+        "rescore runs/a --recipe configs/calculator.py --out runs/b",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "--recipe", type=Path, required=True, metavar="FILE", help="has the rewards, filter, batch size"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run's folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    parser.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
+
+
+def _rescore(args: argparse.Namespace) -> int:
+    check_free(args.out, overwrite=args.overwrite)
+    recipe = stored_recipe(RunTarget(recipe=args.recipe, options=options_of(args)), args.run)
+    print(in_loop(functools.partial(rescore, format=args.format, overwrite=args.overwrite), args.run, recipe, args.out))
+    print(f"files: {args.out}")
+    return 0

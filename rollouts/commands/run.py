@@ -1,0 +1,292 @@
+"""From a command line to a run: the server found or started, the recipe built, the run watched and stopped.
+
+Invariant: what can be known to be wrong is said before the server is started, before the old run is deleted, before
+work starts. A run goes on with the servers that it had or with those that it is given, and only if they serve the model
+that it began with. The first Ctrl-C stops cleanly and keeps what is finished; the second ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import anyio
+import attrs
+from rich.console import Console
+
+from rollouts.commands.arguments import BROKEN, INTERRUPTED, add_target, add_verb, in_loop, positive, target_of, tell
+from rollouts.commands.target import (
+    ENGINE_LOG,
+    RunTarget,
+    open_target,
+    resumed_target,
+    weights_checksum,
+    without_secrets,
+)
+from rollouts.concurrency.wait_report import reporting_on_signal
+from rollouts.display.progress import summary, watch
+from rollouts.distributed import RecipeConfig, in_processes
+from rollouts.engine.process import EngineProcess
+from rollouts.errors import ConfigError
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.pauses import watch_pauses
+from rollouts.inference.sglang import shared_policies, shared_policy
+from rollouts.observability import LoopLag, numbers_of
+from rollouts.observability.prometheus import serving_metrics
+from rollouts.observability.tracing import trace_completions, traced
+from rollouts.recipe import Recipe, preflight
+from rollouts.renderer import renderer_for
+from rollouts.runs.folder import read_info
+from rollouts.runs.journal import Journal
+from rollouts.runs.recording import RECORDING, check_recordable, recorded
+from rollouts.runs.resume import begin, reopen
+from rollouts.runs.run import RunResult, Stop, Watch, observe, run
+from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.writer import Format, RunWriter, check_free, check_idle
+from rollouts.training.config import RolloutConfig
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.manager_state import ManagerState
+
+__all__ = ["Distribute", "Telemetry", "add", "launch"]
+
+_INTERRUPTED = 130
+
+
+Distribute: TypeAlias = Callable[[RunTarget, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
+"""Has the rollouts of a recipe played elsewhere; gives the config that does so."""
+
+
+@attrs.frozen
+class Telemetry:
+    """What a run tells to others while it runs: nothing by default."""
+
+    metrics_port: int | None = None
+    """Where Prometheus finds its numbers."""
+    trace: bool = False
+    """Spans of OpenTelemetry."""
+
+
+@contextlib.asynccontextmanager
+async def _told(telling: Telemetry, recipe: Recipe) -> AsyncIterator[tuple[RolloutConfig, Watch | None]]:
+    """The config to run, and an observer."""
+    if telling.trace:
+        recipe = attrs.evolve(recipe, config=traced(recipe.config, recipe.name))
+        for policy in shared_policies():  # preflight has asked for the one that the rollouts share
+            trace_completions(policy)
+    if telling.metrics_port is None:
+        yield recipe.config, None
+        return
+    renderer = await anyio.to_thread.run_sync(recipe.renderer)
+    with serving_metrics(telling.metrics_port) as metrics:
+
+        async def observe(manager: AsyncRolloutManager) -> None:
+            lag = LoopLag()
+
+            def read() -> dict[str, float]:
+                return numbers_of(manager, policies=shared_policies(), renderer=renderer, lag=lag)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lag.run)
+                tasks.start_soon(metrics.run, read)
+
+        yield recipe.config, observe
+
+
+async def _watch_pauses(manager: AsyncRolloutManager) -> None:
+    await watch_pauses(shared_policies)
+
+
+def _both(one: Watch, other: Watch) -> Watch:
+    async def watch_both(manager: AsyncRolloutManager) -> None:
+        async with anyio.create_task_group() as tasks:
+            for single in (one, other):
+                tasks.start_soon(observe, single, manager)
+
+    return watch_both
+
+
+async def launch(
+    aim: RunTarget,
+    out: Path,
+    format: Format,
+    overwrite: bool,
+    console: Console,
+    *,
+    resume: bool = False,
+    record: bool = False,
+    spread: Distribute | None = None,
+    telling: Telemetry = Telemetry(),
+) -> RunResult | None:
+    """Do a whole ``rollouts run``; ``None`` if it was stopped before it began.
+
+    With ``resume``, go on with the run in ``out``: where ``aim`` says nothing, with what that run stored. With
+    ``record``, keep what its rollouts are told, as a resumed run does that was recorded before; with ``spread``, play
+    them where it says. ``telling`` is what is told to others meanwhile.
+
+    Raises:
+        RolloutsError: something was wrong before the work began.
+    """
+    if resume:
+        check_idle(out, "--resume")
+        aim = resumed_target(aim, out)
+    else:
+        check_free(out, overwrite=overwrite)
+    recording = record or (resume and (out / RECORDING).is_dir())
+    if recording and spread is not None:
+        raise ConfigError.of("--workers", "with --record", "one of them: what other processes are told is not recorded")
+    stop = Stop()
+    engine: EngineProcess | None = None
+    result: RunResult | None = None
+    failure: Exception | None = None
+    working = False
+
+    async def signals(starting: anyio.CancelScope) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+            async for _ in received:
+                if stop.asked:  # the second one
+                    if engine is not None:
+                        engine.kill()
+                    os._exit(_INTERRUPTED)
+                stop.ask()
+                if not working:
+                    starting.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        starting = anyio.CancelScope()
+        tasks.start_soon(signals, starting)
+        try:
+            with starting:
+                async with contextlib.AsyncExitStack() as stack:
+                    recipe, engine = await stack.enter_async_context(open_target(aim, out / ENGINE_LOG))
+                    server = await preflight(recipe)
+                    if recording:
+                        check_recordable(recipe.config.generate_fn)
+                    played = recipe
+                    if spread is not None:
+                        config = await stack.enter_async_context(spread(aim, recipe))
+                        played = attrs.evolve(recipe, config=config)
+                    config, observe = await stack.enter_async_context(_told(telling, played))
+                    played = attrs.evolve(played, config=config)
+                    opening = functools.partial(_open, aim, recipe, server, out, format, overwrite, resume)
+                    writer, run_journal, state = await anyio.to_thread.run_sync(opening)
+                    working = True
+                    if engine is not None:
+                        tasks.start_soon(_stop_when_it_dies, engine, stop)
+                    show: Watch = functools.partial(watch, batches=recipe.batches, console=console)
+                    if observe is not None:
+                        show = _both(show, observe)
+                    show = _both(show, _watch_pauses)
+                    with contextlib.ExitStack() as files:
+                        files.enter_context(run_journal.journal)
+                        files.enter_context(reporting_on_signal())
+                        if recording:
+                            played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
+                        result = await run(played, writer, stop=stop, watch=show, run_journal=run_journal, state=state)
+                    console.print(summary(result, writer), soft_wrap=True)
+        except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _open(
+    aim: RunTarget, recipe: Recipe, server: ServerInfo, out: Path, format: Format, overwrite: bool, resume: bool
+) -> tuple[RunWriter, RunJournal, ManagerState | None]:
+    """The files of a new run, or those of the one that goes on."""
+    description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(aim.options)}
+    description["command"] = {
+        "recipe": str(aim.recipe.resolve()) if aim.recipe is not None else None,
+        "endpoint": [without_secrets(url) for url in aim.urls],
+        "model": aim.model,
+        "options": dict(aim.options),
+        "slots": aim.slots,
+    }
+    if not aim.urls:
+        description["command"]["weights"] = weights_checksum(Path(recipe.endpoint.model))
+    description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has made it
+    if resume:
+        stored = read_info(out).get("vocab_size")
+        if stored is not None and stored != description["vocab_size"]:
+            expected = f"{stored}: a run goes on with the vocabulary that it began with"
+            raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
+        reopened = reopen(out, description, recipe.data_buffer)
+        now = {name: description[name] for name in ("batches_wanted", "server", "endpoint", "command", "vocab_size")}
+        reopened.writer.update(**now)
+        return reopened.writer, reopened.run_journal, reopened.state
+    writer = RunWriter(out, description, format=format, overwrite=overwrite)
+    return writer, begin(out, description, recipe.data_buffer), None
+
+
+async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
+    """The recipe with a generate function that writes down what its rollouts are told."""
+    config = recipe.config
+    bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
+    policy = bound.get("policy")
+    if policy is None:
+        renderer = await anyio.to_thread.run_sync(recipe.renderer)
+        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
+    environment_cls = bound.get("environment_cls", recipe.environment_cls)
+    generate_fn = recorded(config.generate_fn, journal, environment_cls, policy)
+    return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))
+
+
+async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:
+    stop.ask(await engine.death())
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs, "run", _run, "fill batches and write them to a folder", "run configs/calculator.py --out runs/a"
+    )
+    add_target(parser, optional=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, new or without a run")
+    where.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with the run in this folder: recipe, options, servers and model as they were",
+    )
+    parser.add_argument("--batches", type=positive, metavar="N", help="how many; the recipe's number by default")
+    parser.add_argument("--workers", type=positive, metavar="N", help="play rollouts in N processes of this machine")
+    parser.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus the run's numbers at this port")
+    parser.add_argument("--trace", action="store_true", help="spans of OpenTelemetry for rollouts and completions")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    parser.add_argument(
+        "--record", action="store_true", help="keep what rollouts are told, so that the run can be replayed"
+    )
+    parser.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
+
+
+def _run(args: argparse.Namespace) -> int:
+    resume = args.resume is not None
+    out = args.resume if resume else args.out
+    spread = None if args.workers is None else _in_workers(args.workers)
+    telling = Telemetry(args.metrics_port, args.trace)
+    options: dict[str, Any] = {"resume": resume, "record": args.record, "spread": spread, "telling": telling}
+    result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, Console(), **options))
+    if result is None:
+        return INTERRUPTED
+    if result.error is not None:
+        tell(result.error, debug=args.debug)
+        return BROKEN
+    return 0 if result.status == "finished" else INTERRUPTED
+
+
+def _in_workers(count: int) -> Distribute:
+    @contextlib.asynccontextmanager
+    async def spread(aim: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+        assert aim.recipe is not None, "it was built from a file"
+        async with in_processes(RecipeConfig(aim.recipe.resolve(), recipe.endpoint, aim.options), count) as workers:
+            yield workers.config(recipe.config)
+
+    return spread

@@ -1,0 +1,83 @@
+"""``rollouts serve``: run the embedded engine alone, until a signal or the end of standard input."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive
+from rollouts.engine.process import READY
+from rollouts.errors import RolloutsError
+
+__all__ = ["add", "serve_until_stopped"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one (30000)")
+    parser.add_argument("--slots", type=positive, metavar="N", help="requests that run at once")
+    parser.add_argument("--max-context", type=positive, metavar="N", help="tokens of prompt and reply together")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights (float32)")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from rollouts.engine import DEMO_MODEL, serve  # here: its extra may be missing, and then only this verb is
+
+    async def engine(on_ready: Callable[[str], None]) -> None:
+        model = DEMO_MODEL if args.model is None else args.model
+        options = {} if args.slots is None else {"slots": args.slots}
+        await serve(
+            model, args.host, args.port, max_context=args.max_context, dtype=args.dtype, on_ready=on_ready, **options
+        )
+
+    return in_loop(serve_until_stopped, engine, args.stop_with_stdin)
+
+
+async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable[None]], stop_with_stdin: bool) -> int:
+    """Serve until a signal, or the end of standard input."""
+    code = 0
+
+    async def signals(scope: anyio.CancelScope) -> None:
+        nonlocal code
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+            async for number in received:
+                code = INTERRUPTED if number == signal.SIGINT else 0
+                scope.cancel()
+
+    async def standard_input(scope: anyio.CancelScope) -> None:
+        descriptor = sys.stdin.fileno()  # waited for, not read in a thread: a blocked thread would outlive the server
+        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be waited for: it is at its end
+            while True:
+                await anyio.wait_readable(descriptor)
+                if not os.read(descriptor, 4096):
+                    break
+        scope.cancel()
+
+    def ready(url: str) -> None:
+        print(f"{READY}{url}", flush=True)
+
+    failure: RolloutsError | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(signals, tasks.cancel_scope)
+        if stop_with_stdin:
+            tasks.start_soon(standard_input, tasks.cancel_scope)
+        try:
+            await serve(ready)
+        except RolloutsError as error:  # not through the task group, which would wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return code

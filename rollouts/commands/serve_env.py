@@ -1,0 +1,44 @@
+"""``rollouts serve-env``: serve a recipe's environment over the Open Reward Standard."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from rollouts.commands.arguments import add_verb, all_options_of, in_loop
+from rollouts.commands.serve import serve_until_stopped
+from rollouts.dtypes import Endpoint
+from rollouts.ors_server.app import environment_server
+from rollouts.recipe_files import build, load_recipe
+
+__all__ = ["add"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs, "serve-env", _serve_env, "a recipe's environment as an ORS server", "serve-env configs/calculator.py"
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python file with a function recipe(...)")
+    parser.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
+    parser.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
+    parser.add_argument("--split", default="train", metavar="NAME", help="what its prompts are called (train)")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
+
+
+def _serve_env(args: argparse.Namespace) -> int:
+    recipe = build(load_recipe(args.recipe), Endpoint(), all_options_of(args))
+
+    async def environment(on_ready: Callable[[str], None]) -> None:
+        async with environment_server(recipe, host=args.host, port=args.port, split=args.split) as url:
+            on_ready(url)
+            await anyio.sleep_forever()
+
+    return in_loop(serve_until_stopped, environment, args.stop_with_stdin)

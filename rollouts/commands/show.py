@@ -1,0 +1,132 @@
+"""Looking: at a stored run, and at one episode while it is played.
+
+Invariant: it changes nothing on disk; what it shows is decoded from stored tokens wherever the tokenizer loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from rollouts.commands.arguments import add_verb, positive
+from rollouts.display.progress import groups_table, samples_table
+from rollouts.display.transcript import transcript, visible
+from rollouts.errors import ConfigError
+from rollouts.renderer import load_tokenizer
+from rollouts.renderer.tokenizer import Codec
+from rollouts.runs.folder import Row, Which, read_info, read_rows
+from rollouts.training.types import Sample
+
+__all__ = ["add", "show_run"]
+
+
+def show_run(
+    path: Path,
+    console: Console,
+    *,
+    group: int | None = None,
+    number: int | None = None,
+    outcome: Which = "all",
+    limit: int = 60,
+    tokenizer: str | None = None,
+) -> None:
+    """Print a table of groups, of one group's samples, or one transcript.
+
+    Args:
+        path: the run's folder.
+        console: where to.
+        group: only this group.
+        number: the transcript of one sample: its place in ``group`` from 0, or its ``index`` in the run.
+        outcome: which groups.
+        limit: groups in the table.
+        tokenizer: instead of the one that the run names.
+
+    Raises:
+        ConfigError: no such run, group or sample.
+    """
+    info = read_info(path)
+    groups: Iterator[list[Row]] = (
+        list(rows) for _, rows in itertools.groupby(read_rows(path, outcome), lambda row: row.data.get("group_index"))
+    )
+    if group is not None:
+        groups = (rows for rows in groups if rows[0].data.get("group_index") == group)
+        members = next(groups, None)
+        if members is None:
+            raise ConfigError.of("--group", group, f"a group of {path} (rollouts show {path} lists them)")
+        groups = iter([members])
+    if number is not None:
+        console.print(transcript(_sample(groups, group, number), _decoder(tokenizer or info.get("tokenizer"), console)))
+        return
+    shown = list(itertools.islice(groups, limit))
+    if group is not None:
+        console.print(samples_table(shown[0]))
+        _say_next(path, group, console)
+        return
+    if not shown:
+        console.print(Text(visible(f"{path} holds no groups of outcome {outcome}")), soft_wrap=True)
+        return
+    console.print(groups_table(shown))
+    more = sum(1 for _ in groups)
+    if more:
+        console.print(f"... and {more} more: --limit", style="dim")
+    _say_next(path, shown[0][0].data.get("group_index"), console)
+
+
+def _say_next(path: Path, group: Any, console: Console) -> None:
+    console.print(Text(visible(f"next: rollouts show {path} --group {group} --sample 0"), "dim"), soft_wrap=True)
+
+
+def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Sample:
+    if group is None:
+        for row in itertools.chain.from_iterable(groups):
+            if row.data.get("index") == number:
+                return row.sample()
+        raise ConfigError.of("--sample", number, "the index of a sample of the run")
+    (members,) = groups
+    if not 0 <= number < len(members):
+        raise ConfigError.of("--sample", number, f"0 to {len(members) - 1}, in group {group}")
+    return members[number].sample()
+
+
+def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
+    try:
+        if not isinstance(tokenizer, str):
+            raise ConfigError.of("tokenizer", tokenizer, "a name or a folder: --tokenizer gives one")
+        return Codec(load_tokenizer(tokenizer, local_files_only=True)).decode  # a look must not wait for the network
+    except ConfigError as error:
+        console.print(Text(visible(f"messages instead of tokens: {error}"), "yellow"), soft_wrap=True)
+        return None
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(verbs, "show", _show, "look at a stored run", "show runs/a --group 3 --sample 0")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--group", type=int, metavar="N", help="the samples of this group")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="one transcript: the sample's number in --group, or in the run"
+    )
+    parser.add_argument(
+        "--outcome", default="all", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which groups (all)"
+    )
+    parser.add_argument("--limit", type=positive, default=60, metavar="N", help="groups in the table (60)")
+    parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="instead of the run's own")
+
+
+def _show(args: argparse.Namespace) -> int:
+    show_run(
+        args.run,
+        Console(),
+        group=args.group,
+        number=args.sample,
+        outcome=args.outcome,
+        limit=args.limit,
+        tokenizer=args.tokenizer,
+    )
+    return 0

@@ -1,0 +1,33 @@
+"""``rollouts verify``: check laws 1 to 5 on a stored run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollouts.commands.arguments import BROKEN, add_verb
+from rollouts.display.transcript import visible
+from rollouts.runs.verify import verify_run
+
+_VIOLATIONS_SHOWN = 20
+
+__all__ = ["add"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    report = verify_run(args.run)
+    print(visible(str(report)))
+    for violation in report.violations[:_VIOLATIONS_SHOWN]:
+        print(visible(str(violation)), file=sys.stderr)
+    left = len(report.violations) - _VIOLATIONS_SHOWN
+    if left > 0:
+        print(f"... and {left} more", file=sys.stderr)
+    return 0 if report.ok else BROKEN

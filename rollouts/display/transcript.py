@@ -1,0 +1,175 @@
+"""A sample to look at: what the model was shown, what it sampled (coloured, token by token), and the numbers beside it.
+
+Invariant: the text shown is decoded from the stored tokens, never from the messages, wherever the tokenizer is at hand;
+control characters of a model, a server or a file do not reach the terminal, and none of their words is markup. Trained
+tokens are green where they were likely, yellow where not, red where the model surprised itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rollouts.dtypes import VersionSpan
+from rollouts.training.types import Sample
+from rollouts.trajectory import CompletionRecord
+
+__all__ = ["Piece", "heading", "pieces_of", "pieces_table", "transcript", "visible"]
+
+Decode = Callable[[Any], str]
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_LONGEST_CHARACTER = 8
+"""Tokens that one character may be spelled in, at most."""
+
+LIKELY, UNLIKELY = math.log(0.5), math.log(0.05)
+
+
+@attrs.frozen
+class Piece:
+    """Positions ``start`` to ``stop``: one reply (with its call), or what was shown between two."""
+
+    start: int
+    stop: int
+    call: CompletionRecord | None
+
+
+def pieces_of(calls: Sequence[CompletionRecord], length: int) -> Iterator[Piece]:
+    """Cut a sequence at its replies."""
+    position = 0
+    for call in calls:
+        if call.start > position:
+            yield Piece(position, call.start, None)
+        yield Piece(call.start, call.stop, call)
+        position = call.stop
+    if length > position:
+        yield Piece(position, length, None)
+
+
+def transcript(sample: Sample, decode: Decode | None) -> RenderableType:
+    """A sample with its numbers; without ``decode`` its messages are shown instead of its tokens."""
+    logprobs = sample.logprob_column
+    if decode is None or not len(sample):
+        return Lines(heading(sample), _messages(sample), _failure(sample))
+    if logprobs is None:
+        logprobs = np.zeros(len(sample), np.float32)
+    pieces = list(pieces_of(sample.completions, len(sample)))
+    table = pieces_table(pieces, sample.token_column, logprobs, sample.versions, decode)
+    return Lines(heading(sample), table, _failure(sample))
+
+
+def pieces_table(
+    pieces: Sequence[Piece],
+    tokens: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    versions: Sequence[VersionSpan],
+    decode: Decode,
+) -> Table:
+    """One row a piece: whose it is, its text, its numbers."""
+    table = Table.grid(padding=(0, 2, 1, 0), expand=True)
+    table.add_column(width=8)
+    table.add_column(ratio=1)
+    table.add_column(width=26)
+    for piece in pieces:
+        ids = tokens[piece.start : piece.stop]
+        if piece.call is None:
+            who = "prompt" if piece.start == 0 else "context"
+            table.add_row(Text(who, "dim"), Text(visible(decode(ids)), "dim"), Text(f"{len(ids)} tokens", "dim"))
+            continue
+        numbers = logprobs[piece.start : piece.stop]
+        text = _coloured(ids, numbers, decode)
+        table.add_row(Text("sampled", "bold green"), text, _call_numbers(piece.call, numbers, versions))
+    return table
+
+
+def heading(sample: Sample) -> Text:
+    """One line: which sample, its reward, how it ended, how long it is."""
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+    why = f" ({sample.stop_reason.value})" if sample.stop_reason else ""
+    trained = int(sample.mask_column.sum())
+    text = Text(f"group {sample.group_index} · sample {sample.index} · ", "bold")
+    text.append(reward, "bold green" if sample.reward else "bold red")
+    text.append(f" · {sample.status.value}{why} · {len(sample)} tokens, {trained} trained", "bold")
+    if sample.label is not None:
+        text.append(f" · label {visible(str(sample.label))}")
+    return text.append("\n")
+
+
+def visible(text: str) -> str:
+    """Text with its control characters made visible, line ends and tabs apart: as it may go to a terminal.
+
+    Controls of ASCII become their pictures. Those above it (U+009B begins an escape sequence), characters that change
+    the direction or the end of a line, and lone surrogates (which cannot be printed) become their numbers.
+    """
+    return _CONTROL.sub(_shown, text)
+
+
+def _shown(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<U+{code:04X}>"
+
+
+def _failure(sample: Sample) -> Text:
+    if sample.failure is None:
+        return Text("")
+    return Text(visible(f"{sample.failure.kind} at {sample.failure.place}: {sample.failure.message}"), "red")
+
+
+def _messages(sample: Sample) -> Table:
+    table = Table.grid(padding=(0, 2, 1, 0))
+    for message in sample.messages:
+        text = str(message.get("content") or "")
+        for call in message.get("tool_calls") or ():
+            text += f"\n→ {call.get('function', call)}"
+        trained = message.get("role") == "assistant"
+        role = Text(visible(str(message.get("role"))), "bold green" if trained else "dim")
+        table.add_row(role, Text(visible(text.strip()), "green" if trained else "dim"))
+    return table
+
+
+def _call_numbers(call: CompletionRecord, logprobs: npt.NDArray[np.float32], versions: Sequence[VersionSpan]) -> Text:
+    names = dict.fromkeys(span.version for span in versions if span.start < call.stop and span.stop > call.start)
+    lines = [f"{call.stop - call.start} tokens, {call.finish_reason}"]
+    if len(logprobs):
+        lines.append(f"logprob {statistics.fmean(logprobs.tolist()):.3f}, min {logprobs.min():.2f}")
+    lines.append(f"cached {call.cached_tokens}/{call.start}, {call.seconds:.2f} s")
+    lines.append(f"version {', '.join(names)}")
+    return Text(visible("\n".join(lines)), "cyan")
+
+
+def _coloured(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], decode: Decode) -> Text:
+    """The text of a reply, each token in the colour of its logprob."""
+    whole = decode(tokens)
+    text = Text()
+    for piece, logprob in _spelled(tokens, logprobs, decode):
+        text.append(visible(piece), "green" if logprob >= LIKELY else "yellow" if logprob >= UNLIKELY else "red")
+    if text.plain == Text(visible(whole)).plain:
+        return text
+    return Text(visible(whole), "green")  # this tokenizer's parts are not the whole
+
+
+def _spelled(
+    tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], decode: Decode
+) -> Iterator[tuple[str, float]]:
+    """The shortest runs of tokens that spell whole characters, each with its lowest logprob."""
+    start = 0
+    while start < len(tokens):
+        for stop in itertools.count(start + 1):
+            piece = decode(tokens[start:stop])
+            if not piece.endswith("\ufffd") or stop - start == _LONGEST_CHARACTER or stop == len(tokens):
+                break
+        yield piece, float(logprobs[start:stop].min())
+        start = stop

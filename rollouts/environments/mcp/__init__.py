@@ -1,0 +1,6 @@
+"""Environments whose tools are those of MCP servers."""
+
+from rollouts.environments.mcp.environment import McpEnvironment
+from rollouts.environments.mcp.server import McpServer
+
+__all__ = ["McpEnvironment", "McpServer"]

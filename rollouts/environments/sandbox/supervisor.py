@@ -1,0 +1,247 @@
+"""The warden: a small process between ours and the program that is not trusted. It starts it, watches it, ends it.
+
+Invariant: when the warden has answered, or its lifeline was cut, nothing of the program is left: no process, no file.
+It keeps the beginning of each output up to a size and reads the rest away, so a flood costs nobody memory.
+
+Standard library only, and started without the packages that rollouts needs (:data:`BOOT`): it begins in milliseconds.
+It knows the request and nothing else: no environment variable and no descriptor of ours comes this far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import stat
+import sys
+import time
+from typing import Any
+
+from rollouts.environments.sandbox import kernel
+from rollouts.environments.sandbox.child import INNER_USER, enter, outer_user
+
+__all__ = ["BOOT", "main"]
+
+BOOT = """
+import sys, types
+for name in ("rollouts", "rollouts.environments", "rollouts.environments.sandbox"):
+    sys.modules[name] = module = types.ModuleType(name)
+    module.__path__ = [sys.argv[1]] if name.endswith("sandbox") else []
+from rollouts.environments.sandbox.supervisor import main
+main(int(sys.argv[2]))
+"""
+"""Run with the folder of this module and the number of the lifeline: imports it without its parents, and so without
+what they import."""
+
+_SETUP_SECONDS = 30.0
+_CHUNK = 1 << 16
+
+
+def main(lifeline: int) -> None:
+    """Serve one request from standard input, and answer it on standard output."""
+    request = json.loads(sys.stdin.buffer.readline())
+    code = sys.stdin.buffer.read(request["code_bytes"])
+    given = sys.stdin.buffer.read(request["stdin_bytes"])
+    request["linux"] = sys.platform == "linux"
+    if request["linux"]:
+        kernel.become_subreaper()
+    folder = request["folder"]
+    try:
+        answer, outputs = _Watch(request, folder, code, given, lifeline).run()
+    finally:
+        _remove(folder)
+    answer["sizes"] = [len(output) for output in outputs]
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + b"".join(outputs))
+    sys.stdout.buffer.flush()
+
+
+class _Watch:
+    """One program from its start until nothing of it is left."""
+
+    def __init__(self, request: dict[str, Any], folder: str, code: bytes, given: bytes, lifeline: int) -> None:
+        self.request = request
+        self.given = memoryview(given)
+        self.outputs = [bytearray(), bytearray()]
+        self.truncated = [False, False]
+        self.told: dict[str, Any] = {}
+        self.half_told = b""
+        self.cut_off = self.timed_out = False
+        self.began = time.monotonic()
+        self.deadline = self.began + _SETUP_SECONDS
+
+        to_program, self.stdin = os.pipe()
+        self.streams = [os.pipe(), os.pipe()]
+        self.status, status = os.pipe()
+        go, self.go = os.pipe()
+        theirs = (to_program, self.streams[0][1], self.streams[1][1])
+        self.gate = os.fork()
+        if self.gate == 0:
+            ours = (self.stdin, self.go, self.status, lifeline, self.streams[0][0], self.streams[1][0])
+            enter(request, folder, code, theirs, status, go, ours)
+        for number in (*theirs, status, go):
+            os.close(number)
+
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(lifeline, selectors.EVENT_READ, self._lifeline_cut)
+        self.selector.register(self.status, selectors.EVENT_READ, self._hear)
+        for which, (readable, _) in enumerate(self.streams):
+            os.set_blocking(readable, False)
+            self.selector.register(readable, selectors.EVENT_READ, lambda which=which: self._read(which))
+        os.set_blocking(self.stdin, False)
+        self.selector.register(self.stdin, selectors.EVENT_WRITE, self._write)
+
+    def run(self) -> tuple[dict[str, Any], list[bytes]]:
+        try:
+            while not (self.cut_off or "exit" in self.told or "broken" in self.told):
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    self.timed_out = True
+                    break
+                for key, _ in self.selector.select(left):
+                    key.data()
+            seconds = time.monotonic() - self.began
+        finally:
+            self._end_everything()
+        for which in (0, 1):
+            while self._read(which):
+                pass
+        if self.timed_out and "begun" not in self.told:
+            self.told["broken"] = f"it did not begin within {_SETUP_SECONDS:g} s"
+        code = self.told.get("exit", -signal.SIGKILL)
+        used_up = self.told.get("cpu", 0.0) >= self.request["cpu_seconds"]
+        out_of_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_up)
+        answer = {
+            "broken": self.told.get("broken"),
+            "mechanisms": self.told.get("begun", []),
+            "exit_code": code,
+            "timed_out": self.timed_out or out_of_cpu,
+            "truncated": any(self.truncated),
+            "seconds": seconds,
+        }
+        return answer, [bytes(output) for output in self.outputs]
+
+    # -- what happens --
+
+    def _lifeline_cut(self) -> None:
+        self.cut_off = True
+
+    def _hear(self) -> None:
+        heard = os.read(self.status, _CHUNK)
+        if not heard:
+            self.told.setdefault("exit", -signal.SIGKILL)  # init was killed with it
+            return
+        *lines, self.half_told = (self.half_told + heard).split(b"\n")
+        for line in lines:
+            self.told |= json.loads(line)
+            if "unshared" in self.told:
+                self._map_users(self.told.pop("unshared"))
+            if b"begun" in line:
+                self.began = time.monotonic()
+                self.deadline = self.began + self.request["seconds"]
+
+    def _map_users(self, gate: int) -> None:
+        """Say who the namespace's users are outside: root is root while it builds, the program never is."""
+        user, group = os.geteuid(), os.getegid()
+        inner = INNER_USER
+        try:
+            if user == 0:
+                maps = [f"0 0 1\n{inner} {outer_user()} 1\n"] * 2
+            else:
+                _write(f"/proc/{gate}/setgroups", "deny")
+                maps = [f"{inner} {user} 1\n", f"{inner} {group} 1\n"]
+            _write(f"/proc/{gate}/uid_map", maps[0])
+            _write(f"/proc/{gate}/gid_map", maps[1])
+            os.write(self.go, b"g")
+        except OSError as error:
+            self.told["broken"] = f"user namespace: {error}"
+
+    def _read(self, which: int) -> bool:
+        """Take what there is; whether there was anything."""
+        source = self.streams[which][0]
+        try:
+            data = os.read(source, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            if source in self.selector.get_map():
+                self.selector.unregister(source)
+            return False
+        output = self.outputs[which]
+        room = self.request["output_bytes"] - len(output)
+        output += data[:room]
+        self.truncated[which] |= len(data) > room
+        return True
+
+    def _write(self) -> None:
+        try:
+            self.given = self.given[os.write(self.stdin, self.given[:_CHUNK]) :] if self.given else self.given
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.given = self.given[:0]
+        if not self.given:
+            self.selector.unregister(self.stdin)
+            os.close(self.stdin)
+
+    # -- the end --
+
+    def _end_everything(self) -> None:
+        """Kill the gate with its group, then whatever comes to us as an orphan, until there is nothing."""
+        with _no_such_process():
+            os.killpg(self.gate, signal.SIGKILL)
+        with _no_such_process():
+            os.kill(self.gate, signal.SIGKILL)  # it may not have had a group yet
+        os.waitpid(self.gate, 0)
+        while True:
+            for child in _children():
+                with _no_such_process():
+                    os.kill(child, signal.SIGKILL)
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    time.sleep(0.001)
+            except ChildProcessError:
+                return
+
+
+class _no_such_process:  # noqa: N801 - reads as what it forgives
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, ProcessLookupError | PermissionError)
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:
+        return []
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _remove(folder: str) -> None:
+    """Delete a tree of any depth, following no link: what a folder holds is moved up rather than descended into."""
+    moved = 0
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    while names := os.listdir(here):
+        for name in names:
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
+                os.unlink(name, dir_fd=here)
+                continue
+            os.chmod(name, 0o700, dir_fd=here)  # no link: that was just looked at, and everybody else is dead
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+            for child in os.listdir(inner):
+                moved += 1
+                if stat.S_ISDIR(os.lstat(child, dir_fd=inner).st_mode):
+                    os.chmod(child, 0o700, dir_fd=inner)
+                os.rename(child, f".{moved}-{os.getpid()}", src_dir_fd=inner, dst_dir_fd=here)
+            os.close(inner)
+            os.rmdir(name, dir_fd=here)
+    os.close(here)
+    os.rmdir(folder)

@@ -1,0 +1,283 @@
+"""SGLang's wire: request bodies out, completions and errors in.
+
+Invariant: any bytes at all become a checked :class:`~rollouts.dtypes.Completion` or an error of the house, and nothing
+else. What a completion holds are the ids that the server sampled, never text, and each id has its own logprob. Where
+the size of the vocabulary is known, all of them are below it.
+
+Fields that older servers lack are read with defaults. This module does no I/O and knows no retries.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from rollouts.dtypes import (
+    LOGPROB_TOLERANCE,
+    Completion,
+    LogprobColumn,
+    SamplingParams,
+    TokenColumn,
+    VersionSpan,
+    are_logprobs,
+)
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
+from rollouts.inference.token_json import EncodedIds
+from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
+
+__all__ = ["BrokenNumbers", "check_obeyed", "read_completion", "request_body", "request_options"]
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+
+class BrokenNumbers(EndpointUnavailable):
+    """The model computed NaN. Not tried again in the same call: sampling until it goes well would hide a sick model."""
+
+
+class _Triple(msgspec.Struct, array_like=True, gc=False):
+    """``[logprob, id, text]``; the text is skipped without being built."""
+
+    logprob: float | None
+    token: Id
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: Version | None = None
+    start: int = 0
+    end: int = 0
+
+
+class _Finish(msgspec.Struct):
+    type: str = ""
+    matched: Any = None
+    message: Any = None
+    status_code: Any = None
+
+
+class _Meta(msgspec.Struct):
+    id: Any = None
+    finish_reason: _Finish | None = None
+    prompt_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    weight_version: Version | None = None
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[_Triple] | None = None
+    output_token_logprobs_length: int | None = None
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: msgspec.Raw = msgspec.Raw(b"null")
+    """Read as numbers only where their text is not that of the ids beside the logprobs."""
+    error: Any = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_IDS = msgspec.json.Decoder(list[Id] | None)
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
+    """Everything of a ``/generate`` body that stands behind its ids, for :func:`request_body`.
+
+    Raises:
+        ConfigError: a seed that does not fit into 64 bits.
+    """
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_new_tokens,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        params["stop"] = sampling.stop
+    if stop_token_ids:
+        params["stop_token_ids"] = [int(token) for token in stop_token_ids]
+    if sampling.seed is not None:
+        if not -(2**63) <= sampling.seed < 2**63:
+            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
+        params["sampling_seed"] = sampling.seed
+    encoded = msgspec.json.encode(params)
+    # logprob_start_len -1: logprobs of the reply only; 0 would also cost the prompt's hit in the prefix cache.
+    return b"".join(
+        (b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":', encoded, b"}")
+    )
+
+
+def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
+    """The body of one attempt, each of which has a rid of its own; and where the text of its ids begins."""
+    head = b'{"rid":"%b","input_ids":[' % rid.encode()
+    return b"".join((head, *ids.pieces, options)), len(head)
+
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+def read_completion(
+    payload: bytes,
+    *,
+    rid: str,
+    ids: EncodedIds,
+    stop: Sequence[str] = (),
+    seconds: float = 0.0,
+    vocab_size: int | None = None,
+) -> Completion:
+    """Read the body of a 200.
+
+    Args:
+        payload: the body.
+        rid: what the request was called.
+        ids: what was sent.
+        stop: the stop strings that were asked for.
+        seconds: wall time of the call, for the completion.
+        vocab_size: ids must be below it; ``None`` where it is not known.
+
+    Raises:
+        EndpointUnavailable: not JSON, an error that may pass, or NaN instead of logprobs.
+        EndpointRefused: JSON that is no answer to a ``/generate``, or one that contradicts itself; an id outside the
+            vocabulary, or a logprob above 0.
+        ContextOverflow: an error that says so.
+        TokenMismatchError: not the ids that were sent, or logprobs of other ids than the sampled ones.
+    """
+    try:
+        reply = _REPLY.decode(payload)
+    except UNREADABLE as error:
+        raise error_in_200(payload, error) from None
+    meta = reply.meta_info
+    if reply.error or meta.finish_reason is None:
+        raise error_in_200(payload, None)
+    finish = meta.finish_reason
+    status = status_of(finish.status_code)
+    if finish.type == "abort" and status is not None and status >= 400:
+        raise error_of(status, finish.message if isinstance(finish.message, str) else "aborted")
+    if finish.type not in ("stop", "length", "abort"):
+        raise EndpointRefused(f"finish_reason.type: got {finish.type[:80]!r}; expected stop, length or abort")
+    if finish.matched == "NaN happened" and "NaN happened" not in stop:
+        raise BrokenNumbers("the model computed NaN: its last id was replaced by the server")
+    if isinstance(meta.id, str) and meta.id != rid:
+        raise EndpointRefused(
+            f"meta_info.id: got {meta.id[:80]!r}; expected {rid!r}: something in between renames requests,"
+            " so that replies cannot be told apart and generations cannot be aborted"
+        )
+    tokens, logprobs = _columns(reply, meta)
+    _check_values(tokens, logprobs, vocab_size)
+    # A request that was aborted while it was queued may have no counts, or zeros.
+    prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
+    if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
+        raise TokenMismatchError(f"{ids.count} ids were sent; the server says that it was given {prompt_tokens}")
+    try:
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=sys.intern(finish.type),  # type: ignore[arg-type]  # narrowed above
+            versions=_versions(meta, len(tokens)),
+            prompt_tokens=ids.count,
+            prompt_digest=ids.digest,
+            request_id=rid,
+            cached_tokens=meta.cached_tokens or 0,
+            seconds=seconds,
+        )
+    except ValueError as error:  # all but the versions was checked above
+        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+
+
+def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
+    """Notice a request of which something was lost on its way: routers write bodies anew, with the fields they know.
+
+    Raises:
+        EndpointRefused: a reply that goes on after its budget, or after one of its stop ids.
+    """
+    tokens = completion.tokens
+    lost = "something in between loses fields of requests. Ask a worker directly, or update the router"
+    if len(tokens) > sampling.max_new_tokens:
+        raise EndpointRefused(
+            f"max_new_tokens: {sampling.max_new_tokens} ids were asked for, {len(tokens)} came: {lost}"
+        )
+    before_the_end = tokens[:-1]
+    for stop in stop_token_ids:
+        if np.count_nonzero(before_the_end == stop):
+            raise EndpointRefused(f"stop_token_ids: the reply goes on after its stop id {stop}: {lost}")
+
+
+def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
+    triples = meta.output_token_logprobs or []
+    sampled = [triple.token for triple in triples]
+    if bytes(reply.output_ids) != msgspec.json.encode(sampled):
+        _check_same(reply.output_ids, sampled, meta)
+    if meta.output_token_logprobs_length not in (None, len(sampled)):
+        raise EndpointRefused(
+            f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
+        )
+    tokens = np.frombuffer(struct.pack(f"={len(sampled)}i", *sampled), np.int32)
+    return tokens, _finite([triple.logprob for triple in triples])
+
+
+def _check_values(tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None) -> None:
+    """Refuse what a trainer could not take: its embedding has no row for such an id, and no probability is above 1."""
+    if not len(tokens):
+        return
+    if vocab_size is not None and np.maximum.reduce(tokens) >= vocab_size:
+        at = int((tokens >= vocab_size).argmax())
+        raise EndpointRefused(
+            f"output_ids[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
+            " belong to the server's model?"
+        )
+    good = are_logprobs(logprobs)
+    if np.count_nonzero(good) < len(good):
+        at = int(good.argmin())
+        raise EndpointRefused(
+            f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a logprob <= 0, give or take"
+            f" {LOGPROB_TOLERANCE:g} of rounding"
+        )
+
+
+def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> None:
+    """Compare as numbers what is not written alike: there may be white space, or no ``output_ids`` at all."""
+    try:
+        tokens = _IDS.decode(output_ids)
+    except UNREADABLE as error:
+        raise EndpointRefused(f"output_ids are no list of ids: {error}") from None
+    if tokens is None or tokens == sampled:
+        return
+    if meta.output_token_logprobs is None:
+        raise EndpointRefused(f"{len(tokens)} sampled ids came without output_token_logprobs, which were asked for")
+    at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
+    where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
+    raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
+
+
+def _finite(values: list[float | None]) -> LogprobColumn:
+    try:
+        packed = struct.pack(f"={len(values)}f", *values)
+    except (struct.error, OverflowError):  # null, which is how NaN and infinity come over the wire; or too large
+        given = np.array(values, np.float64)
+        at = int(np.flatnonzero(~(np.abs(given) <= _LARGEST))[0])
+        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {given[at]}; expected a finite number") from None
+    return np.frombuffer(packed, np.float32)
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
+    if not count:
+        return ()
+    last = "default" if meta.weight_version is None else sys.intern(str(meta.weight_version))
+    spans = tuple(
+        VersionSpan(last if span.version is None else sys.intern(str(span.version)), span.start, span.end)
+        for span in meta.weight_versions or ()
+        if span.start != span.end
+    )
+    return spans or (VersionSpan(last, 0, count),)

@@ -1,0 +1,1 @@
+"""A recipe's environment served over the Open Reward Standard."""

@@ -1,0 +1,159 @@
+"""One episode whose replies come from somewhere else: an environment of a recipe, played by whoever calls its tools.
+
+Invariant: one step at a time; after the last one nothing runs any more. The environment runs inside boundaries and is
+closed once. The rewards add up to what a rollout of the recipe would have been given: those of the steps, or, where the
+recipe has a reward function, its value at the end.
+
+It knows no wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import attrs
+
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.dtypes import Limits, Message, Prompt, StopReason, Tool, ToolCall, as_messages
+from rollouts.environments.base import Environment, sound_step
+from rollouts.errors import EnvironmentFailure
+from rollouts.recipe import Recipe
+from rollouts.training.rewards import score
+from rollouts.training.types import Sample, Status
+
+__all__ = ["REPLY", "HostedEpisode", "HostedStep", "sample_of"]
+
+REPLY = "reply"
+"""The tool that a reply without calls is; with underscores where the environment has one of that name."""
+
+
+@attrs.frozen
+class HostedStep:
+    """What became of one call."""
+
+    texts: tuple[str, ...] = ()
+    reward: float | None = None
+    done: bool = False
+    error: str = ""
+    """Why it was not run; ``reason`` is the standard's word for it."""
+    reason: str = ""
+
+
+@attrs.define(eq=False)
+class HostedEpisode:
+    """An episode. ``start`` once, then steps, then ``close``."""
+
+    recipe: Recipe
+    prompt: Prompt
+    limits: Limits = attrs.field(factory=Limits)
+    messages: list[Message] = attrs.field(factory=list)
+    """The whole conversation so far."""
+    opening: int = 0
+    """How many of them were there before the first call."""
+    tools: tuple[Tool, ...] = ()
+    over: bool = False
+    _environment: Environment | None = None
+    _rewards: list[float] = attrs.field(factory=list)
+    _lock: anyio.Lock = attrs.field(factory=anyio.Lock)
+
+    @property
+    def name(self) -> str:
+        return function_name(self.recipe.environment_cls)
+
+    @property
+    def reply_tool(self) -> str:
+        """The name of the tool that a reply without calls is."""
+        name = REPLY
+        while name in {tool.name for tool in self.tools}:
+            name += "_"
+        return name
+
+    async def start(self) -> None:
+        """Make the environment and begin.
+
+        Raises:
+            EnvironmentFailure: it failed, or was late.
+        """
+        with boundary(EnvironmentFailure, f"{self.name}()"):
+            self._environment = environment = self.recipe.environment_cls()
+        seconds = self.limits.step_seconds
+        begun = await call_foreign(
+            EnvironmentFailure, f"{self.name}.start", environment.start, self.prompt, seconds=seconds
+        )
+        self.messages = list(as_messages(begun))
+        self.opening = len(self.messages)
+        self.tools = tuple(environment.tools)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> HostedStep:
+        """Run one tool; the reply tool takes ``{"message": text}``.
+
+        Raises:
+            EnvironmentFailure: the environment failed, or was late.
+            RewardFailure: the recipe's reward did.
+        """
+        async with self._lock:
+            if self.over:
+                return HostedStep(error="the episode is over", reason="episode_finished")
+            number = sum(message.role == "assistant" for message in self.messages)
+            if name == self.reply_tool:
+                reply = Message("assistant", str(arguments.get("message", "")))
+            elif name in {tool.name for tool in self.tools}:
+                reply = Message("assistant", tool_calls=(ToolCall(name, arguments, id=f"call{number:05d}"),))
+            else:
+                known = ", ".join(tool.name for tool in self.tools) or "none"
+                return HostedStep(error=f"there is no tool {name!r}; the tools are: {known}", reason="not_found")
+            return await self._step(reply)
+
+    async def close(self) -> None:
+        """Close the environment; what that raises is nobody's rollout."""
+        self.over = True
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            await call_foreign(
+                EnvironmentFailure, f"{self.name}.close", environment.close, seconds=self.limits.close_seconds
+            )
+
+    async def _step(self, reply: Message) -> HostedStep:
+        assert self._environment is not None, "an episode is started before it is played"
+        what = f"{self.name}.step"
+        answer = await call_foreign(
+            EnvironmentFailure, what, self._environment.step, reply, seconds=self.limits.step_seconds
+        )
+        step = sound_step(answer, what)
+        self.messages += [reply, *step.messages]
+        self._rewards += step.rewards
+        self.over = step.done
+        return HostedStep(
+            texts=tuple(message.content for message in step.messages),
+            reward=await self._reward(step.rewards, done=step.done),
+            done=step.done,
+        )
+
+    async def _reward(self, rewards: Sequence[float], *, done: bool) -> float | None:
+        """What this step is worth to whoever adds up."""
+        config = self.recipe.config
+        if config.reward_fn is None or config.group_rm:
+            return sum(rewards) if rewards else None
+        if not done:
+            return None
+        sample = sample_of(self.prompt, self.messages, self._rewards)
+        await score(sample, config.reward_fn, seconds=config.reward_seconds)
+        return sample.reward
+
+
+def sample_of(prompt: Prompt, messages: Sequence[Message], rewards: Sequence[float] = ()) -> Sample:
+    """A conversation as a reward function reads it: there are no tokens."""
+    replies = [message.content for message in messages if message.role == "assistant"]
+    return Sample(
+        prompt=prompt.prompt,
+        response="\n".join(replies),
+        metadata=dict(prompt.metadata),
+        label=prompt.label,
+        status=Status.COMPLETED,
+        stop_reason=StopReason.TASK_COMPLETED,
+        messages=[message.to_chat() for message in messages],
+        step_rewards=list(rewards),
+        reward=sum(rewards) if rewards else None,
+    )

@@ -1,0 +1,1 @@
+"""Predict how soon a batch fills, from stored runs or a latency shape."""

@@ -1,0 +1,129 @@
+"""Load a recipe from a file and build it with options from a command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, get_type_hints
+
+import msgspec
+
+from rollouts.concurrency.boundary import function_name
+from rollouts.dtypes import Endpoint
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.recipe import Recipe
+
+__all__ = ["RecipeFunction", "build", "import_file", "load_recipe", "read_options"]
+
+RecipeFunction: TypeAlias = Callable[..., Recipe]
+"""``recipe(endpoint, *, ...options) -> Recipe``."""
+
+
+def load_recipe(path: str | Path) -> RecipeFunction:
+    """Import a recipe file and return its function.
+
+    Raises:
+        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+    """
+    function = getattr(import_file(path), "recipe", None)
+    if not callable(function):
+        raise ConfigError.of(f"{path}: recipe", function, "a function recipe(endpoint, *, ...) that returns a Recipe")
+    result: RecipeFunction = function
+    return result
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a Python file as ``load_recipe`` does.
+
+    The folder of the file and the one above it can be imported from, so that a recipe finds its guests.
+
+    Raises:
+        ConfigError: no such file, or it cannot be imported.
+    """
+    path = Path(path).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError.of("recipe", str(path), "a Python file with a function recipe(endpoint, *, ...)")
+    for folder in (path.parent, path.parent.parent):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    name = f"rollouts_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise ConfigError(f"{place}: importing the recipe raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
+    """Turn texts into the values that the function's annotations ask for.
+
+    Raises:
+        ConfigError: an unknown option (the known ones are listed), one that is missing, or a text that does not fit.
+    """
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
+    known = ", ".join(f"{name} ({_type_name(hints.get(name, str))})" for name in parameters) or "none"
+    for name in options:
+        if name not in parameters:
+            raise ConfigError.of("option", name, f"one that the recipe has: {known}")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in options:
+            kind = _type_name(hints.get(name, str))
+            raise ConfigError.of(f"option {name}", None, f"{kind}: the recipe needs it, --set {name}=...")
+    return {name: _converted(name, text, hints.get(name, str)) for name, text in options.items()}
+
+
+def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
+    """Call a recipe function with options given as text.
+
+    Raises:
+        ConfigError: as :func:`read_options`; what the function raised; or it returned something else than a recipe.
+    """
+    values = read_options(function, options)
+    try:
+        made: Any = function(endpoint, **values)
+    except RolloutsError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"recipe {function_name(function)} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Recipe):
+        raise ConfigError.of("what the recipe returned", made, "a Recipe")
+    return made
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+def _converted(name: str, text: str, kind: Any) -> Any:
+    if kind is Any:
+        return text
+    try:
+        return msgspec.convert(text, kind, strict=False, dec_hook=_decoded)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        first = error
+    try:  # lists, objects and the like are given as JSON
+        return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
+        raise ConfigError.of(f"option {name}", text, f"{_type_name(kind)} ({first})") from None
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    if issubclass(kind, Path):
+        return kind(value)
+    raise TypeError(f"a {_type_name(kind)} cannot be written as text")

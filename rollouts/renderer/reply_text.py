@@ -1,0 +1,83 @@
+"""The text of a reply as the template writes it behind its own prompt, up to the stop token.
+
+Invariant: the words are the template's; where it writes the prompt otherwise once it is history, the reply begins where
+a model would begin. This module knows no token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from rollouts.dtypes import Message, Tool
+from rollouts.renderer.history_diff import shared
+
+__all__ = ["Render", "opens_thought", "reply_text"]
+
+Render = Callable[..., str]
+"""``ChatTemplate.render``."""
+
+_OPENED, _CLOSED = "<think>", "</think>"
+_OPEN_REASONING = re.compile(rf"{_OPENED}\s*\Z")
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends inside a thinking block."""
+    return bool(_OPEN_REASONING.search(prompt))
+
+
+def reply_text(
+    render: Render, stops: Sequence[str], history: Sequence[Message], reply: Message, tools: Sequence[Tool] = ()
+) -> str | None:
+    """The reply with its stop token, where the template writes one; ``None`` where the template leaves it out.
+
+    Args:
+        render: the template.
+        stops: the stop tokens, as text.
+        history: what came before.
+        reply: the assistant turn.
+        tools: the tools.
+
+    Raises:
+        ConfigError: the template cannot render this conversation.
+    """
+    prompt = render(history, tools)
+    whole = render([*history, reply], tools, generation_prompt=False)
+    header = prompt[len(render(history, tools, generation_prompt=False)) :]
+    written = _behind(prompt, header, whole)
+    last = _last_words(reply)
+    if last not in written:
+        return None
+    text = _cut(written, last, stops)
+    if not whole.startswith(prompt):  # the history has no thought where the prompt opens one, or closes it
+        text = text.partition(_CLOSED)[2].lstrip("\n") if text.startswith((_OPENED, _CLOSED)) else text
+        if _OPENED in header and _CLOSED not in header:
+            text = f"{reply.reasoning or ''}\n{_CLOSED}\n\n{text}"
+    return text
+
+
+def _behind(prompt: str, header: str, whole: str) -> str:
+    """What stands in ``whole`` behind a prompt that it may have written otherwise."""
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    header = header.partition(_OPENED)[0]
+    if header.strip() and header in whole:
+        return whole.rpartition(header)[2]
+    at = shared(prompt, whole)
+    mark = whole.rfind("<", 0, at)
+    return whole[mark if mark >= 0 and ">" not in whole[mark:at] else at :]
+
+
+def _last_words(reply: Message) -> str:
+    if not reply.tool_calls:
+        return reply.content.strip()
+    call = reply.tool_calls[-1]
+    texts = [value for value in call.arguments.values() if isinstance(value, str) and value.isalnum()]
+    return texts[-1] if texts else call.name
+
+
+def _cut(text: str, last: str, stops: Sequence[str]) -> str:
+    """Up to the first stop token behind the last words, and with it."""
+    start = text.rfind(last) + len(last)
+    ends = [at + len(stop) for stop in stops if (at := text.find(stop, start)) >= 0]
+    return text[: min(ends)] if ends else text.rstrip("\n")

@@ -1,0 +1,1 @@
+"""Stored runs: the folder, the journal, and what reads, checks and rewrites them."""

@@ -1,0 +1,153 @@
+"""A stored run as one file, or as a folder that Hugging Face's ``datasets`` loads.
+
+    jsonl      one file, one sample a line
+    parquet    one file, token columns typed, everything free-form as JSON text
+    hf         a folder: data/train-00000.parquet, … and a README.md that says so; ``datasets.load_dataset(OUT)``
+
+Invariant: rows are read and written one after another, so the size of a run costs no memory; what is there at the end
+is whole, and where writing fails nothing is. A row is what the run stored (``run_folder.py``). Works on a run that goes
+on or was killed, as far as it has come. This module knows no trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.runs import parquet
+from rollouts.runs.folder import Row, Which, check_outside, read_info, read_rows
+from rollouts.runs.plain_data import to_json
+
+__all__ = ["Kind", "export_rows"]
+
+Kind: TypeAlias = Literal["jsonl", "parquet", "hf"]
+
+_SHARD_BYTES = 256 << 20
+
+
+def export_rows(
+    run: str | Path, out: str | Path, kind: Kind, outcome: Which = "kept", *, shard_bytes: int = _SHARD_BYTES
+) -> list[Path]:
+    """Write the samples of a run.
+
+    Args:
+        run: the run's folder.
+        out: the file, which is replaced; for ``hf`` the folder, which must be new or empty.
+        kind: how.
+        outcome: which groups, as for :func:`rollouts.training.load_run`.
+        shard_bytes: a file of ``hf`` that is longer is followed by another.
+
+    Returns:
+        The files with samples.
+
+    Raises:
+        ConfigError: no run there, nothing of this outcome in it, a damaged file, a folder that is not empty, a place
+            among the files of a run, or no pyarrow.
+        RolloutsError: the disk does not take it.
+    """
+    out = Path(out)
+    check_outside(out, "OUT")
+    rows = read_rows(run, outcome)
+    head = next(rows, None)
+    if head is None:
+        raise ConfigError.of("run", str(run), f"a run with at least one sample of outcome {outcome!r}")
+    rows = itertools.chain([head], rows)
+    if kind == "hf" and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError.of("OUT", str(out), "a folder that is new or empty")
+    with _appearing(out) as temporary:
+        if kind == "jsonl":
+            _write_lines(temporary, rows)
+        elif kind == "parquet":
+            _write_parquet(temporary, rows)
+        else:
+            return [out / name for name in _write_folder(temporary, rows, Path(run), outcome, shard_bytes)]
+    return [out]
+
+
+@contextlib.contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A place beside ``path`` to write to, which takes its name at the end, or is gone."""
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(temporary)
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        raise RolloutsError(f"{path}: cannot be written: {error}") from error
+    finally:
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _write_lines(path: Path, rows: Iterator[Row]) -> None:
+    with path.open("wb") as file:
+        for row in rows:
+            file.write(to_json(row.data) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_parquet(path: Path, rows: Iterator[Row], most_bytes: int | None = None) -> int:
+    """Write rows until there are no more, or the file is long enough; how many."""
+    count = 0
+    with path.open("wb") as file:
+        with parquet.RowWriter(file, to_json) as writer:
+            for row in rows:
+                writer.write(row.data)
+                count += 1
+                if most_bytes is not None and file.tell() >= most_bytes:
+                    break
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def _write_folder(path: Path, rows: Iterator[Row], run: Path, outcome: Which, shard_bytes: int) -> list[str]:
+    (path / "data").mkdir(parents=True)
+    names: list[str] = []
+    count = 0
+    for row in rows:
+        name = f"data/train-{len(names):05d}.parquet"
+        count += _write_parquet(path / name, itertools.chain([row], rows), shard_bytes)
+        names.append(name)
+    (path / "README.md").write_text(_card(run, outcome, count), encoding="utf-8")
+    return names
+
+
+def _card(run: Path, outcome: Which, count: int) -> str:
+    info = read_info(run)
+    said = {name: info[name] for name in ("recipe", "seed", "status", "config", "versions") if name in info}
+    columns = ", ".join(f"`{name}`" for name in parquet.JSON_COLUMNS)
+    return f"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*.parquet
+---
+
+# {info.get("recipe") or run.name}
+
+{count} samples of outcome `{outcome}`, in whole groups. `tokens`, `loss_mask` and `rollout_log_probs` have one length;
+{columns} are JSON texts.
+
+```json
+{msgspec.json.format(to_json(said), indent=2).decode()}
+```
+"""

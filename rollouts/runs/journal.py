@@ -1,0 +1,383 @@
+"""The journal: an append-only log of records that survives the death of its writer at any moment.
+
+    journal/segment-000000.journal, segment-000001.journal, …     frames, one after another
+    frame = magic 2s · kind u8 · version u8 · length u32 · sequence u64 · payload crc u32 · header crc u32 · payload
+    payload: see records.py
+
+Invariant: what :meth:`Journal.commit` returned for is with the operating system and will be read again, however this
+process ends; what :meth:`Journal.sync` returned for is on disk, and outlives the machine. A record that was being
+written when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one
+flipped bit anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a
+shorter journal.
+
+Columns are stored as they are held, 9 bytes a token. A commit copies what little there is into the system's cache,
+where that is much in a thread; a disk is waited for in threads only, once a batch. This module knows nothing of what
+records mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+import attrs
+import msgspec
+
+from rollouts.errors import ConfigError, JournalError
+from rollouts.runs.locks import take_lock
+from rollouts.runs.plain_data import to_msgpack
+from rollouts.runs.record_bytes import LENGTH, Columns, packed, unpacked
+
+__all__ = ["LOCK", "Columns", "Entry", "Journal", "Offset", "read_entry", "read_journal"]
+
+LOCK = "lock"
+"""The file in a journal's folder that its writer holds locked."""
+
+_HEADER = struct.Struct("<2sBBIQII")
+_SIGNED = _HEADER.size - 4
+_MAGIC, _VERSION = b"rJ", 1
+_SEGMENT_BYTES = 64 << 20
+_ON_THE_LOOP = 1 << 20
+"""Bytes that a commit writes on the event loop; more go through a thread."""
+_KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed", "event")
+"""A kind is stored as its number here: add at the end only."""
+
+
+@attrs.frozen(order=True)
+class Offset:
+    """Where a record stands."""
+
+    segment: int
+    offset: int
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """One record as it was read."""
+
+    kind: str
+    sequence: int
+    fields: dict[str, Any]
+    columns: Columns | None
+    place: Offset
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Appends to the journal in a folder; made where there is none, continued where there is one.
+
+    Only one process at a time may hold it. A torn tail is cut when it is opened.
+
+    Args:
+        path: the folder.
+        segment_bytes: a segment that is longer is followed by a new one.
+
+    Raises:
+        ConfigError: another process writes to it.
+        JournalError: it is damaged, or cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        self.path = Path(path)
+        self._segment_bytes = segment_bytes
+        self._queue: list[tuple[int, bytes, bytes]] = []
+        self._waiting = 0
+        self._appending = threading.Lock()
+        self._writing = threading.Lock()
+        self.syncs = 0
+        """How often the disk was waited for, to take a segment."""
+        self._error: JournalError | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            try:
+                end = _recovered(self.path)
+                self._sequence = end.sequence
+                self._open(end.segment)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as error:
+            raise JournalError(f"{self.path}: the journal cannot be opened: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<Journal {self.path}: {self._sequence} records, {len(self._queue)} not written yet>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def append(self, kind: str, fields: Mapping[str, Any], columns: Columns | None = None) -> None:
+        """Add a record; it is written by the next :meth:`commit`. Copies what it is given.
+
+        Raises:
+            JournalError: an earlier record could not be written.
+        """
+        if self._error is not None:
+            raise self._error
+        record = (_KINDS.index(kind), *packed(fields, columns))
+        with self._appending:
+            self._queue.append(record)
+            self._waiting += len(record[1]) + len(record[2])
+
+    async def commit(self) -> None:
+        """Write every record appended so far: from here on it outlives this process.
+
+        Raises:
+            JournalError: it could not be written; nothing of the records since the last commit is there then.
+        """
+        if self._waiting <= _ON_THE_LOOP:
+            self.flush()
+            return
+        with anyio.CancelScope(shield=True):  # a disk that is written to is waited for; what was asked is then done
+            await anyio.to_thread.run_sync(self.flush)
+
+    async def sync(self) -> None:
+        """Commit, and wait until the disk has it: from here on it outlives the machine.
+
+        Raises:
+            JournalError: as :meth:`commit`; or the disk failed, and then nobody knows what it has.
+        """
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._sync)
+
+    def flush(self) -> None:
+        """Write what was appended, in this thread.
+
+        Raises:
+            JournalError: the disk is full, read-only, or gone. The journal is cut back to the last commit, and closed
+                to further records.
+        """
+        with self._writing:
+            self._raise_if_broken()
+            with self._appending:
+                queue, self._queue, self._waiting = self._queue, [], 0
+            if queue:
+                with self._breaking():
+                    if self._end >= self._segment_bytes:
+                        self._rotate()
+                    data = self._framed(queue)
+                    try:
+                        _write_all(self._file, data)
+                    except OSError:
+                        _cut_back(self._file, self._end)
+                        raise
+                    self._end += len(data)
+
+    def _sync(self) -> None:
+        self.flush()
+        with self._writing, self._breaking():
+            self._raise_if_broken()
+            self._to_disk()
+
+    def _to_disk(self) -> None:
+        os.fdatasync(self._file.fileno())
+        self.syncs += 1
+
+    def _raise_if_broken(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """An error of the disk inside ends the journal."""
+        try:
+            yield
+        except OSError as error:
+            self._error = JournalError(f"{self._name()}: the journal cannot be written: {error}")
+            raise self._error from error
+
+    def close(self) -> None:
+        """Write what is left to the disk and let go of the folder."""
+        try:
+            if self._error is None:
+                self._sync()
+        finally:
+            self._file.close()
+            os.close(self._lock)
+
+    def _framed(self, records: list[tuple[int, bytes, bytes]]) -> bytes:
+        parts: list[bytes] = []
+        for kind, fields, buffers in records:
+            parts += _frame(kind, self._sequence, fields, buffers)
+            self._sequence += 1
+        return b"".join(parts)
+
+    def _rotate(self) -> None:
+        self._to_disk()
+        self._file.close()
+        self._open(self._segment + 1)
+
+    def _open(self, number: int) -> None:
+        """Open a segment to append to it; a new one begins with a record that says which it is."""
+        self._segment = number
+        self._file: io.FileIO = self._name().open("ab", buffering=0)
+        if self._file.tell() == 0:
+            _write_all(self._file, b"".join(_frame(0, self._sequence, to_msgpack({"segment": number}), b"")))
+            self._sequence += 1
+            folder = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # so that the name lasts, too
+            finally:
+                os.close(folder)
+        self._end = self._file.tell()
+
+    def _name(self) -> Path:
+        return _segment_path(self.path, self._segment)
+
+
+def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> tuple[bytes, ...]:
+    """The parts of a record, to be written one after another."""
+    length = LENGTH.size + len(fields) + len(buffers)
+    size = LENGTH.pack(len(fields))
+    crc = zlib.crc32(buffers, zlib.crc32(fields, zlib.crc32(size)))
+    header = _HEADER.pack(_MAGIC, kind, _VERSION, length, sequence, crc, 0)[:_SIGNED]
+    return header, LENGTH.pack(zlib.crc32(header)), size, fields, buffers
+
+
+def _locked(path: Path) -> int:
+    lock = take_lock(path / LOCK)
+    if lock is None:
+        raise ConfigError.of("journal", str(path), "one that no other process is writing to")
+    return lock
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _cut_back(file: io.FileIO, end: int) -> None:
+    try:
+        os.ftruncate(file.fileno(), end)
+    except OSError:  # then the tail is torn, and is cut by whoever opens the journal next
+        return
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_journal(path: str | Path) -> Iterator[Entry]:
+    """The records of a journal in order; stops before a torn tail. Holds one segment at a time.
+
+    Raises:
+        JournalError: a record is damaged or missing; the message names file and offset.
+    """
+    yield from _Walk(Path(path))
+
+
+def read_entry(path: str | Path, place: Offset) -> Entry:
+    """The record at ``place``, checked again.
+
+    Raises:
+        JournalError: it is not there as it was written.
+    """
+    name = _segment_path(Path(path), place.segment)
+    with name.open("rb") as file:
+        file.seek(place.offset)
+        header = file.read(_HEADER.size)
+        length = _HEADER.unpack(header)[3] if len(header) == _HEADER.size else 0
+        data = header + file.read(length)
+    parsed = _parse(data, 0, name, place.offset)
+    if parsed is None:
+        raise JournalError(f"{name}, offset {place.offset}: the record ends early")
+    return attrs.evolve(parsed[0], place=place)
+
+
+class _Walk:
+    """Reads all segments; afterwards ``segment``, ``end`` and ``sequence`` say where the last good record ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.segment = 0
+        self.end = 0
+        self.sequence = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        names = sorted(self.path.glob("segment-*.journal"))
+        for number, name in enumerate(names):
+            if name != _segment_path(self.path, number):
+                raise JournalError(f"{_segment_path(self.path, number)}, offset 0: the segment is missing")
+            self.segment, self.end = number, 0
+            data = name.read_bytes()
+            while self.end < len(data):
+                parsed = _parse(data, self.end, name, self.end)
+                if parsed is None:
+                    if number + 1 < len(names):
+                        raise JournalError(f"{name}, offset {self.end}: the segment ends inside a record")
+                    return
+                entry, stop = parsed
+                entry = attrs.evolve(entry, place=Offset(number, self.end))
+                first = self.end == 0
+                if entry.sequence != self.sequence or first != (entry.kind == "segment"):
+                    raise JournalError(
+                        f"{name}, offset {self.end}: got record {entry.sequence} of kind {entry.kind}; expected "
+                        f"record {self.sequence}{', which begins the segment' if first else ''}"
+                    )
+                if first and entry.fields.get("segment") != number:
+                    raise JournalError(f"{name}, offset 0: got segment {entry.fields.get('segment')} under this name")
+                self.end, self.sequence = stop, self.sequence + 1
+                if not first:
+                    yield entry
+            if not data and number + 1 < len(names):
+                raise JournalError(f"{name}, offset 0: the segment is empty")
+
+
+def _recovered(path: Path) -> _Walk:
+    """Read everything and cut a torn tail off; where the last good record ends."""
+    walk = _Walk(path)
+    for _ in walk:
+        pass
+    name = _segment_path(path, walk.segment)
+    if name.exists() and name.stat().st_size > walk.end:
+        with name.open("r+b") as file:
+            file.truncate(walk.end)
+            os.fsync(file.fileno())
+    return walk
+
+
+def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int] | None:
+    """The record at ``start``, and where it ends; ``None`` if the data end inside it.
+
+    Raises:
+        JournalError: it is damaged.
+    """
+    left = len(data) - start
+    if left < _HEADER.size:
+        return None
+    magic, kind, version, length, sequence, crc, header_crc = _HEADER.unpack_from(data, start)
+    if zlib.crc32(data[start : start + _SIGNED]) != header_crc:
+        if not any(data[start:]):
+            return None  # a file that was lengthened and never filled
+        raise JournalError(f"{name}, offset {offset}: damaged (the header's checksum does not fit)")
+    if (magic, version) != (_MAGIC, _VERSION) or kind >= len(_KINDS):
+        raise JournalError(f"{name}, offset {offset}: a record of version {version}, kind {kind}; this is version 1")
+    body, stop = start + _HEADER.size, start + _HEADER.size + length
+    if stop > len(data):
+        return None
+    payload = memoryview(data)[body:stop]
+    if zlib.crc32(payload) != crc:
+        raise JournalError(f"{name}, offset {offset}: damaged (the record's checksum does not fit)")
+    try:
+        fields, columns = unpacked(payload)
+    except (struct.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise JournalError(f"{name}, offset {offset}: the record is sound and makes no sense: {error}") from None
+    return Entry(_KINDS[kind], sequence, fields, columns, Offset(0, offset)), stop
+
+
+def _segment_path(path: Path, number: int) -> Path:
+    return path / f"segment-{number:06d}.journal"

@@ -1,0 +1,260 @@
+"""Stored samples as Parquet: token columns typed, everything free-form as JSON text.
+
+Invariant: :func:`read` gives back the rows that were written, as JSON would: float32 logprobs bit for bit. A file is
+written and read a few rows at a time, so its size costs no memory. Every page has its checksum, and what :func:`encode`
+made has one of the whole file, in the footer. Needs pyarrow (extra ``parquet``), which is imported
+when a file is written or read, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import mmap
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import msgspec
+
+from rollouts.errors import ConfigError
+
+__all__ = ["JSON_COLUMNS", "RowWriter", "available", "damage_in", "encode", "group_indices", "read", "read_some"]
+
+JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
+"""Columns whose content has no fixed shape; each holds one JSON text."""
+
+_ROWS_AT_ONCE = 512
+_TOKENS_AT_ONCE = 1 << 16
+"""What makes a row group full: a reader holds one of them."""
+
+_SEAL = b"rollouts-crc32:"
+_UNSEALED = b"00000000"
+"""Stands in the footer after :data:`_SEAL` until the checksum of the file, with this in it, takes its place."""
+
+
+def available() -> bool:
+    """Is pyarrow installed?"""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+class RowWriter:
+    """Writes stored samples one after another to an open file (zstd).
+
+    Args:
+        file: where to; it is not closed.
+        to_json: writes the free-form columns.
+        notes: for the footer.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        to_json: Callable[[Any], bytes] = msgspec.json.encode,
+        notes: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._pyarrow, parquet = _pyarrow()
+        self._to_json = to_json
+        self._schema = _schema(self._pyarrow)
+        self._file = parquet.ParquetWriter(file, self._schema, compression="zstd", write_page_checksum=True)
+        if notes:
+            self._file.add_key_value_metadata(notes)
+        self._waiting: list[dict[str, Any]] = []
+        self._tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._flush()
+        self._file.close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a row."""
+        texts = {name: self._to_json(row[name]).decode() for name in JSON_COLUMNS}
+        spans = [{"version": version, "start": start, "stop": stop} for version, start, stop in row["versions"]]
+        self._waiting.append({**row, **texts, "versions": spans})
+        self._tokens += len(row["tokens"])
+        if len(self._waiting) >= _ROWS_AT_ONCE or self._tokens >= _TOKENS_AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._file.write_table(self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema))
+        self._waiting.clear()
+        self._tokens = 0
+
+
+def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msgspec.json.encode) -> bytes:
+    """A Parquet file of stored samples.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    buffer = io.BytesIO()
+    with RowWriter(buffer, to_json, {"rollouts": _SEAL + _UNSEALED}) as writer:
+        for row in rows:
+            writer.write(row)
+    start, crc = _sealed_at(buffer.getvalue())
+    buffer.seek(start)
+    buffer.write(b"%08x" % crc)
+    return buffer.getvalue()
+
+
+def _sealed_at(data: bytes | mmap.mmap) -> tuple[int, int]:
+    """Where the checksum of a file stands, -1 if nowhere; and what it should be."""
+    start = data.rfind(_SEAL) + len(_SEAL)
+    if start < len(_SEAL):
+        return -1, 0
+    with memoryview(data) as view:
+        crc = zlib.crc32(_UNSEALED, zlib.crc32(view[:start]))
+        return start, zlib.crc32(view[start + len(_UNSEALED) :], crc)
+
+
+def damage_in(path: Path) -> str | None:
+    """What is no longer as :func:`encode` made it, and where; ``None`` if nothing is.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return "damaged (it is empty)"
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start, crc = _sealed_at(data)
+            if start >= 0 and data[start : start + len(_UNSEALED)] == b"%08x" % crc:
+                return None
+    where = "in its footer, or between its columns"
+    try:
+        with _opened(path) as parquet:
+            first = 1
+            for number in range(parquet.num_row_groups):
+                last = first + parquet.metadata.row_group(number).num_rows - 1
+                where = f"in rows {first} to {last}"
+                for column in parquet.schema_arrow.names:
+                    where = f"in rows {first} to {last}, column {column}"
+                    parquet.read_row_group(number, columns=[column])
+                first = last + 1
+            where = "in its footer, or between its columns"
+    except Exception as error:  # noqa: BLE001 - a damaged file may make a library raise anything
+        return f"damaged {where} ({error})"
+    return f"damaged {where} (the checksum of the file does not fit)"
+
+
+def _opened(path: Path) -> Any:
+    return _pyarrow()[1].ParquetFile(path, page_checksum_verification=True)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file one after another.
+
+    Raises:
+        ConfigError: pyarrow is not installed, or the file is damaged.
+    """
+    yield from _rows(path, lambda file: file.iter_batches(batch_size=16))
+
+
+def read_some(path: Path, start: int, count: int) -> list[dict[str, Any]]:
+    """So many rows from one on, counted from 0, without reading the file up to there.
+
+    Raises:
+        ConfigError: as :func:`read`.
+    """
+
+    def tables(file: Any) -> Iterator[Any]:
+        before = 0
+        for number in range(file.num_row_groups):
+            after = before + file.metadata.row_group(number).num_rows
+            if after > start and before < start + count:
+                first = max(start - before, 0)
+                yield file.read_row_group(number).slice(first, start + count - before - first)
+            before = after
+
+    return list(_rows(path, tables))
+
+
+def group_indices(path: Path) -> list[int]:
+    """The group of each row, without reading anything else.
+
+    Raises:
+        ConfigError: as :func:`read`.
+    """
+    with _damage_told(path), _opened(path) as file:
+        groups: list[int] = file.read(columns=["group_index"]).column(0).to_pylist()
+    return groups
+
+
+def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    with _damage_told(path), _opened(path) as file:
+        for table in tables(file):
+            for row in table.to_pylist():
+                row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
+                row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+                yield row
+
+
+@contextlib.contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    pyarrow, _ = _pyarrow()
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, KeyError, TypeError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: corrupted, not a Parquet file of samples ({error})") from None
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    if not available():
+        raise ConfigError.of("format", "parquet", 'pyarrow, which is not installed: pip install "rollouts[parquet]"')
+    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+
+
+def _schema(pa: Any) -> Any:
+    span = {"version": pa.string(), "start": pa.int32(), "stop": pa.int32()}
+    completion = {
+        "request_id": pa.string(),
+        "start": pa.int32(),
+        "stop": pa.int32(),
+        "finish_reason": pa.string(),
+        "prompt_digest": pa.int64(),
+        "cached_tokens": pa.int32(),
+        "seconds": pa.float64(),
+    }
+    digests = {"tokens": pa.int64(), "loss_mask": pa.int64(), "rollout_log_probs": pa.int64()}
+    columns = {
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.int8()),
+        "rollout_log_probs": pa.list_(pa.float32()),
+        "response_length": pa.int32(),
+        "reward": pa.float64(),
+        "metadata": pa.string(),
+        "label": pa.string(),
+        "group_index": pa.int64(),
+        "index": pa.int64(),
+        "rollout_id": pa.int64(),
+        "status": pa.string(),
+        "stop_reason": pa.string(),
+        "versions": pa.list_(pa.struct(span)),
+        "messages": pa.string(),
+        "completions": pa.list_(pa.struct(completion)),
+        "metrics": pa.string(),
+        "failure": pa.string(),
+        "history": pa.string(),
+        "step_rewards": pa.list_(pa.float64()),
+        "outcome": pa.string(),
+        "reason": pa.string(),
+        "batch": pa.int64(),
+        "digests": pa.struct(digests),
+    }
+    return pa.schema([pa.field(name, kind) for name, kind in columns.items()])

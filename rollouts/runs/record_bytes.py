@@ -1,0 +1,83 @@
+"""Records as bytes: plain fields, and per-token columns as they are held, 9 bytes a token.
+
+    payload = length u32 · MessagePack fields · tokens int32[n] · mask uint8[n] · logprobs float32[n]   (little-endian)
+
+Invariant: columns come back bit for bit; fields come back as plain data. The journal writes records to disk, workers
+send them to the process that they work for. This module knows neither.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.agent.turn_log import Turn
+from rollouts.runs.plain_data import to_msgpack
+from rollouts.training.types import Sample, with_current_names
+
+__all__ = ["LENGTH", "Columns", "packed", "sample_of", "turn_of", "unpacked"]
+
+LENGTH = struct.Struct("<I")
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """The per-token columns of a record; all of one length."""
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32] | None
+
+    @classmethod
+    def of(cls, held: Sample | Turn) -> Columns:
+        """Those of a sample or a turn."""
+        if isinstance(held, Turn):
+            return cls(held.tokens, held.mask, held.logprobs)
+        return cls(*held.columns)
+
+    def to_bytes(self) -> bytes:
+        parts = [np.ascontiguousarray(self.tokens, "<i4").data, np.ascontiguousarray(self.mask, np.bool_).data]
+        if self.logprobs is not None:
+            parts.append(np.ascontiguousarray(self.logprobs, "<f4").data)
+        return b"".join(parts)
+
+
+def packed(fields: Mapping[str, Any], columns: Columns | None) -> tuple[bytes, bytes]:
+    """Fields and columns of a record; a payload is the length of the first, the first, and the second."""
+    if columns is None:
+        return to_msgpack(fields), b""
+    shape = [len(columns.tokens), columns.logprobs is not None]
+    return to_msgpack({**fields, "columns": shape}), columns.to_bytes()
+
+
+def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
+    """Read a payload; the columns are copies."""
+    (size,) = LENGTH.unpack_from(payload)
+    fields = msgspec.msgpack.decode(payload[LENGTH.size : LENGTH.size + size], type=dict[str, Any])
+    shape = fields.pop("columns", None)
+    if shape is None:
+        return fields, None
+    buffers = payload[LENGTH.size + size :]
+    count, has_logprobs = shape
+    tokens = np.frombuffer(buffers, "<i4", count).astype(np.int32)
+    mask = np.frombuffer(buffers, np.uint8, count, 4 * count).astype(np.bool_)
+    logprobs = np.frombuffer(buffers, "<f4", count, 5 * count).astype(np.float32) if has_logprobs else None
+    return fields, Columns(tokens, mask, logprobs)
+
+
+def sample_of(fields: Mapping[str, Any], columns: Columns) -> Sample:
+    """A sample of what :meth:`Sample.fields_to_dict` gave, and its columns."""
+    held = {"tokens": columns.tokens, "loss_mask": columns.mask, "rollout_log_probs": columns.logprobs}
+    return Sample.from_dict({**fields, **held})
+
+
+def turn_of(fields: Mapping[str, Any], columns: Columns) -> Turn:
+    """A turn of its ``number`` and its fields under ``turn``, and its columns."""
+    assert columns.logprobs is not None, "a turn has logprobs"
+    return Turn(fields["number"], columns.tokens, columns.mask, columns.logprobs, with_current_names(fields["turn"]))

@@ -1,0 +1,137 @@
+"""A recorded run played again, without a server and without its environments.
+
+Invariant: every sample that comes back is equal to the stored one in every field, token for token and bit for bit, or
+the first place that differs is an error. What a clock or the fate of the process counted (``CIRCUMSTANCES``) is taken
+from the store. Groups that failed are left out: a failure is told by its traceback, which is that of its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from rollouts.errors import ConfigError, ReplayDiverged
+from rollouts.recipe import Recipe
+from rollouts.runs.folder import JOURNAL, check_outside, read_info
+from rollouts.runs.plain_data import to_json
+from rollouts.runs.reader import load_run
+from rollouts.runs.recording import Recording, Tape, replayed_from
+from rollouts.runs.run_journal import RunHistory
+from rollouts.training.failures import FailureStats
+from rollouts.training.group_runner import GroupRunner
+from rollouts.training.types import Sample
+
+__all__ = ["CIRCUMSTANCES", "Replayed", "replay"]
+
+CIRCUMSTANCES = (
+    "environment_seconds",
+    "attempts",
+    "turns_before_resume",
+    "restarted_at_resume",
+    "unfit_turns_at_resume",
+    "snapshot_failures",
+)
+"""Metrics that are none of the rollout's own."""
+
+
+@attrs.frozen
+class Replayed:
+    """What was played again and found equal."""
+
+    groups: int
+    samples: int
+    left_out: int
+    """Groups that failed."""
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples in {self.groups} groups are equal, {self.left_out} failed groups left out"
+
+
+async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed:
+    """Play every settled group of a recorded run again, and compare.
+
+    Args:
+        run: the run's folder.
+        recipe: the one that it was made with, or what has become of it.
+        out: a file for the samples that were played, one a line.
+
+    Raises:
+        ReplayDiverged: a rollout came to something else: it asked for another thing, or a field differs.
+        ConfigError: the run was not recorded, the recipe is of other data or sizes, or ``out`` lies among the files of
+            a run.
+        JournalError: the recording is damaged.
+    """
+    if out is not None:
+        check_outside(out, "--out")
+    recording = Recording(run)
+    info = read_info(run)
+    _check_same(info, RunHistory.read(run / JOURNAL), recipe)
+    stored = load_run(run, "all")
+    indices = stored.group_indices
+    buffer = recipe.data_buffer
+    buffer.go_on_after(max(indices, default=-1) + 1, indices)
+    tapes: dict[int, Tape] = {}
+
+    def tape_of(index: int) -> Tape:
+        tapes[index] = recording.tape(index)
+        return tapes[index]
+
+    generate_fn = replayed_from(recipe.config.generate_fn, tape_of, recipe.environment_cls, info.get("server") or {})
+    config = attrs.evolve(
+        recipe.config, generate_fn=generate_fn, filter_fn=None, max_attempts=1, failures={}, failure_budget=None
+    )
+    player = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
+    groups = samples = 0
+    with (out or Path("/dev/null")).open("wb") as file:
+        for group_index in indices:
+            before = stored.group(group_index)
+            if any(sample.failure for sample in before):
+                continue
+            tapes.clear()
+            group = await player.run(buffer.take_by_index(group_index), {})
+            for tape in tapes.values():
+                tape.check()
+            _compare(before, group.samples)
+            file.writelines(to_json(sample.to_dict()) + b"\n" for sample in group.samples)
+            groups, samples = groups + 1, samples + len(before)
+    return Replayed(groups, samples, len(indices) - groups)
+
+
+def _check_same(info: Mapping[str, Any], history: RunHistory, recipe: Recipe) -> None:
+    then = history.runs[0] if history.runs else {}
+    if then.get("data") != recipe.data_buffer.fingerprint:
+        raise ConfigError.of("recipe, data", recipe.data_buffer, "the seed and the prompts that the run was made with")
+    size = recipe.config.n_samples_per_prompt
+    if size != then.get("n_samples_per_prompt"):
+        raise ConfigError.of("recipe, n_samples_per_prompt", size, f"{then.get('n_samples_per_prompt')}, as in the run")
+
+
+def _compare(stored: list[Sample], played: tuple[Sample, ...]) -> None:
+    """Find the first difference; sets what circumstances say as it is stored."""
+    if [sample.index for sample in stored] != [sample.index for sample in played]:
+        got = [sample.index for sample in played]
+        raise ReplayDiverged(f"group {stored[0].group_index}: samples {got}; expected {[s.index for s in stored]}")
+    for before, after in zip(stored, played, strict=True):
+        own = {name: value for name, value in after.metrics.items() if name not in CIRCUMSTANCES}
+        told = {name: value for name, value in before.metrics.items() if name in CIRCUMSTANCES or name in own}
+        after.metrics = {**told, **own}
+        then, now = (msgspec.json.decode(to_json(sample.to_dict())) for sample in (before, after))
+        for name, value in then.items():
+            if now[name] != value:
+                failure = f" ({after.failure.message})" if after.failure else ""
+                raise ReplayDiverged(
+                    f"group {before.group_index} · index {before.index}, {name}{_difference(now[name], value)}{failure}"
+                )
+
+
+def _difference(got: Any, expected: Any) -> str:
+    if isinstance(got, list) and isinstance(expected, list):
+        for position, (one, other) in enumerate(zip(got, expected, strict=False)):
+            if one != other:
+                return f", position {position}: got {one!r}; expected {other!r}"
+        return f": got {len(got)} entries; expected {len(expected)}"
+    return f": got {got!r}; expected {expected!r}"

@@ -1,0 +1,184 @@
+"""A recipe run to its end: batches filled, written, and everything accounted for.
+
+Invariant: however a run ends (finished, asked to stop, out of data, an error), every settled group is on disk in one
+place and ``run.json`` says where each prompt went. This module knows neither the command line nor the display; they
+hand it a stop and an observer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from rollouts.concurrency.boundary import function_name
+from rollouts.concurrency.gc_pauses import calm_collector
+from rollouts.errors import RolloutsError, shortened
+from rollouts.recipe import Recipe
+from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.writer import RunStatus, RunWriter
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.manager_state import ManagerState
+from rollouts.training.metrics import Accounting, RunMetrics
+
+__all__ = ["RunResult", "Stop", "Watch", "observe", "run"]
+
+
+class Stop:
+    """Asks a run to end: cleanly, keeping what is finished; with an error where there is one to tell."""
+
+    def __init__(self) -> None:
+        self.error: RolloutsError | None = None
+        self._asked = anyio.Event()
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.is_set()
+
+    def ask(self, error: RolloutsError | None = None) -> None:
+        self.error = self.error or error
+        self._asked.set()
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+
+@attrs.frozen
+class RunResult:
+    """How a run ended."""
+
+    status: RunStatus
+    accounting: Accounting
+    unbatched: int
+    """Of the prompts returned: those whose groups were accepted and are in no batch."""
+    run_metrics: RunMetrics
+    batches: int
+    batch_metrics: tuple[Mapping[str, float], ...]
+    seconds: float
+    error: RolloutsError | None = None
+    """Why it ended early, when it was not asked to."""
+
+
+Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
+"""An observer that runs beside the work and is cancelled at its end."""
+
+
+async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+    """Await an observer: what it raises is reported on standard error and ends the observer, never the work."""
+    try:
+        await watch(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - rich raises SystemExit where its pipe is closed
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run goes on"
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed, too
+            print(text, file=sys.stderr, flush=True)
+
+
+async def run(
+    recipe: Recipe,
+    writer: RunWriter,
+    *,
+    stop: Stop | None = None,
+    watch: Watch | None = None,
+    run_journal: RunJournal | None = None,
+    state: ManagerState | None = None,
+) -> RunResult:
+    """Fill ``recipe.batches`` batches and write them; end early when asked, when data run dry, or at an error.
+
+    Args:
+        recipe: what to do.
+        writer: where batches and groups go.
+        stop: asks for an early end.
+        watch: an observer; what it raises costs the run nothing, see :func:`observe`.
+        run_journal: where everything is journaled before it counts; without one the run cannot be resumed.
+        state: where an earlier process left off, with the recipe's buffer set accordingly.
+
+    Returns:
+        How it ended; the reason of an early end is in ``error``, and in ``run.json``.
+    """
+    with calm_collector():  # a pause of the collector is a pause of every rollout
+        return await _run(recipe, writer, stop, watch, run_journal, state)
+
+
+async def _run(
+    recipe: Recipe,
+    writer: RunWriter,
+    stop: Stop | None,
+    watch: Watch | None,
+    run_journal: RunJournal | None,
+    state: ManagerState | None,
+) -> RunResult:
+    stop = stop or Stop()
+    began = anyio.current_time()
+    error: BaseException | None = None
+    finished = False
+    metrics: list[Mapping[str, float]] = []
+    manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group, rollout_log=run_journal)
+    if state is not None:
+        manager.restore(state)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
+            if watch is not None:
+                tasks.start_soon(observe, watch, manager)
+            try:
+                async with manager:
+                    for _ in range(manager.batches, recipe.batches):
+                        await _one_batch(manager, writer, run_journal)
+                        metrics.append(manager.metrics)
+                finished = True
+            except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
+                error = raised
+            tasks.cancel_scope.cancel()
+    finally:
+        if stop.asked and not finished:
+            error = stop.error
+        status: RunStatus = "finished" if finished else "failed" if error else "stopped"
+        accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
+        with anyio.CancelScope(shield=True):
+            finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
+            try:
+                await anyio.to_thread.run_sync(finish)
+            except OSError as full:  # the journal has everything that the files lack
+                text = f"the end of the run cannot be written to {writer.path}: {full}; rollouts run --resume goes on"
+                status, error = "failed", error or RolloutsError(text)
+    if error is not None and not isinstance(error, RolloutsError):
+        raise error
+    seconds = anyio.current_time() - began
+    return RunResult(status, accounting, unbatched, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
+
+
+async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journal: RunJournal | None) -> None:
+    samples = await manager.generate_batch()
+    with anyio.CancelScope(shield=True):  # what is handed out is written, whoever stops us now
+        if run_journal is not None:
+            await run_journal.journal.sync()  # a batch that has a file is sealed in the journal, on disk
+        try:
+            await anyio.to_thread.run_sync(
+                writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)
+            )
+        except OSError as error:
+            raise RolloutsError(f"batch {writer.batches} cannot be written to {writer.path}: {error}") from error
+
+
+async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:
+    await stop.wait()
+    scope.cancel()
+
+
+def _settled(accounting: Accounting, in_batch: int) -> tuple[Accounting, int]:
+    """The accounting of a run that has ended, and how many accepted groups are in none of its ``in_batch`` groups.
+
+    Their prompts count as returned: no trainer has seen them. A batch that could not be written is among them.
+    """
+    unbatched = accounting.ready + accounting.in_batch - in_batch
+    returned = accounting.returned + unbatched
+    return attrs.evolve(accounting, in_batch=in_batch, ready=0, returned=returned), unbatched

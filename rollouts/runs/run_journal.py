@@ -1,0 +1,336 @@
+"""What a run has done, in its journal: written as it happens, and read back when it goes on.
+
+Invariant: what the manager counts as finished was on disk before. A group is settled by one record, a batch sealed by
+one record, and both stand behind the samples that they speak of; so every prefix of the journal is a state that the run
+was in. Tokens that the records of turns hold are not written again with the sample.
+
+Reading holds places, not samples, so its memory does not grow with the tokens. This module knows the records and no
+scheduler, no folder but the journal's, and no file beside it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.agent.turn_log import Turn, TurnLog
+from rollouts.dtypes import Prompt
+from rollouts.errors import JournalError
+from rollouts.runs.journal import Entry, Journal, Offset, read_entry, read_journal
+from rollouts.runs.plain_data import to_msgpack
+from rollouts.runs.record_bytes import Columns, sample_of, turn_of
+from rollouts.training.compact_record import CompactRecord
+from rollouts.training.metrics import RunMetrics
+from rollouts.training.types import RECORDED, Group, Outcome, Sample
+
+__all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Rollout:
+    """What the journal has of one rollout that is finished."""
+
+    branches: list[Offset]
+    whole: int
+    """How many branches there are; fewer places mean that the writer died between them."""
+    turns: tuple[Offset, ...]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.branches) == self.whole
+
+
+@attrs.frozen
+class SealedBatch:
+    """One batch that was handed out."""
+
+    number: int
+    groups: tuple[int, ...]
+    metrics: Mapping[str, float]
+    accounting: Mapping[str, int]
+
+
+@attrs.define
+class RunHistory:
+    """Everything that a journal says of its run."""
+
+    path: Path
+    runs: list[dict[str, Any]] = attrs.field(factory=list)
+    """How it was started, and how each time it was resumed."""
+    taken: int = 0
+    """How often a prompt was taken, also again."""
+    groups: int = 0
+    """How many group indices were given out."""
+    rollouts: dict[int, Rollout] = attrs.field(factory=dict)
+    """Finished ones, by index."""
+    turns: dict[int, list[Offset]] = attrs.field(factory=dict)
+    """Turns of rollouts that are not finished."""
+    attempts: dict[int, int] = attrs.field(factory=dict)
+    """Attempts that failed, of rollouts that are not finished."""
+    settled: dict[int, tuple[Outcome, str, tuple[int, ...]]] = attrs.field(factory=dict)
+    """Outcome, reason and rollouts of each settled group."""
+    sealed: list[SealedBatch] = attrs.field(factory=list)
+    totals: RunMetrics = attrs.field(factory=RunMetrics)
+
+    @classmethod
+    def read(cls, path: Path) -> RunHistory:
+        """Read a whole journal.
+
+        Raises:
+            JournalError: it is damaged.
+        """
+        history = cls(path)
+        for entry in read_journal(path):
+            history._add(entry)
+        return history
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Groups that came to no end."""
+        return [number for number in range(self.groups) if number not in self.settled]
+
+    @property
+    def ready(self) -> list[int]:
+        """Accepted groups that are in no batch."""
+        in_batch = {number for batch in self.sealed for number in batch.groups}
+        kept = (number for number, (outcome, _, _) in self.settled.items() if outcome == "kept")
+        return sorted(number for number in kept if number not in in_batch)
+
+    def samples(self, index: int) -> list[Sample]:
+        """The samples of one finished rollout, by its index."""
+        rollout = self.rollouts[index]
+        return [self._sample(read_entry(self.path, place), rollout) for place in rollout.branches]
+
+    def group_samples(self, group_index: int) -> list[Sample]:
+        """The samples of one settled group, in order."""
+        return [sample for index in self.settled[group_index][2] for sample in self.samples(index)]
+
+    def read_turns(self, index: int) -> list[Turn]:
+        """The turns of a rollout that is not finished."""
+        return [_turn(read_entry(self.path, place)) for place in self.turns.get(index, ())]
+
+    def _add(self, entry: Entry) -> None:
+        fields = entry.fields
+        match entry.kind:
+            case "run":
+                self.runs.append(fields)
+            case "taken":
+                self.taken += 1
+                self.groups = max(self.groups, fields["group"] + 1)
+            case "turn" | "attempt":
+                if entry.kind == "attempt":
+                    self.attempts[fields["index"]] = fields["attempt"]
+                if entry.columns is None or fields["first"]:
+                    self.turns.pop(fields["index"], None)
+                if entry.columns is not None:
+                    self.turns.setdefault(fields["index"], []).append(entry.place)
+            case "sample":
+                index, branch = fields["index"], fields["branch"]
+                if branch == 0:
+                    turns = self.turns.pop(index, None)
+                    before = self.rollouts.get(index)
+                    places = tuple(turns) if turns is not None else before.turns if before is not None else ()
+                    self.rollouts[index] = Rollout([], fields["branches"], places)
+                self.rollouts[index].branches.append(entry.place)
+                self.attempts.pop(index, None)
+            case "group":
+                if fields["group"] in self.settled:  # accepted before, and then too old
+                    self.totals.reasons[fields["reason"]] += 1
+                else:
+                    self.totals.count(fields["outcome"], fields["reason"], fields["lengths"], fields["rewards"])
+                self.settled[fields["group"]] = (fields["outcome"], fields["reason"], tuple(fields["rollouts"]))
+            case "sealed":
+                number, groups = fields["batch"], tuple(fields["groups"])
+                self.sealed.append(SealedBatch(number, groups, fields["metrics"], fields["accounting"]))
+                self.totals.take_lengths()
+
+    def _sample(self, entry: Entry, rollout: Rollout) -> Sample:
+        assert entry.columns is not None, "a sample has columns"
+        columns = entry.columns
+        if entry.fields["from"]:
+            held = [read_entry(self.path, place).columns for place in rollout.turns]
+            columns = _joined([*(part for part in held if part is not None), columns])
+        if len(columns.tokens) != entry.fields["length"]:
+            where = f"segment {entry.place.segment}, offset {entry.place.offset}"
+            raise JournalError(f"{self.path}, {where}: {len(columns.tokens)} tokens of {entry.fields['length']}")
+        return sample_of(entry.fields["sample"], columns)
+
+
+def _turn(entry: Entry) -> Turn:
+    assert entry.columns is not None, "a turn has columns"
+    return turn_of(entry.fields, entry.columns)
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    return Columns(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.mask for part in parts]),
+        np.concatenate(logprobs) if len(logprobs) == len(parts) else None,
+    )
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Held:
+    """What the turns of a rollout hold of its columns."""
+
+    length: int = 0
+    digests: tuple[int, int, int] = (0, 0, 0)
+
+    def with_more(self, columns: Columns) -> _Held:
+        return _Held(self.length + len(columns.tokens), _digests(columns, self.digests))
+
+
+@attrs.frozen(eq=False)
+class _Written:
+    """What tells whether a sample has changed since it was written."""
+
+    told: CompactRecord | None
+    """Its records, where they are held so that nobody can change them."""
+    fields: bytes
+    """The others; all of them, where none are."""
+    columns: tuple[npt.NDArray[Any] | int | None, ...]
+    """Columns that nobody can change; the checksums of others."""
+
+    @classmethod
+    def of(cls, sample: Sample, fields: Mapping[str, Any] | None = None) -> _Written:
+        """Of a sample, and its fields where they are at hand."""
+        told = sample.told
+        if fields is None:
+            fields = sample.fields_to_dict(records=told is None)
+        if told is not None:
+            fields = {name: value for name, value in fields.items() if name not in RECORDED}
+        return cls(told, to_msgpack(fields), tuple(map(_fingerprint, sample.columns)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Written) or self.told is not other.told or self.fields != other.fields:
+            return False
+        return all(
+            mine is its if isinstance(mine, np.ndarray) else not isinstance(its, np.ndarray) and mine == its
+            for mine, its in zip(self.columns, other.columns, strict=True)
+        )
+
+
+def _fingerprint(column: npt.NDArray[Any] | None) -> npt.NDArray[Any] | int | None:
+    return zlib.crc32(column.tobytes()) if column is not None and column.flags.writeable else column
+
+
+class RunJournal:
+    """Writes what happens in a run.
+
+    Args:
+        journal: where to.
+        turns: of rollouts that an earlier process left unfinished, by index.
+    """
+
+    def __init__(self, journal: Journal, turns: Mapping[int, Sequence[Turn]] | None = None) -> None:
+        self.journal = journal
+        self._earlier = dict(turns or {})
+        self._held: dict[int, _Held] = {}
+        self._written: dict[int, list[_Written]] = {}
+
+    def __repr__(self) -> str:
+        return f"<RunJournal in {self.journal!r}>"
+
+    def began(self, description: Mapping[str, Any]) -> None:
+        """The run begins, or goes on."""
+        self.journal.append("run", description)
+
+    def taken(self, prompt: Prompt) -> None:
+        """A prompt was taken from the buffer."""
+        self.journal.append("taken", {"group": prompt.group_index})
+
+    def turn_log(self, index: int) -> TurnLog:
+        """Where one attempt at a rollout keeps its turns; with those that an earlier process kept."""
+        turns = self._earlier.pop(index, ())
+        self._held[index] = held = _Held()
+        for turn in turns:
+            held = self._held[index] = held.with_more(Columns.of(turn))
+
+        async def save(turn: Turn | None) -> None:
+            if turn is None:
+                self._held[index] = _Held()
+                self.journal.append("turn", {"index": index, "first": True})
+            else:
+                columns, first = Columns.of(turn), turn.number == 1
+                held = _Held() if first else self._held[index]
+                fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
+                self.journal.append("turn", fields, columns)
+                self._held[index] = held.with_more(columns)
+            await self.journal.commit()
+
+        return TurnLog(save, turns)
+
+    def attempt_lost(self, index: int, attempt: int, samples: Sequence[Sample]) -> None:
+        """An attempt at a rollout failed; its turns are worth nothing."""
+        self._held.pop(index, None)
+        failure = next((sample.failure for sample in samples if sample.failure), None)
+        why = {} if failure is None else {"kind": failure.kind, "message": failure.message}
+        self.journal.append("attempt", {"index": index, "attempt": attempt, "first": True, "failure": why})
+
+    async def finished(self, samples: Sequence[Sample]) -> None:
+        """A rollout is finished and scored; returns when it is on disk."""
+        assert samples[0].index is not None, "the manager numbers its rollouts"
+        self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
+        await self.journal.commit()
+
+    async def settled(self, group: Group) -> None:
+        """A group came to its end; returns when that is on disk. Samples that changed since are written again."""
+        rollouts: dict[int, list[Sample]] = {}
+        for sample in group.samples:
+            assert sample.index is not None, "the manager numbers its rollouts"
+            rollouts.setdefault(sample.index, []).append(sample)
+        for index, samples in rollouts.items():
+            if self._written.pop(index, None) != [_Written.of(sample) for sample in samples]:
+                self._append(samples)
+            self._held.pop(index, None)
+        fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
+        rewards = [sample.reward for sample in group.samples]
+        lengths = [sample.sampled_tokens for sample in group.samples]
+        self.journal.append("group", {**fields, "rollouts": list(rollouts), "rewards": rewards, "lengths": lengths})
+        await self.journal.commit()
+
+    def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Any) -> None:
+        """A batch is handed out."""
+        fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
+        self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
+
+    def _append(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        """Append the records of a rollout; gives the fields of its samples."""
+        index = samples[0].index
+        assert index is not None, "the manager numbers its rollouts"
+        held = self._held.get(index, _Held()) if len(samples) == 1 else _Held()
+        told = [sample.fields_to_dict() for sample in samples]
+        for branch, sample in enumerate(samples):
+            columns = Columns.of(sample)
+            start = held.length
+            if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != held.digests):
+                start = 0
+            fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
+            fields |= {"length": len(sample), "sample": told[branch]}
+            self.journal.append("sample", fields, _cut(columns, start, len(sample)))
+        return told
+
+
+def _cut(columns: Columns, start: int, stop: int) -> Columns:
+    logprobs = None if columns.logprobs is None else columns.logprobs[start:stop]
+    return Columns(columns.tokens[start:stop], columns.mask[start:stop], logprobs)
+
+
+def _digests(columns: Columns, start: tuple[int, int, int] = (0, 0, 0)) -> tuple[int, int, int]:
+    logprobs = b"" if columns.logprobs is None else columns.logprobs.tobytes()
+    parts = (columns.tokens.tobytes(), columns.mask.tobytes(), logprobs)
+    tokens, mask, numbers = (zlib.crc32(part, crc) for part, crc in zip(parts, start, strict=True))
+    return tokens, mask, numbers

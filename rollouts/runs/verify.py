@@ -1,0 +1,318 @@
+"""Laws 1 to 5, derived again from what a run left on disk, for every sample.
+
+Invariant: what a checksum contradicts is not used, and what can be computed is computed again: a request's checksum
+from the tokens stored before it, the mask from the completions, the accounting from the files. A violation names file,
+line, sample and position; of each column of a sample the first one is reported. This module knows neither the manager
+nor the loop whose work it checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from rollouts.errors import ConfigError, JournalError
+from rollouts.runs.damage import find_damage, is_covered
+from rollouts.runs.folder import JOURNAL, Row, StoredOutcome, read_file, read_info, run_files
+from rollouts.runs.run_journal import RunHistory
+from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
+
+__all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
+
+
+@attrs.frozen
+class Spread:
+    """How far the rewards of groups differ, over groups whose samples all have one."""
+
+    groups: int
+    with_spread: int
+    mean_reward: float
+    mean_std: float
+    """Population standard deviation within a group, mean over groups."""
+
+    def __str__(self) -> str:
+        rewards = f"mean reward {self.mean_reward:.3f}, mean standard deviation {self.mean_std:.3f}"
+        return f"{self.with_spread} of {self.groups} groups have reward spread; {rewards}"
+
+
+@attrs.define
+class Report:
+    """What was checked, and what was found."""
+
+    checked: dict[int, Counter[str]] = attrs.field(factory=lambda: {law: Counter() for law in LAWS})
+    """For each law: how many samples, completions, tokens, groups, batches."""
+    violations: list[Violation] = attrs.field(factory=list)
+    notes: list[str] = attrs.field(factory=list)
+    """What could not be checked, and why."""
+    spread: dict[StoredOutcome, Spread] = attrs.field(factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def __str__(self) -> str:
+        broken = Counter(violation.law for violation in self.violations)
+        lines = []
+        for law, name in LAWS.items():
+            counts = ", ".join(f"{count} {what}" for what, count in self.checked[law].items()) or "nothing"
+            verdict = f"{broken[law]} violations" if broken[law] else "holds"
+            lines.append(f"law {law} ({name}): {verdict}, {counts} checked")
+        lines += [f"{place}: {spread}" for place, spread in self.spread.items()]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def verify_run(path: str | Path) -> Report:
+    """Check laws 1 to 5 on a stored run, and every checksum of its files.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    path = Path(path)
+    try:
+        info = read_info(path)
+    except ConfigError as error:
+        if not (path / "run.json").is_file():
+            raise
+        return Report(violations=[Violation(4, str(path / "run.json"), error, "what the run wrote")])
+    return _Verification(path, info).report
+
+
+@attrs.frozen
+class _Entry:
+    """A row that has the shape of a stored sample."""
+
+    row: Row
+    stored: Stored
+
+    @property
+    def place(self) -> str:
+        return f"{self.row} (group {self.stored.group_index} · index {self.stored.index})"
+
+
+class _Verification:
+    def __init__(self, run: Path, info: dict[str, Any]) -> None:
+        self.report = Report()
+        self.run = run
+        self.info = info
+        self.growing = self.info.get("status") == "running"
+        self.outcomes: dict[int, StoredOutcome] = {}
+        config = self.info.get("config")
+        config = config if isinstance(config, dict) else {}
+        self.group_size = self._size(config, "n_samples_per_prompt")
+        self.batch_size = self._size(config, "batch_size")
+        self.requests: dict[str, str] = {}
+        self.groups: dict[int, str] = {}
+        self.counts: Counter[StoredOutcome] = Counter()
+        self.batches = 0
+        self._check_bits()
+        rewards: dict[StoredOutcome, list[list[float]]] = {}
+        for place, file in run_files(run):
+            for members in self._read(place, file):
+                given = [entry.stored.reward for entry in members if entry.stored.reward is not None]
+                if len(given) == len(members):
+                    rewards.setdefault(place, []).append(given)
+        self._check_accounting()
+        self._check_journal()
+        self.report.spread = {place: _spread(groups) for place, groups in rewards.items()}
+
+    def _broken(self, law: int, place: str, got: Any, expected: str) -> None:
+        self.report.violations.append(Violation(law, place, got, expected))
+
+    def _size(self, config: dict[str, Any], name: str) -> int:
+        value = config.get(name)
+        if isinstance(value, int) and value >= 1:
+            return value
+        self._broken(5, f"{self.run / 'run.json'}, config.{name}", value, "an integer >= 1")
+        return 0
+
+    def _check_bits(self) -> None:
+        """That every file is as it was written, before anything is made of it."""
+        if not is_covered(self.info):
+            self.report.notes.append(
+                "its files have no checksums: a changed bit of a text may go unseen (of columns and the journal, none)"
+            )
+            return
+        for place, got in find_damage(self.run, growing=self.growing):
+            self._broken(4, place, got, "every bit as it was written")
+
+    # -- files and groups --
+
+    def _read(self, place: StoredOutcome, file: str) -> Iterator[list[_Entry]]:
+        """Check one file; gives its groups."""
+        number = None
+        if place == "kept":
+            number, self.batches = self.batches, self.batches + 1
+            self.report.checked[5]["batches"] += 1
+            name = f"batch-{number:06d}"
+            if Path(file).stem != name:
+                self._broken(5, str(self.run / file), Path(file).stem, f"{name}: batches are numbered without a gap")
+        entries = self._entries(place, file, number)
+        last = -1
+        groups = 0
+        for group_index, members in itertools.groupby(entries, key=lambda entry: entry.stored.group_index):
+            group = list(members)
+            groups += 1
+            if place == "kept" and group_index < last:
+                self._broken(5, group[0].place, f"group {group_index} after group {last}", "groups in order")
+            last = group_index
+            self._check_group(group, place)
+            yield group
+        if place == "kept" and self.batch_size and groups != self.batch_size:
+            self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
+
+    def _entries(self, place: StoredOutcome, file: str, batch: int | None) -> Iterator[_Entry]:
+        try:
+            for row in read_file(self.run, place, file, growing=self.growing):
+                try:
+                    entry = _Entry(row, msgspec.convert(row.data, Stored))
+                except msgspec.ValidationError as error:
+                    self._broken(4, str(row), f"a row that is not a stored sample ({error})", "what the run wrote")
+                    continue
+                self._check_sample(entry, "kept" if place in ("kept", "unbatched") else place, batch)
+                yield entry
+        except ConfigError as error:
+            self._broken(4, str(self.run / file), error, "rows as the run wrote them")
+
+    def _check_group(self, group: Sequence[_Entry], place: StoredOutcome) -> None:
+        """Law 5 on one group, and that it stands nowhere else."""
+        head = group[0]
+        number = head.stored.group_index
+        self.counts[place] += 1
+        self.report.checked[4]["groups"] += 1
+        self.report.checked[5]["groups"] += 1
+        if number in self.groups:
+            self._broken(4, head.place, f"group {number} again", f"one place for it, and {self.groups[number]} has it")
+        self.groups[number] = str(head.row)
+        self.outcomes[number] = place
+        for entry in group:
+            for name in ("prompt", "label"):
+                if getattr(entry.stored, name) != getattr(head.stored, name):
+                    self._broken(5, f"{entry.place}, {name}", "another", f"that of {head.row}: one prompt a group")
+            if entry.stored.rollout_id != entry.stored.index:
+                got = f"rollout_id {entry.stored.rollout_id}"
+                self._broken(5, entry.place, got, "the index, shared by the branches of one rollout only")
+        if not self.group_size:
+            return
+        found = [entry.stored.index for entry in group]
+        first = number * self.group_size
+        whole = list(range(first, first + self.group_size))
+        rollouts = [index for index, _ in itertools.groupby(found)]
+        self._check_branches(group)
+        if rollouts != (whole if place != "failed" else [index for index in whole if index in found]):
+            expected = (
+                f"{first} to {whole[-1]} in order, {'each at most once' if place == 'failed' else 'no one missing'}"
+            )
+            self._broken(5, head.place, f"indices {rollouts}", expected)
+
+    def _check_branches(self, group: Sequence[_Entry]) -> None:
+        """Law 3 where a history forked: no reply is trained in two branches of one rollout."""
+        for _, members in itertools.groupby(group, key=lambda entry: entry.stored.index):
+            branches = list(members)
+            if branches[0].stored.history != "fork":
+                continue  # several sequences of one's own making: two may well have sampled the same from one prefix
+            replies: dict[tuple[int, ...], _Entry] = {}
+            for entry in branches:
+                for number, call in enumerate(entry.stored.completions):
+                    reply = (call.prompt_digest, call.start, *entry.stored.tokens[call.start : call.stop])
+                    first = replies.setdefault(reply, entry)
+                    if first is not entry:
+                        place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"
+                        self._broken(3, place, "trained again", f"once, and {first.row} trains what this request gave")
+
+    def _check_accounting(self) -> None:
+        """Law 4: the sum in run.json, and the files beside it."""
+        place = f"{self.run / 'run.json'}, accounting"
+        numbers = self.info.get("accounting")
+        if self.info.get("status") == "running":
+            self.report.notes.append(
+                "the run has no end in run.json (it goes on, or was killed): accounting not compared"
+            )
+            return
+        names = ("taken", "in_flight", "ready", "in_batch", "dropped", "failed", "returned")
+        if not isinstance(numbers, dict) or any(not isinstance(numbers.get(name), int) for name in names):
+            self._broken(4, place, numbers, f"the numbers {', '.join(names)}")
+            return
+        total = sum(numbers[name] for name in names[1:])
+        self.report.checked[4]["prompts taken"] = numbers["taken"]
+        if numbers["taken"] != total:
+            self._broken(4, f"{place}.taken", numbers["taken"], f"{total}, the sum of the others")
+        held = {
+            "in_batch": self.counts["kept"],
+            "dropped": self.counts["dropped"],
+            "failed": self.counts["failed"],
+            "in_flight": 0,
+        }
+        for name, count in held.items():
+            if numbers[name] != count:
+                self._broken(4, f"{place}.{name}", numbers[name], f"{count}, the groups that the files hold")
+        unbatched = self.counts["unbatched"]
+        if numbers["ready"] not in (0, unbatched) or numbers["ready"] + numbers["returned"] < unbatched:
+            got = f"{numbers['ready']} ready, {numbers['returned']} returned"
+            self._broken(4, place, got, f"one of them to hold the {unbatched} accepted groups that are in no batch")
+        if self.info.get("batches") != self.batches:
+            self._broken(4, f"{self.run / 'run.json'}, batches", self.info.get("batches"), f"{self.batches} files")
+
+    def _check_journal(self) -> None:
+        """Law 4 again: what the journal settled stands in the files, and the files hold nothing else."""
+        path = self.run / JOURNAL
+        if not path.is_dir():
+            self.report.notes.append("the run has no journal: it cannot be resumed")
+            return
+        try:
+            history = RunHistory.read(path)
+        except JournalError as error:
+            self._broken(4, str(path), error, "records as they were written")
+            return
+        self.report.checked[4]["settled groups in the journal"] = len(history.settled)
+        for number, place in self.outcomes.items():
+            settled = history.settled.get(number)
+            outcome = "kept" if place == "unbatched" else place
+            if settled is None or settled[0] != outcome:
+                got = f"group {number} is {settled[0] if settled else 'not settled'}"
+                self._broken(4, str(path), got, f"{outcome}, as {self.groups[number]} says")
+        missing = [number for number in history.settled if number not in self.outcomes]
+        if missing and not self.growing:
+            self._broken(4, str(path), f"groups {missing[:10]} are settled", "each in one of the run's files")
+        if self.growing:
+            finished = sum(number // max(1, self.group_size) not in history.settled for number in history.rollouts)
+            self.report.notes.append(
+                f"the journal has {len(missing)} settled groups that no file has yet, and of groups in flight "
+                f"{finished} finished rollouts and {len(history.turns)} with turns: rollouts run --resume goes on"
+            )
+
+    # -- one sample --
+
+    def _check_sample(self, entry: _Entry, outcome: str, batch: int | None) -> None:
+        stored = entry.stored
+        checked = self.report.checked
+        checked[1].update(samples=1, completions=len(stored.completions))
+        checked[2].update(samples=1, tokens=len(stored.tokens))
+        checked[3].update(samples=1, completions=len(stored.completions))
+        checked[4].update(samples=1)
+        checked[5].update(samples=1)
+        self.report.violations += check_stored(stored, entry.place)
+        for call in stored.completions:
+            if call.request_id in self.requests:
+                expected = f"one sample for each request, and {self.requests[call.request_id]} has it"
+                self._broken(3, entry.place, f"request {call.request_id} again", expected)
+            self.requests[call.request_id] = str(entry.row)
+        if (stored.outcome, stored.batch) != (outcome, batch):
+            got = f"outcome {stored.outcome!r}, batch {stored.batch}"
+            self._broken(4, entry.place, got, f"outcome {outcome!r}, batch {batch}, as the file is named")
+
+
+def _spread(groups: Sequence[Sequence[float]]) -> Spread:
+    deviations = [statistics.pstdev(rewards) for rewards in groups]
+    return Spread(
+        groups=len(groups),
+        with_spread=sum(deviation > 1e-6 for deviation in deviations),
+        mean_reward=statistics.fmean(reward for rewards in groups for reward in rewards),
+        mean_std=statistics.fmean(deviations),
+    )

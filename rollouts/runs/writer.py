@@ -1,0 +1,288 @@
+"""The writer of a run's folder (its files: ``run_folder.py``).
+
+Invariant: a group stands on disk in exactly one place. Dropped and failed groups are appended as they settle; accepted
+ones wait in memory until their batch is sealed or the run ends, and are then written whole. ``run.json`` and batches
+appear complete or not at all. A run has one writer, which holds its lock from before the first file is removed until it
+has finished. This module knows no manager, no recipe and no network: it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import attrs
+import msgspec
+
+from rollouts import __version__
+from rollouts.errors import ConfigError
+from rollouts.runs import parquet
+from rollouts.runs.checksums import CHECKSUM, sealed
+from rollouts.runs.folder import CHECKED, JOURNAL, RUN_FILES, check_outside, read_info, run_files
+from rollouts.runs.journal import LOCK
+from rollouts.runs.locks import is_locked, take_lock
+from rollouts.runs.plain_data import to_json
+from rollouts.training.metrics import Accounting
+from rollouts.training.sample_laws import column_digests
+from rollouts.training.types import Group, Outcome, Sample
+
+__all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle"]
+
+Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
+"""How batches are stored; ``auto`` is Parquet where pyarrow is installed."""
+
+RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
+
+_LOCK = ".lock"
+"""Not among the files that a new run removes: the lock of a file that is gone holds off no other writer."""
+
+_IDLE = "a run that no other process is writing to"
+
+_PACKAGES = ("anyio", "attrs", "aiohttp", "httptools", "msgspec", "numpy", "transformers", "torch", "pyarrow")
+
+
+def check_free(path: str | Path, *, overwrite: bool = False) -> None:
+    """See that a run may be written to ``path``.
+
+    Raises:
+        ConfigError: a file is there, or a run and ``overwrite`` is not set, or a run that is being written; or it lies
+            among the files of a run.
+    """
+    path = Path(path)
+    check_outside(path, "--out")
+    if path.exists() and not path.is_dir():
+        raise ConfigError.of("--out", str(path), "a folder, new or without a run in it; a file is there")
+    held = [name for name in RUN_FILES if (path / name).exists()]
+    if held and not overwrite:
+        raise ConfigError.of(
+            "--out", str(path), f"a folder without a run in it; it holds {', '.join(held)}. --overwrite replaces it"
+        )
+    check_idle(path, "--out")
+
+
+def check_idle(path: str | Path, option: str) -> None:
+    """See that no process writes the run in a folder: neither its files nor its journal.
+
+    Raises:
+        ConfigError: one does; the message names ``option``.
+    """
+    path = Path(path)
+    try:
+        written = is_locked(path / _LOCK) or is_locked(path / JOURNAL / LOCK)
+    except OSError as error:
+        raise ConfigError.of(option, str(path), f"a folder whose locks can be read ({error})") from error
+    if written:
+        raise ConfigError.of(option, str(path), _IDLE)
+
+
+class RunWriter:
+    """Writes one run.
+
+    Args:
+        path: the run's folder; made where it is not there.
+        description: what ``run.json`` says of the run from the start: recipe, seed, endpoint, server.
+        format: how batches are stored.
+        overwrite: delete the run that is there; other files in the folder stay.
+
+    Raises:
+        ConfigError: as :func:`check_free`; an unknown format; or Parquet without pyarrow.
+
+    It holds the run's lock until :meth:`finish`, or until it is no longer referred to.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        description: Mapping[str, Any] | None = None,
+        *,
+        format: Format = "auto",
+        overwrite: bool = False,
+    ) -> None:
+        if format not in ("jsonl", "parquet", "auto"):
+            raise ConfigError.of("--format", format, '"jsonl", "parquet" or "auto"')
+        if format == "parquet" and not parquet.available():
+            raise ConfigError.of("--format", format, 'pyarrow, or "jsonl": pip install "rollouts[parquet]"')
+        check_free(path, overwrite=overwrite)
+        self.path = Path(path)
+        self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
+        self.batches = 0
+        self._lock = threading.RLock()
+        self._held: dict[int, Group] = {}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._hold("--out")
+            for name in RUN_FILES:
+                _remove(self.path / name)
+            (self.path / "run.json").touch()
+        except OSError as error:
+            raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error
+        self._info: dict[str, Any] = {
+            "status": "running",
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": _versions(),
+            "format": self.format,
+            CHECKED: True,
+            **(description or {}),
+        }
+        self._write_info()
+
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunWriter:
+        """Go on with the run that is there.
+
+        Raises:
+            ConfigError: there is none, or another process writes it.
+        """
+        writer = cls.__new__(cls)
+        info = read_info(path)
+        writer.path = Path(path)
+        writer.format = info.get("format", "jsonl")
+        writer._hold("--resume")
+        writer._lock = threading.RLock()
+        writer._held = {}
+        writer._info = {CHECKED: False} | {
+            name: value for name, value in info.items() if name not in ("error", "ended", CHECKSUM)
+        }
+        writer.batches = len([file for place, file in run_files(path) if place == "kept"])
+        writer.update(status="running", resumed=info.get("resumed", 0) + 1, batches=writer.batches)
+        return writer
+
+    def __repr__(self) -> str:
+        return f"<RunWriter {self.path}: {self.batches} batches, {len(self._held)} accepted groups held>"
+
+    def update(self, **fields: Any) -> None:
+        """Say more in ``run.json``."""
+        with self._lock:
+            self._info.update(fields)
+            self._write_info()
+
+    def on_group(self, group: Group) -> None:
+        """Take a settled group; may be called from any thread."""
+        with self._lock:
+            if group.outcome == "kept":
+                self._held[group.group_index] = group
+                return
+            self._held.pop(group.group_index, None)  # it was accepted, and became too old for a batch
+            rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
+            _append(self.path / f"{group.outcome}.jsonl", rows)
+
+    def write_batch(
+        self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
+    ) -> Path:
+        """Seal a batch: its groups are no longer held. One call at a time.
+
+        Returns:
+            Its file.
+        """
+        number = self.batches
+        rows = [_row(sample, "kept", "", number) for sample in samples]
+        path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
+        path.parent.mkdir(exist_ok=True)
+        # Encoded outside the lock: groups that settle meanwhile do not wait for it.
+        _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
+        with self._lock:
+            self.batches += 1
+            for sample in samples:
+                if sample.group_index is not None:
+                    self._held.pop(sample.group_index, None)
+            _append(self.path / "metrics.jsonl", [dict(metrics)])
+            self._info["batches"] = self.batches
+            if accounting is not None:
+                self._info["accounting"] = attrs.asdict(accounting)
+            self._write_info()
+            return path
+
+    def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines of all batches anew."""
+        with self._lock:
+            _write_atomically(self.path / "metrics.jsonl", _lines(batches))
+
+    def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
+        """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final.
+
+        The run's lock is free afterwards.
+        """
+        with self._lock, contextlib.ExitStack() as stack:
+            stack.callback(self._release)
+            groups = [self._held[number] for number in sorted(self._held)]
+            rows = [_row(sample, "kept", "in no batch", None) for group in groups for sample in group.samples]
+            if rows:
+                _append(self.path / "unbatched.jsonl", rows)
+            self._held.clear()
+            self._info |= {
+                "status": status,
+                "error": error,
+                "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "batches": self.batches,
+                "unbatched_groups": len(groups),
+            }
+            if accounting is not None:
+                self._info["accounting"] = attrs.asdict(accounting)
+            self._write_info()
+
+    def _hold(self, option: str) -> None:
+        lock = take_lock(self.path / _LOCK)
+        if lock is None:
+            raise ConfigError.of(option, str(self.path), _IDLE)
+        self._release = weakref.finalize(self, os.close, lock)
+
+    def _write_info(self) -> None:
+        _write_atomically(self.path / "run.json", sealed(msgspec.json.format(to_json(self._info), indent=2)))
+
+
+def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> dict[str, Any]:
+    digests = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
+    return {**sample.to_dict(), "outcome": outcome, "reason": reason, "batch": batch, "digests": digests}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "rollouts": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join(sealed(to_json(row)) for row in rows)
+
+
+def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add whole lines, all of them or none."""
+    text = _lines(rows)
+    with path.open("ab") as file:
+        end = file.tell()
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _write_atomically(path: Path, text: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

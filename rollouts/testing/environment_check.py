@@ -1,0 +1,375 @@
+"""An environment put through its paces before a model sees it: what its author would find out in a run, in seconds.
+
+Invariant: each finding is from playing it, with replies that follow from the seed; nothing is read from its source. A
+finding is good, bad, or a note; what the environment raises is a finding with its place. No model and no server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+import attrs
+import msgspec
+
+from rollouts.agent import run_agent
+from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, as_messages
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, is_resumable, sound_step
+from rollouts.errors import ConfigError, EnvironmentFailure, shortened
+from rollouts.renderer import Renderer, renderer_for
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.testing.random_replies import RandomModel, schema_problems
+from rollouts.testing.stalls import StallWatch
+
+__all__ = ["CheckOptions", "Finding", "Verdict", "examine"]
+
+Verdict = Literal["good", "bad", "note"]
+"""``bad`` fails the check; ``note`` does not."""
+_SLOW_CANCEL = 1.0
+_OWN = Path(__file__)
+
+
+@attrs.frozen(kw_only=True)
+class CheckOptions:
+    """How long an environment is played, and which deadlines it is given."""
+
+    turns: int = 6
+    """Replies of one episode, at most."""
+    seed: int = 0
+    """Of the replies."""
+    step_seconds: float = 30.0
+    """Deadline of each start, step and close."""
+    stall_seconds: float = 0.05
+    """How long the environment may block the event loop."""
+
+
+@attrs.frozen
+class Finding:
+    """One thing that was found."""
+
+    about: str
+    verdict: Verdict
+    text: str
+
+
+@attrs.define(eq=False)
+class _Episode:
+    """One episode as it was played."""
+
+    opening: tuple[Message, ...] = ()
+    replies: list[Message] = attrs.field(factory=list)
+    results: list[StepResult] = attrs.field(factory=list)
+    snapshots: list[Any] = attrs.field(factory=list)
+    seconds: dict[str, list[float]] = attrs.field(factory=lambda: {"start": [], "step": [], "close": []})
+
+    @property
+    def told(self) -> list[Any]:
+        """All that a model would see, for comparing."""
+        return [self.opening, *(_plain(result) for result in self.results)]
+
+
+async def examine(
+    environment_cls: EnvironmentFactory, prompts: Sequence[Prompt], options: CheckOptions = CheckOptions()
+) -> list[Finding]:
+    """Play one episode for each prompt with random replies.
+
+    Args:
+        environment_cls: makes a fresh environment.
+        prompts: what the episodes start with.
+        options: number of turns, seed and deadlines.
+
+    Returns:
+        The findings, in a fixed order.
+    """
+    check = _Check(options, environment_cls, prompts)
+    await check.warm_up()
+    async with StallWatch(options.stall_seconds) as watch:
+        episodes = await check.run()
+    if episodes:
+        await check.agent()
+        check.times(episodes)
+    stalls = [
+        f"{stall.seconds * 1000:.0f} ms, {stall.times} times, at {stall.place}"
+        for stall in watch.stalls
+        if not stall.place.startswith(str(_OWN))  # the machine was busy with something else
+    ]
+    text = "; ".join(stalls) or f"the event loop never stood still for {options.stall_seconds * 1000:.0f} ms"
+    check.found("blocking calls", "bad" if stalls else "good", text)
+    return check.findings
+
+
+class _Check:
+    """The checks of one environment, and what they found."""
+
+    def __init__(self, options: CheckOptions, factory: EnvironmentFactory, prompts: Sequence[Prompt]) -> None:
+        self.options = options
+        self.factory = factory
+        self.prompts = prompts
+        self.name = function_name(factory)
+        self.findings: list[Finding] = []
+
+    def found(self, about: str, verdict: Verdict, text: str) -> None:
+        self.findings.append(Finding(about, verdict, text))
+
+    async def warm_up(self) -> None:
+        """Make one and close it: what a process pays once is not counted. What that raises, :meth:`run` finds."""
+        with contextlib.suppress(EnvironmentFailure):
+            await self._foreign("close", self._made().close())
+
+    async def run(self) -> list[_Episode]:
+        """Play it, alone; gives the episodes, none if it cannot be played."""
+        played: list[_Episode] = []
+        try:
+            for number, prompt in enumerate(self.prompts):
+                played.append(await self._play(prompt, self.options.seed + number, tools=number == 0))
+        except EnvironmentFailure as error:
+            self.found("episodes", "bad", _words(error))
+            return []
+        steps = sum(len(episode.results) for episode in played)
+        ended = sum(bool(episode.results) and episode.results[-1].done for episode in played)
+        self.found("episodes", "good", f"{len(played)} played, {steps} steps, {ended} ended by the environment")
+        self._results(played)
+        await self._determinism(played)
+        await self._snapshots(played)
+        await self._cancellation()
+        return played
+
+    # -- playing --
+
+    async def _foreign(self, what: str, awaitable: Any) -> Any:
+        with boundary(EnvironmentFailure, f"{self.name}.{what}", seconds=self.options.step_seconds):
+            return await awaitable
+
+    def _made(self) -> Environment:
+        with boundary(EnvironmentFailure, f"{self.name}()"):
+            environment: Any = self.factory()
+        if not isinstance(environment, Environment):
+            raise EnvironmentFailure(
+                f"{self.name}(): got {shortened(environment)}; expected an object with tools, start, step and close"
+            )
+        return environment
+
+    async def _play(
+        self, prompt: Prompt, seed: int, *, tools: bool = False, replies: Sequence[Message] | None = None
+    ) -> _Episode:
+        """One episode, with these replies or random ones."""
+        episode, model = _Episode(), RandomModel(seed)
+        environment = self._made()
+        try:
+            began = time.perf_counter()
+            opening = await self._foreign("start", environment.start(prompt))
+            episode.seconds["start"].append(time.perf_counter() - began)
+            with boundary(EnvironmentFailure, f"what {self.name}.start returned"):
+                episode.opening = as_messages(opening)
+            if tools:
+                self._tools(environment)
+            for turn in range(len(replies) if replies is not None else self.options.turns):
+                reply = replies[turn] if replies is not None else model.reply(tuple(environment.tools))
+                await self._step(environment, episode, reply)
+                if episode.results[-1].done:
+                    break
+        finally:
+            began = time.perf_counter()
+            with anyio.CancelScope(shield=True):
+                await self._foreign("close", environment.close())
+            episode.seconds["close"].append(time.perf_counter() - began)
+        return episode
+
+    async def _step(self, environment: Environment, episode: _Episode, reply: Message) -> None:
+        began = time.perf_counter()
+        result = await self._foreign("step", environment.step(reply))
+        episode.seconds["step"].append(time.perf_counter() - began)
+        result = sound_step(result, f"{self.name}.step")
+        with boundary(EnvironmentFailure, f"the messages that {self.name}.step returned"):
+            result = attrs.evolve(result, messages=as_messages(result.messages))
+        episode.replies.append(reply)
+        episode.results.append(result)
+        if is_resumable(environment):
+            episode.snapshots.append(await self._foreign("snapshot", environment.snapshot()))
+
+    # -- judging --
+
+    def _tools(self, environment: Environment) -> None:
+        tools = tuple(environment.tools)
+        if not tools:
+            self.found("tools", "note", "none: the model is told of no tool")
+        for tool in tools:
+            problems = schema_problems(tool)
+            self.found(f"tool {tool.name}", "bad" if problems else "good", "; ".join(problems) or _signature(tool))
+
+    def _results(self, played: Sequence[_Episode]) -> None:
+        wrong = []
+        for episode in played:
+            for reply, result in zip(episode.replies, episode.results, strict=True):
+                answered = [message.tool_call_id for message in result.messages if message.role == "tool"]
+                if reply.tool_calls and not result.done and answered != [call.id for call in reply.tool_calls]:
+                    wrong.append(f"{len(reply.tool_calls)} calls were answered by {len(answered)} tool messages")
+                if not result.done and not result.messages:
+                    wrong.append("a step that is not done says nothing")
+        text = "; ".join(dict.fromkeys(wrong))
+        self.found("answers", "bad" if wrong else "good", text or "one tool message for each call, in their order")
+
+    async def _determinism(self, played: Sequence[_Episode]) -> None:
+        for number, (prompt, first) in enumerate(zip(self.prompts, played, strict=True)):
+            try:
+                again = await self._play(prompt, self.options.seed + number, replies=first.replies)
+            except EnvironmentFailure as error:
+                self.found("determinism", "bad", f"the second time: {_words(error)}")
+                return
+            for step, (one, other) in enumerate(zip(first.told, again.told, strict=False)):
+                if one != other:
+                    where = "the opening" if step == 0 else f"step {step}"
+                    text = f"prompt {number}, {where}: {shortened(one)} and then {shortened(other)}"
+                    self.found("determinism", "bad", f"the same replies are answered differently: {text}")
+                    return
+        self.found("determinism", "good", "the same replies are answered in the same way")
+
+    async def _snapshots(self, played: Sequence[_Episode]) -> None:
+        if not any(episode.snapshots for episode in played):
+            self.found("snapshots", "note", "not offered: an episode that was interrupted starts again")
+            return
+        count = 0
+        for prompt, episode in zip(self.prompts, played, strict=True):
+            for step, snapshot in enumerate(episode.snapshots[:-1], 1):
+                text = await self._restored(prompt, episode, step, snapshot)
+                count += 1
+                if text:
+                    self.found("snapshots", "bad", f"restored after step {step}: {text}")
+                    return
+        self.found("snapshots", "good", f"{count} restored in fresh environments, which went on in the same way")
+
+    async def _restored(self, prompt: Prompt, episode: _Episode, step: int, snapshot: Any) -> str:
+        """What is wrong with going on from a snapshot; empty if nothing is."""
+        try:
+            held = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot))
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            return f"{shortened(snapshot)} is not plain data ({error})"
+        rest = _Episode()
+        try:
+            environment: Any = self._made()
+            try:
+                await self._foreign("restore", environment.restore(prompt, held))
+                for reply in episode.replies[step:]:
+                    await self._step(environment, rest, reply)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._foreign("close", environment.close())
+        except EnvironmentFailure as error:
+            return _words(error)
+        for one, other in zip(episode.results[step:], rest.results, strict=True):
+            if _plain(one) != _plain(other):
+                return f"it answers {shortened(_plain(other))} and not {shortened(_plain(one))}"
+        return ""
+
+    async def _cancellation(self) -> None:
+        """A step that is cancelled ends at once, close works then, and nothing is left behind."""
+        before = asyncio.all_tasks()
+        failure: EnvironmentFailure | None = None
+        environment = self._made()
+        began = 0.0
+        try:
+            await self._foreign("start", environment.start(self.prompts[0]))
+            reply = RandomModel(self.options.seed, calls=1.0).reply(tuple(environment.tools))
+            async with anyio.create_task_group() as tasks:
+
+                async def step() -> None:
+                    nonlocal failure
+                    try:
+                        await self._foreign("step, cancelled", environment.step(reply))
+                    except EnvironmentFailure as error:
+                        failure = error
+
+                tasks.start_soon(step)
+                await anyio.lowlevel.checkpoint()
+                await anyio.lowlevel.checkpoint()
+                began = time.perf_counter()
+                tasks.cancel_scope.cancel()
+            took = time.perf_counter() - began
+            await self._foreign("close", environment.close())
+        except EnvironmentFailure as error:
+            failure = error
+        if failure is not None:
+            self.found("close on cancel", "bad", _words(failure))
+            return
+        await anyio.lowlevel.checkpoint()
+        left = len(asyncio.all_tasks() - before)
+        if took > _SLOW_CANCEL or left:
+            text = f"a cancelled step went on for {took:.1f} s" if took > _SLOW_CANCEL else f"{left} tasks are left"
+            self.found("close on cancel", "bad", text)
+        else:
+            self.found("close on cancel", "good", f"a cancelled step ended after {took * 1000:.0f} ms, close worked")
+
+    async def agent(self) -> None:
+        """One episode through the agent's own loop, with the demo model's template and tokens."""
+        renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
+        model = RandomModel(self.options.seed)
+        tools: list[Any] = []
+        factory = self.factory
+
+        def watched() -> Environment:
+            environment = factory()
+            tools.append(environment)
+            return environment
+
+        def reply(_: Any) -> list[int]:
+            return _spelled(renderer, model.reply(tuple(tools[-1].tools)))
+
+        limits = Limits(max_turns=self.options.turns, step_seconds=self.options.step_seconds)
+        sampling = SamplingParams(max_new_tokens=4096)
+        try:
+            trajectory = await run_agent(
+                self.prompts[0], watched, ScriptedPolicy(reply), renderer, sampling=sampling, limits=limits
+            )
+        except ConfigError as error:
+            self.found("agent", "bad", str(error))
+            return
+        if trajectory.failure is not None:
+            self.found("agent", "bad", f"{trajectory.failure.kind}: {trajectory.failure.message}")
+            return
+        ended = "the environment ended it" if trajectory.stop_reason is StopReason.TASK_COMPLETED else "limits ended it"
+        self.found("agent", "good", f"{len(trajectory.completions)} turns, {len(trajectory)} tokens; {ended}")
+
+    def times(self, played: Sequence[_Episode]) -> None:
+        """How long it takes, by what it does."""
+        for name in ("start", "step", "close"):
+            seconds = [value * 1000 for episode in played for value in episode.seconds[name]]
+            if seconds:
+                text = f"mean {statistics.fmean(seconds):.1f} ms, longest {max(seconds):.1f} ms"
+                self.found(f"time of {name}", "good", text)
+
+
+def _spelled(renderer: Renderer, reply: Message) -> list[int]:
+    """A reply as the demo model would say it."""
+    calls = [
+        msgspec.json.encode({"name": call.name, "arguments": dict(call.arguments)}).decode()
+        for call in reply.tool_calls
+    ]
+    text = reply.content + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    return [int(token) for token in renderer.encode(f"{text}<|im_end|>")]
+
+
+def _plain(result: StepResult) -> tuple[Any, ...]:
+    messages = tuple(message.to_chat() for message in as_messages(result.messages))
+    return messages, result.done, result.reward, dict(result.metrics)
+
+
+def _signature(tool: Any) -> str:
+    return f"({', '.join(tool.parameters.get('properties', {}))}) {tool.description}"
+
+
+def _words(error: BaseException) -> str:
+    """An error with the place in foreign code that it came from."""
+    cause = error.__cause__
+    frames = [] if cause is None else list(inspect.getinnerframes(cause.__traceback__)) if cause.__traceback__ else []
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].function})" if frames else ""
+    return f"{error}{place}"

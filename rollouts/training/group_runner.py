@@ -1,0 +1,223 @@
+"""One group's play: generate its rollouts, score them, ask the filter.
+
+Laws kept here, for one group: a group that is sound has exactly ``n_samples_per_prompt`` rollouts of one prompt, and a
+bad rollout is data: what a user's function raises becomes a sample with status FAILED that says why, is tried again or
+replaced as the config says, and is recorded with its group. A broken law goes through.
+
+This module does not know where prompts come from, what becomes of the group, or that there are others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import attrs
+
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.deadlines import deadline
+from rollouts.dtypes import Prompt
+from rollouts.errors import (
+    ConfigError,
+    Failure,
+    FilterFailure,
+    GenerateFailure,
+    RolloutsError,
+    TokenMismatchError,
+    at,
+    shortened,
+)
+from rollouts.training.config import RolloutConfig
+from rollouts.training.failures import FailureStats, cause_of
+from rollouts.training.rewards.scoring import score_group
+from rollouts.training.rollout_attempt import (
+    attempt,
+    ends,
+    is_lost,
+    number_sample,
+    pack_lossy,
+    pack_or_fail,
+    share_rewards,
+)
+from rollouts.training.rollout_log import RolloutLog
+from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
+
+__all__ = ["GroupRunner"]
+
+
+class GroupRunner:
+    """Plays groups of one run, any number at once.
+
+    Args:
+        config: what to do.
+        failures: counts the attempts, sound and lost.
+        rollout_log: is told of lost attempts and finished rollouts before they count, and keeps their turns.
+        attempts: how many attempts of each rollout failed already, by its index; kept up to date.
+        is_scarce: whether the batch has no group to spare, so that a filter may have to keep one that it would drop.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        failures: FailureStats,
+        rollout_log: RolloutLog | None,
+        attempts: dict[int, int],
+        is_scarce: Callable[[], bool],
+    ) -> None:
+        self.config = config
+        self.failures = failures
+        self._rollout_log = rollout_log
+        self._attempts = attempts
+        self._is_scarce = is_scarce
+        self._rng = random.Random()
+
+    async def run(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
+        """Generate, score and filter one group; ``finished`` holds rollouts by number and is filled."""
+        lost: dict[int, list[Sample]] = {}
+        with deadline(self.config.group_seconds) as limit:
+            for replacement in itertools.count():
+                asked = prompt if prompt.replacement == replacement else attrs.evolve(prompt, replacement=replacement)
+                lost = await self._roll(asked, finished)
+                if not lost or not self._may_replace(lost, len(finished), replacement):
+                    break
+                self.failures.replaced += len(lost)
+        if limit.caught:
+            lost = self._too_late(prompt, finished)
+        elif not lost and len(finished) != self.config.n_samples_per_prompt:
+            raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
+        every = finished | lost
+        samples = tuple(sample for number in sorted(every) for sample in every[number])
+        if lost:
+            reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
+            return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
+        return await self._judge(prompt, samples)
+
+    def _too_late(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
+        """The rollouts that the group's deadline cut, as lost."""
+        lost: dict[int, list[Sample]] = {}
+        for number in range(self.config.n_samples_per_prompt):
+            if number not in finished:
+                error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
+                error.what, error.late = "the group", True
+                request = self._request(prompt, number)
+                sample = number_sample(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
+                sample.failure = Failure.of(error)
+                self.failures.add([sample], sound=False)
+                lost[number] = [sample]
+        return lost
+
+    def _request(self, prompt: Prompt, number: int) -> Prompt:
+        assert prompt.group_index is not None, "the buffer numbers its prompts"
+        return attrs.evolve(prompt, index=prompt.group_index * self.config.n_samples_per_prompt + number)
+
+    def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
+        """Whether lost rollouts of a group of which so many are sound, or may yet be, are worth another one each."""
+        handlings = [self.config.handling(cause_of(samples)) for samples in lost.values()]
+        return all(replacement < handling.replacements and sound >= handling.min_sound for handling in handlings)
+
+    async def _roll(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
+        """Play the rollouts that are not finished; gives those that were lost."""
+        missing = [number for number in range(self.config.n_samples_per_prompt) if number not in finished]
+        lost: dict[int, list[Sample]] = {}
+        broken: list[Exception] = []
+
+        async def run(number: int, siblings: anyio.CancelScope | None) -> None:
+            try:
+                samples, sound = await self._run_rollout(prompt, number)
+            except Exception as error:  # noqa: BLE001 - a broken law, raised below without an exception group
+                broken.append(error)
+            else:
+                (finished if sound else lost)[number] = samples
+            possible = self.config.n_samples_per_prompt - len(lost)
+            hopeless = lost and not self._may_replace(lost, possible, prompt.replacement)
+            if siblings is not None and (broken or hopeless):
+                siblings.cancel()  # the group is lost: they need not go on
+
+        if len(missing) == 1:
+            await run(missing[0], None)
+        else:
+            async with anyio.create_task_group() as rollouts:
+                for number in missing:
+                    rollouts.start_soon(run, number, rollouts.cancel_scope)
+        if broken:
+            raise broken[0]
+        return lost
+
+    async def _judge(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
+        """Score the group where it is scored whole, and ask the filter."""
+        config = self.config
+        outcome: Outcome = "kept"
+        reason = ""
+        try:
+            if config.group_rm and config.reward_fn is not None:
+                await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
+                share_rewards(samples)
+            if config.filter_fn is not None:
+                kept, why = await self._ask_filter(config.filter_fn, samples)
+                if not kept:
+                    outcome, reason = "dropped", why
+            pack_or_fail(samples, GenerateFailure, "after reward and filter")
+        except (TokenMismatchError, ConfigError):
+            raise
+        except RolloutsError as error:
+            failure = Failure.of(error)
+            for sample in pack_lossy(samples):
+                sample.failure = failure
+            outcome, reason = "failed", f"{failure.kind}: {failure.message}"
+        return Group(prompt, samples, outcome, reason)
+
+    async def _ask_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
+        """The filter's answer, and why it dropped the group: its own reason where it gives one, else its name.
+
+        A bool, or an object with ``keep`` and perhaps ``reason`` and ``keep_when_insufficient``, which keeps a group
+        that a batch could not be filled without.
+        """
+        name = f"filter {function_name(filter_fn)}"
+        seconds = self.config.filter_seconds
+        answer: Any = await call_foreign(FilterFailure, name, filter_fn, list(samples), seconds=seconds)
+        with boundary(FilterFailure, name):
+            keep: Any = getattr(answer, "keep", answer)
+            keep = keep.item() if hasattr(keep, "item") else keep  # a NumPy or torch scalar
+            reason = str(getattr(answer, "reason", None) or function_name(filter_fn))
+            if keep is False and getattr(answer, "keep_when_insufficient", False):
+                keep = self._is_scarce()
+        if not isinstance(keep, bool):
+            raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
+        return keep, reason
+
+    async def _run_rollout(self, prompt: Prompt, number: int) -> tuple[list[Sample], bool]:
+        """One member of a group, with its attempts: its samples, and whether they are sound."""
+        request = self._request(prompt, number)
+        assert request.index is not None
+        with at(f"group {prompt.group_index} · sample {number}"):
+            try:
+                samples, sound = await self._try_until_sound(request, request.index)
+            finally:
+                self._attempts.pop(request.index, None)
+            if sound and self._rollout_log is not None:
+                await self._rollout_log.finished(samples)
+        return samples, sound
+
+    async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
+        for number in itertools.count(self._attempts.get(index, 0) + 1):
+            log = self._rollout_log.turn_log(index) if self._rollout_log is not None else None
+            samples = await attempt(self.config, request, log)
+            sound = not is_lost(samples)
+            self.failures.add(samples, sound=sound)
+            for sample in samples:
+                sample.metrics["attempts"] = number
+            if sound:
+                break
+            self._attempts[index] = number
+            if self._rollout_log is not None:
+                self._rollout_log.attempt_lost(index, number, samples)
+            handling = self.config.handling(cause_of(samples))
+            if number >= (handling.attempts or 1):
+                break
+            if handling.backoff_seconds:
+                with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
+                    await anyio.sleep(handling.pause(number, self._rng))
+        return samples, sound

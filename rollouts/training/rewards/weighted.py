@@ -1,0 +1,158 @@
+"""Several rewards as one: weighted sums of samples or of groups, with the parts kept.
+
+Invariant: the sum is of all its parts or there is none: a part that fails is the :class:`RewardFailure` of the whole,
+by its name. Parts run at once, sync ones in worker threads; what each gave is in ``sample.metadata["rewards"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from rollouts.concurrency.boundary import function_name
+from rollouts.errors import ConfigError, RewardFailure
+from rollouts.training.rewards.scoring import reward_of, rewards_of
+from rollouts.training.types import RewardFn, Sample
+
+__all__ = ["WeightedGroupSum", "WeightedSum", "brevity", "each"]
+
+_SECONDS = 3600.0
+"""For one part; ``reward_seconds`` of the run is the deadline of the whole, and comes first."""
+
+
+class WeightedSum:
+    """A ``reward_fn``: ``sum(weight * part(sample))``.
+
+    Args:
+        parts: by name, a weight and a ``reward_fn``, sync or async.
+
+    Raises:
+        ConfigError: no parts, or one that is not a weight and a function.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[float, RewardFn]]) -> None:
+        self.parts = _checked("WeightedSum", parts)
+
+    def __repr__(self) -> str:
+        return f"<WeightedSum {_describe(self.parts)}>"
+
+    async def __call__(self, sample: Sample) -> float:
+        """The sum; one part that fails fails it."""
+
+        async def part(function: Callable[..., Any]) -> list[float]:
+            return [await reward_of(sample, function, seconds=_SECONDS)]
+
+        values = await _all_parts(self.parts, part)
+        return _summed(self.parts, values, [sample])[0]
+
+
+class WeightedGroupSum:
+    """The same for groups (``group_rm=True``): each part is called with the group; lift others with :func:`each`."""
+
+    def __init__(self, parts: Mapping[str, tuple[float, Callable[..., Any]]]) -> None:
+        self.parts = _checked("WeightedGroupSum", parts)
+
+    def __repr__(self) -> str:
+        return f"<WeightedGroupSum {_describe(self.parts)}>"
+
+    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """One sum for each sample."""
+
+        async def part(function: Callable[..., Any]) -> list[float]:
+            return await rewards_of(samples, function, seconds=_SECONDS)
+
+        values = await _all_parts(self.parts, part)
+        return _summed(self.parts, values, samples)
+
+
+def each(reward_fn: RewardFn) -> Callable[[Sequence[Sample]], Any]:
+    """A group reward that scores every sample of the group by itself, all at once."""
+
+    async def group(samples: Sequence[Sample]) -> list[float]:
+        values: dict[int, float] = {}
+        errors: list[Exception] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def run(number: int) -> None:
+                try:
+                    values[number] = await reward_of(samples[number], reward_fn, seconds=_SECONDS)
+                except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
+                    errors.append(error)
+                    tasks.cancel_scope.cancel()
+
+            for number in range(len(samples)):
+                tasks.start_soon(run, number)
+        if errors:
+            raise errors[0]
+        return [values[number] for number in range(len(samples))]
+
+    group.__name__ = function_name(reward_fn)
+    return group
+
+
+def brevity(samples: Sequence[Sample]) -> list[float]:
+    """A group reward between 0 and 1: 1 for the rollout with the fewest sampled tokens, 0 for that with the most.
+
+    A group of equal lengths has 1 everywhere.
+    """
+    lengths = [int(sample.mask_column.sum()) for sample in samples]
+    most, least = max(lengths), min(lengths)
+    return [1.0 if most == least else (most - length) / (most - least) for length in lengths]
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+Part = Callable[[Callable[..., Any]], Any]
+
+
+async def _all_parts(parts: Mapping[str, tuple[float, Callable[..., Any]]], run: Part) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
+    errors: list[Exception] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def one(name: str, function: Callable[..., Any]) -> None:
+            try:
+                values[name] = await run(function)
+            except RewardFailure as error:
+                failure = RewardFailure(f"part {name}: {error}")
+                failure.__cause__ = error
+                failure.late = error.late
+                errors.append(failure)
+                tasks.cancel_scope.cancel()
+            except Exception as error:  # noqa: BLE001 - a broken law or a wrong config: raised below as it is
+                errors.insert(0, error)
+                tasks.cancel_scope.cancel()
+
+        for name, (_, function) in parts.items():
+            tasks.start_soon(one, name, function)
+    if errors:
+        raise errors[0]
+    return values
+
+
+def _summed(
+    parts: Mapping[str, tuple[float, Callable[..., Any]]], values: Mapping[str, list[float]], samples: Sequence[Sample]
+) -> list[float]:
+    totals = []
+    for number, sample in enumerate(samples):
+        sample.metadata["rewards"] = {name: values[name][number] for name in parts}
+        totals.append(sum(weight * values[name][number] for name, (weight, _) in parts.items()))
+    return totals
+
+
+def _checked(kind: str, parts: Mapping[str, tuple[float, Any]]) -> dict[str, tuple[float, Any]]:
+    expected = "a weight and a function by name, e.g. {'correct': (1.0, exact_match)}"
+    if not isinstance(parts, Mapping) or not parts:
+        raise ConfigError.of(f"{kind}.parts", parts, expected)
+    for name, part in parts.items():
+        sound = isinstance(part, tuple) and len(part) == 2
+        if not sound or not isinstance(part[0], int | float) or isinstance(part[0], bool) or not callable(part[1]):
+            raise ConfigError.of(f"{kind}.parts[{name!r}]", part, expected)
+    return dict(parts)
+
+
+def _describe(parts: Mapping[str, tuple[float, Any]]) -> str:
+    return " + ".join(f"{weight:g} * {name}" for name, (weight, _) in parts.items())

@@ -1,0 +1,40 @@
+"""The protocol through which the scheduler reports what happens, for example to the journal of a run.
+
+Invariant: what the manager counts as finished or settled has been accepted by the log before: ``finished`` and
+``settled`` return when the record is durable. The scheduler knows this protocol and no implementation of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rollouts.agent.turn_log import TurnLog
+from rollouts.dtypes import Prompt
+from rollouts.training.metrics import Accounting
+from rollouts.training.types import Group, Sample
+
+__all__ = ["RolloutLog"]
+
+
+class RolloutLog(Protocol):
+    """What :class:`~rollouts.training.manager.AsyncRolloutManager` reports, in the order in which it happens."""
+
+    def taken(self, prompt: Prompt) -> None:
+        """A prompt was taken from the buffer."""
+
+    def turn_log(self, index: int) -> TurnLog:
+        """A log for the turns of one attempt at the rollout ``index``; it holds the turns of an earlier process."""
+        ...
+
+    def attempt_lost(self, index: int, attempt: int, samples: Sequence[Sample]) -> None:
+        """Attempt number ``attempt`` at a rollout failed; its turns are void."""
+
+    async def finished(self, samples: Sequence[Sample]) -> None:
+        """A rollout is finished and scored; ``samples`` are its branches. Returns when the record is durable."""
+
+    async def settled(self, group: Group) -> None:
+        """A group has its outcome. Returns when the record is durable."""
+
+    def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:
+        """Batch ``number`` is handed out."""

@@ -1,0 +1,100 @@
+"""The job that the benchmarks of other loops share: prompts, tools, replies and reward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import attrs
+
+from rollouts.dtypes import Tool
+from rollouts.environments.base import ToolEnvironment, tool
+from rollouts.renderer import Renderer, renderer_for
+from rollouts.testing.canned import Canned
+
+__all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "calculated", "reward"]
+
+EPISODES, IN_FLIGHT, TURNS, REPLY = 256, 64, 3, 256
+ANSWER = "The answer is 8."
+SYSTEM = "Use the tools. Finish with: The answer is N."
+
+
+_said = itertools.count()
+
+
+def calculated(value: float) -> str:
+    """What each loop's tools answer; never twice the same, so that nobody gains from having seen it before."""
+    return f"{value:g} (calculation {next(_said)})"
+
+
+class Calculator(ToolEnvironment):
+    """Ours, and the tools' schemas of all."""
+
+    system_prompt = SYSTEM
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return TOOLS
+
+    @tool
+    def add(self, a: float, b: float) -> str:
+        """Add b to a."""
+        return calculated(a + b)
+
+    @tool
+    def subtract(self, a: float, b: float) -> str:
+        """Subtract b from a."""
+        return calculated(a - b)
+
+    @tool
+    def multiply(self, a: float, b: float) -> str:
+        """Multiply a by b."""
+        return calculated(a * b)
+
+    @tool
+    def divide(self, a: float, b: float) -> str:
+        """Divide a by b."""
+        return calculated(a / b)
+
+
+def _described(one: Tool) -> Tool:
+    """With what strands would write into a schema that does not describe its arguments: the prompts are the same."""
+    arguments = one.parameters["properties"]
+    described = {name: {**schema, "description": f"Property {name}"} for name, schema in arguments.items()}
+    return attrs.evolve(one, parameters={**one.parameters, "properties": described})
+
+
+TOOLS = tuple(_described(one) for one in super(Calculator, Calculator()).tools)
+
+
+@attrs.frozen
+class Job:
+    """What is played."""
+
+    folder: str
+    """Of the tokenizer and its template."""
+    renderer: Renderer
+    canned: Canned
+    """Two calls and an answer."""
+
+    @classmethod
+    def of(cls, folder: str) -> Job:
+        renderer = renderer_for(folder)
+        words = renderer.encode("One step after the other. " * 200).tolist()
+        (mark,) = renderer.encode("§").tolist()[-1:]
+        replies = []
+        for name in ("add", "multiply", None):
+            call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 2, "b": 4}}}}\n</tool_call>'
+            end = renderer.encode(call if name else ANSWER).tolist()
+            replies.append([mark, *words[: REPLY - len(end) - 2], *end, renderer.stop_token_ids[0]])
+        texts = [renderer.decode(reply[:-1]) for reply in replies]
+        return cls(folder, renderer, Canned(replies, texts=texts, mark=mark))
+
+    def prompts(self, number: int) -> list[str]:
+        """Of one round."""
+        return [f"Problem {number}-{episode}: what is (2 + 2) * 2?" for episode in range(EPISODES)]
+
+
+def reward(text: str) -> float:
+    """By the last message."""
+    return float(ANSWER in text)

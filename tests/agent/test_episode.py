@@ -1,0 +1,296 @@
+"""What a step does with the history: keeps its ids, opens a branch, or fails; and what stops before useless work."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rollouts.agent import run_agent, run_branches
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import SimulatedUser, ToolEnvironment, tool
+from rollouts.errors import ConfigError
+from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.runs.verify import check_sample
+from rollouts.testing.policy import Reply, ScriptedPolicy
+from rollouts.training import Status, agent_rollout_to_sample, trajectory_to_samples
+from rollouts.trajectory import Trajectory
+
+PROMPT = Prompt("What is 1 + 2?", index=4, group_index=2)
+
+
+class Talk(ToolEnvironment):
+    """Two tools; a user who asks twice more."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.left = 2
+
+    @tool
+    def note(self, a: int) -> str:
+        """Note a."""
+        self.ran.append(a)
+        return f"noted {a}"
+
+    async def answer(self, reply: Message) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            return await super().answer(reply)
+        return await SimulatedUser(self._say).step(reply)
+
+    async def _say(self, conversation: Sequence[Message]) -> str:
+        return f"And {self.left} more?"
+
+
+def call(a: int) -> str:
+    return f'<tool_call>\n{{"name": "note",  "arguments": {json.dumps({"a": a})}}}\n</tool_call>'
+
+
+def thinking(number: int, text: str) -> str:
+    return f"<think>\nthought {number}\n</think>\n\n{text}<|im_end|>"
+
+
+SAID = [thinking(1, call(1)), thinking(2, "Three."), thinking(3, "Four."), thinking(4, "Five.")]
+
+
+@pytest.fixture
+def qwen3(tokenizer: Any, chat_template: Any) -> Renderer:
+    """Strips the thoughts of earlier turns at each user message."""
+    return Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Renderer:
+    return renderer_for(load_tokenizer(DEMO_MODEL))
+
+
+async def branches_of(
+    renderer: Renderer, said: Sequence[str], history: Any, environment_cls: Any = Talk, **options: Any
+) -> tuple[list[Trajectory], ScriptedPolicy]:
+    ids = [renderer.encode(text).tolist() for text in said]
+    policy = ScriptedPolicy(ids)
+    options = {"sampling": SamplingParams(max_new_tokens=500), **options}
+    return await run_branches(PROMPT, environment_cls, policy, renderer, history=history, **options), policy
+
+
+# -- history ----------------------------------------------------------------------------------------------------------
+
+
+async def test_append_keeps_the_ids(qwen3: Renderer) -> None:
+    """One sequence with every thought, whatever the template would strip."""
+    (only,), policy = await branches_of(qwen3, SAID, "append")
+    text = qwen3.decode(only.tokens)
+    assert all(f"thought {number}" in text for number in range(1, 5))
+    assert only.mask.sum() == sum(len(qwen3.encode(text)) for text in SAID)
+    assert all(list(sent) == only.tokens[: len(sent)].tolist() for sent in policy.requests)
+    assert "forks" not in only.metrics
+
+
+async def test_a_fork_opens_where_the_template_rewrites_and_not_in_the_tool_loop(qwen3: Renderer) -> None:
+    """Tools, then two user messages: three branches; each begins with the template's own rendering."""
+    branches, policy = await branches_of(qwen3, SAID, "fork")
+    assert [branch.stop_reason for branch in branches] == ["forked", "forked", "task_completed"]
+    assert [len(branch.completions) for branch in branches] == [2, 1, 1]
+    for branch, before in zip(branches[1:], branches[:-1], strict=True):
+        opening = branch.tokens[: branch.completions[0].start]
+        said = [*before.messages, branch.messages[len(before.messages)]]
+        assert qwen3.decode(opening) == qwen3.render(said, Talk().tools)
+        assert "thought" not in qwen3.decode(opening)
+        assert not branch.mask[: branch.completions[0].start].any()
+    requests = iter(policy.requests)
+    for branch in branches:
+        for one in branch.completions:
+            assert list(next(requests)) == branch.tokens[: one.start].tolist()
+
+
+async def test_each_sampled_token_is_trained_once_over_all_branches(qwen3: Renderer) -> None:
+    """Law 3: the trained tokens of the branches, one after the other, are what was sampled, in order."""
+    branches, _ = await branches_of(qwen3, SAID, "fork")
+    trained = [token for branch in branches for token in branch.tokens[branch.mask].tolist()]
+    assert trained == [token for text in SAID for token in qwen3.encode(text).tolist()]
+    samples = trajectory_to_samples(branches, PROMPT, qwen3.decode)
+    assert [check_sample(sample) for sample in samples] == [[], [], []]
+    assert {sample.rollout_id for sample in samples} == {4}
+    assert [sample.history for sample in samples] == ["fork"] * 3
+    assert [sample.status for sample in samples] == [Status.COMPLETED] * 3
+
+
+async def test_forks_and_duplicated_context_are_counted(qwen3: Renderer) -> None:
+    """Everything of a branch's prompt that a branch before it held too."""
+    branches, _ = await branches_of(qwen3, SAID, "fork")
+    assert [branch.metrics.get("forks", 0) for branch in branches] == [0, 1, 1]
+    for branch, before in zip(branches[1:], branches[:-1], strict=True):
+        new = branch.messages[len(before.messages)]
+        added = len(qwen3.bridge(before.messages, [new], tools=Talk().tools, tail=[]))
+        assert branch.metrics["duplicated_tokens"] == branch.completions[0].start - added
+
+
+async def test_a_stable_conversation_never_forks(qwen3: Renderer) -> None:
+    """The model did not think, and spells its call in its own way: nothing is rewritten."""
+    said = [call(1) + "<|im_end|>", "Three.<|im_end|>", "Four.<|im_end|>", "Five.<|im_end|>"]
+    (only,), _ = await branches_of(qwen3, said, "fork")
+    (error,), _ = await branches_of(qwen3, said, "error")
+    assert only.tokens.tolist() == error.tokens.tolist()
+    assert error.stop_reason is StopReason.TASK_COMPLETED
+
+
+async def test_error_fails_the_rollout_where_the_history_is_rewritten(qwen3: Renderer) -> None:
+    """It says what became of what; what was sampled is kept."""
+    (only,), _ = await branches_of(qwen3, SAID, "error")
+    assert only.stop_reason is StopReason.FAILED
+    assert only.failure is not None
+    assert only.failure.kind == "HistoryRewritten"
+    assert "history rewritten: " in only.failure.message
+    assert len(only.completions) == 2
+
+
+async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(tokenizer: Any, chat_template: Any) -> None:
+    """QwQ's: the prompt opens a thought, and the history has none."""
+    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-QwQ-32B"))
+    branches, _ = await branches_of(renderer, [text.removeprefix("<think>\n") for text in SAID], "fork")
+    assert [len(branch.completions) for branch in branches] == [1, 1, 1, 1]
+    assert sum(int(branch.mask.sum()) for branch in branches) == sum(
+        len(renderer.encode(text.removeprefix("<think>\n"))) for text in SAID
+    )
+
+
+async def test_a_branch_in_which_the_model_never_spoke_is_none(qwen3: Renderer) -> None:
+    """The limit of tokens was reached when the history had been rewritten: the branch before it was the last."""
+    sampled = sum(len(qwen3.encode(text)) for text in SAID[:2])
+    limits = Limits(max_sampled_tokens=sampled)
+    (only,), _ = await branches_of(qwen3, SAID, "fork", limits=limits)
+    assert only.stop_reason is StopReason.MAX_TOKENS
+    assert only.messages[-1].content == "And 1 more?"
+
+
+async def test_the_rewards_and_the_end_are_the_rollouts(qwen3: Renderer) -> None:
+    """A branch that was left has the reward of all steps, and is cut where the rollout was cut."""
+
+    class Rewarded(Talk):
+        async def answer(self, reply: Message) -> Any:
+            step = await super().answer(reply)
+            return type(step)(step.messages, done=step.done, reward=0.25)
+
+    branches, _ = await branches_of(qwen3, SAID, "fork", Rewarded, limits=Limits(max_turns=3))
+    samples = trajectory_to_samples(branches, PROMPT, qwen3.decode)
+    assert [sample.reward for sample in samples] == [0.5, 0.5]
+    assert [sample.step_rewards for sample in samples] == [[0.25], [0.25]]
+    assert [sample.status for sample in samples] == [Status.TRUNCATED] * 2
+
+
+async def test_one_sample_cannot_hold_a_fork(demo: Renderer) -> None:
+    """Refused before anything is sampled; so is a word that is none."""
+    for history in ("fork", "forget"):
+        with pytest.raises(ConfigError, match="history"):
+            await agent_rollout_to_sample(
+                "q", environment_cls=Talk, endpoint=None, tokenizer=demo, policy=ScriptedPolicy([]), history=history
+            )
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+async def ran(demo: Renderer, said: Sequence[str], **limits: Any) -> tuple[Trajectory, list[int]]:
+    world = Talk()
+    policy = ScriptedPolicy([demo.encode(text).tolist() for text in said])
+    sampling = SamplingParams(max_new_tokens=limits.pop("max_new_tokens", 500))
+    trajectory = await run_agent(PROMPT, lambda: world, policy, demo, sampling=sampling, limits=Limits(**limits))
+    return trajectory, world.ran
+
+
+async def test_a_reply_with_too_many_calls_at_once_runs_none(demo: Renderer) -> None:
+    """It is kept, and the episode ends there."""
+    said = [call(1) + "<|im_end|>", call(2) + call(3) + "<|im_end|>"]
+    trajectory, notes = await ran(demo, said, max_parallel_calls=1)
+    assert trajectory.stop_reason is StopReason.MAX_TOOL_CALLS
+    assert (notes, len(trajectory.completions)) == ([1], 2)
+
+
+async def test_the_tokens_of_an_episode_are_limited_over_all_turns(demo: Renderer) -> None:
+    """The last reply gets what is left, and is cut there."""
+    first = call(1) + "<|im_end|>"
+    limit = len(demo.encode(first)) + 3
+    trajectory, notes = await ran(demo, [first, "a long answer to all<|im_end|>"], max_sampled_tokens=limit)
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert (int(trajectory.mask.sum()), notes) == (limit, [1])
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_sampled_tokens"])
+async def test_a_call_whose_result_no_reply_could_answer_does_not_run(demo: Renderer, limit: str) -> None:
+    """The reply ended exactly at the limit."""
+    first = call(1) + "<|im_end|>"
+    opening = demo.opening(PROMPT.messages, Talk().tools)
+    room = len(demo.encode(first)) + (len(opening) if limit == "max_tokens" else 0)
+    trajectory, notes = await ran(demo, [first], **{limit: room})
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert notes == []
+
+
+async def test_a_duplicate_call_id_is_made_another_and_counted(tokenizer: Any) -> None:
+    """Results are told apart by their ids; the first call keeps its own."""
+    marks = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
+    found = tokenizer("qwen3", *marks, "<|tool_call_argument_begin|>")
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = Renderer(found, chat_template=source)
+    one = '<|tool_call_begin|>functions.note:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    (trajectory,), _ = await branches_of(renderer, [one + one + "<|im_end|>", "ok<|im_end|>"], "append", Talk,
+                                         limits=Limits(max_turns=2))  # fmt: skip
+    calls = trajectory.messages[1].tool_calls
+    assert [each.id for each in calls] == ["functions.note:0", "call00001"]
+    assert trajectory.metrics["duplicate_call_ids"] == 1
+    assert [message.tool_call_id for message in trajectory.messages[2:4]] == ["functions.note:0", "call00001"]
+
+
+async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> None:
+    """Never a normal end, also if it reads like one."""
+    policy = ScriptedPolicy([Reply(demo.encode("Three.").tolist(), "abort")])
+    sampling = SamplingParams(max_new_tokens=50)
+    run = partial(run_branches, sampling=sampling, history="append")
+    branches = await run(PROMPT, Talk, policy, demo)
+    (sample,) = trajectory_to_samples(branches, PROMPT, demo.decode)
+    assert (sample.status, sample.stop_reason, sample.response) == (Status.ABORTED, StopReason.ABORTED, "Three.")
+
+
+# -- what is tokenised ------------------------------------------------------------------------------------------------
+
+
+async def test_only_new_text_is_tokenised(tokenizer: Any, chat_template: Any) -> None:
+    """Over an episode, the tokens that came out of the tokenizer are those of the opening and of the bridges."""
+    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    ids = [renderer.encode(text).tolist() for text in SAID]
+    before = renderer.encoded_tokens
+    trajectory = await run_agent(
+        PROMPT, Talk, ScriptedPolicy(ids), renderer, sampling=SamplingParams(max_new_tokens=99)
+    )
+    stops_left_out = len(trajectory.completions) - 1  # each bridge begins with the stop token that was sampled
+    assert renderer.encoded_tokens - before == int((~trajectory.mask).sum()) + stops_left_out
+
+
+async def test_long_text_is_rendered_in_a_thread(demo: Renderer) -> None:
+    """What takes long never runs on the loop; what is short never pays for a thread."""
+    threads: list[bool] = []
+
+    class Watched(Renderer):
+        def bridge(self, *given: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return super().bridge(*given, **options)
+
+    async def user(conversation: Sequence[Message]) -> str:
+        return "word " * 2000 if len(conversation) == 2 else "word"
+
+    renderer = Watched(load_tokenizer(DEMO_MODEL))
+    policy = ScriptedPolicy([renderer.encode("ok<|im_end|>").tolist()] * 3)
+    sampling = SamplingParams(max_new_tokens=99)
+    await run_agent(
+        PROMPT, partial(SimulatedUser, user), policy, renderer, sampling=sampling, limits=Limits(max_turns=3)
+    )
+    assert threads == [False, True]

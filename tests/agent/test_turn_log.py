@@ -1,0 +1,252 @@
+"""Turns: an episode that is cut after any of them goes on to the same end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+
+from rollouts.agent import run_agent
+from rollouts.agent.turn_log import Turn, TurnLog, keeping_turns, replayed
+from rollouts.dtypes import Message, Prompt, SamplingParams, TokenColumn
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEnvironment, ToolEnvironment, tool
+from rollouts.errors import EndpointRefused, TokenMismatchError
+from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.trajectory import Trajectory
+
+TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return renderer_for(load_tokenizer(DEMO_MODEL))
+
+
+class Counting(ToolEnvironment):
+    """Remembers how often it was called, and tells its state."""
+
+    started = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        Counting.started += 1
+        return await super().start(prompt)
+
+    @tool
+    def count(self) -> str:
+        """Count up."""
+        self.calls += 1
+        return f"{self.calls}"
+
+    async def snapshot(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    async def restore(self, prompt: Prompt, snapshot: dict[str, int]) -> None:
+        self.calls = snapshot["calls"]
+
+
+class Forgetful(ToolEnvironment):
+    """Has state and tells nobody."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @tool
+    def count(self) -> str:
+        """Count up."""
+        self.calls += 1
+        return f"{self.calls}"
+
+
+def script(text: str = "count") -> Any:
+    """Calls a tool three times, then answers; which turn it is it reads off the tokens, as a model would."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    call = f"<tool_call>\n{json.dumps({'name': text, 'arguments': {}})}\n</tool_call><|im_end|>"
+    ids = [tokenizer.encode(reply, add_special_tokens=False) for reply in [call] * (TURNS - 1) + ["done<|im_end|>"]]
+    mark = tokenizer.encode("<|im_start|>assistant", add_special_tokens=False)
+
+    def reply(tokens: TokenColumn) -> Any:
+        turn = sum(tokens[n : n + len(mark)].tolist() == mark for n in range(len(tokens)))
+        return ids[turn - 1]
+
+    return reply
+
+
+class Book:
+    """Keeps turns as the journal does: through MessagePack."""
+
+    def __init__(self, turns: Sequence[Turn] = (), stop_after: int | None = None) -> None:
+        self.turns: list[Turn] = list(turns)
+        self.voided = 0
+        self._stop_after = stop_after
+        self.log = TurnLog(self.save, turns)
+
+    async def save(self, turn: Turn | None) -> None:
+        if turn is None:
+            self.voided += 1
+            return
+        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(turn.fields))
+        self.turns.append(Turn(turn.number, turn.tokens.copy(), turn.mask.copy(), turn.logprobs.copy(), fields))
+        if turn.number == self._stop_after:
+            raise EndpointRefused("the process died here")
+
+
+async def play(renderer: Renderer, book: Book, environment_cls: Any = Counting, prompt: str = "go") -> Trajectory:
+    with keeping_turns(book.log):
+        return await run_agent(
+            Prompt(prompt, index=0), environment_cls, ScriptedPolicy(script()), renderer, sampling=SamplingParams()
+        )
+
+
+def same(first: Trajectory, second: Trajectory) -> None:
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert first.mask.tolist() == second.mask.tolist()
+    assert first.logprobs.tobytes() == second.logprobs.tobytes()
+    assert first.messages == second.messages
+    assert first.versions == second.versions
+    assert [(call.start, call.stop) for call in first.completions] == [
+        (call.start, call.stop) for call in second.completions
+    ]
+
+
+@pytest.mark.parametrize("after", range(1, TURNS))
+async def test_an_episode_goes_on_from_any_finished_turn(renderer: Renderer, after: int) -> None:
+    """Tokens, mask, logprobs and messages are those of the episode that was not interrupted."""
+    whole = await play(renderer, Book())
+    first = Book(stop_after=after)
+    await play(renderer, first)
+    started = Counting.started
+    book = Book(first.turns)
+    resumed = await play(renderer, book)
+    same(resumed, whole)
+    assert resumed.metrics["turns_before_resume"] == after
+    assert resumed.metrics["tool_calls"] == whole.metrics["tool_calls"]
+    assert Counting.started == started, "restored, not started"
+    assert [turn.number for turn in book.turns] == list(range(1, TURNS)), "and later turns are kept behind the earlier"
+
+
+async def test_turns_make_the_trajectory_again(renderer: Renderer) -> None:
+    """All of it, up to the last turn."""
+    book = Book()
+    whole = await play(renderer, book)
+    again = replayed(book.turns)
+    assert again.tokens.tolist() == whole.tokens[: len(again)].tolist()
+    assert again.logprobs.tobytes() == whole.logprobs[: len(again)].tobytes()
+    assert again.messages == whole.messages[: len(again.messages)]
+    assert again.completions == whole.completions[: TURNS - 1]
+
+
+async def test_turns_that_are_not_as_they_were_sampled_are_a_broken_law(renderer: Renderer) -> None:
+    """A token that changed between the processes is found by the checksum of the request."""
+    book = Book()
+    await play(renderer, book)
+    tokens = book.turns[0].tokens.copy()
+    tokens[0] ^= 1
+    changed = Turn(1, tokens, book.turns[0].mask, book.turns[0].logprobs, book.turns[0].fields)
+    with pytest.raises(TokenMismatchError):
+        replayed([changed, *book.turns[1:]])
+
+
+def changed(turn: Turn, **fields: Any) -> Turn:
+    """A turn with other columns, or other fields."""
+    columns = {name: fields.pop(name) for name in ("tokens", "logprobs") if name in fields}
+    return attrs.evolve(turn, **columns, fields={**turn.fields, **fields})
+
+
+def _with(column: Any, position: int, value: float) -> Any:
+    column = column.copy()
+    column[position] = value
+    return column
+
+
+UNFIT: dict[str, Callable[[Turn, int], Turn]] = {
+    "a sampled id outside the vocabulary": lambda turn, size: changed(turn, tokens=_with(turn.tokens, -3, size)),
+    "an id of the prompt outside the vocabulary": lambda turn, size: changed(turn, tokens=_with(turn.tokens, 0, size)),
+    "a negative id": lambda turn, size: changed(turn, tokens=_with(turn.tokens, -3, -1)),
+    "another id in a request": lambda turn, size: changed(turn, tokens=_with(turn.tokens, 0, 5)),
+    "a logprob above 0": lambda turn, size: changed(turn, logprobs=_with(turn.logprobs, int(turn.mask.argmax()), 5.0)),
+    "versions that do not cover the reply": lambda turn, size: changed(turn, versions=[]),
+    "a step reward of NaN": lambda turn, size: changed(turn, step_rewards=[math.nan]),
+    "a metric of NaN": lambda turn, size: changed(turn, metrics={"found": math.nan}),
+    "no calls": lambda turn, size: changed(turn, completions=[]),
+    "no seconds": lambda turn, size: changed(turn, seconds=None),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+async def test_turns_that_do_not_fit_start_the_rollout_again(renderer: Renderer, what: str) -> None:
+    """What no reply could have given is not gone on from; it costs that rollout its turns, and is counted."""
+    first = Book(stop_after=2)
+    await play(renderer, first)
+    last = UNFIT[what](first.turns[-1], renderer.vocab_size)
+    if what in ("an id of the prompt outside the vocabulary", "another id in a request"):
+        turns = [UNFIT[what](first.turns[0], renderer.vocab_size), first.turns[-1]]
+    else:
+        turns = [first.turns[0], last]
+    book = Book(turns)
+    resumed = await play(renderer, book)
+    same(resumed, await play(renderer, Book()))
+    assert resumed.metrics["restarted_at_resume"] == 1
+    assert resumed.metrics["unfit_turns_at_resume"] == 2
+    assert "turns_before_resume" not in resumed.metrics
+    assert [turn.number for turn in book.turns[2:]] == list(range(1, TURNS)), "kept from the first on"
+
+
+async def test_an_environment_without_a_snapshot_starts_again(renderer: Renderer) -> None:
+    """Its state is lost, so its tokens are not gone on from; one turn is kept, so that this is counted."""
+    first = Book(stop_after=2)
+    await play(renderer, first, Forgetful)
+    assert [turn.resumable for turn in first.turns] == [False]
+    resumed = await play(renderer, Book(first.turns), Forgetful)
+    assert "turns_before_resume" not in resumed.metrics
+    assert resumed.metrics["restarted_at_resume"] == 1
+    assert [message.content for message in resumed.messages if message.role == "tool"] == ["1", "2", "3"]
+
+
+async def test_turns_of_another_prompt_are_not_gone_on_from(renderer: Renderer) -> None:
+    """A generate function may play several episodes for one rollout."""
+    first = Book(stop_after=2)
+    await play(renderer, first)
+    resumed = await play(renderer, Book(first.turns), prompt="another")
+    assert "turns_before_resume" not in resumed.metrics
+
+
+async def test_a_rollout_of_several_episodes_keeps_no_turns(renderer: Renderer) -> None:
+    """Nobody could tell whose they are."""
+    book = Book()
+    await play(renderer, book)
+    kept = len(book.turns)
+    with keeping_turns(book.log):
+        await run_agent(Prompt("x"), Counting, ScriptedPolicy(script()), renderer, sampling=SamplingParams())
+    assert (book.voided, len(book.turns)) == (1, kept)
+
+
+class Refuses(Counting):
+    """Cannot tell its state."""
+
+    async def snapshot(self) -> dict[str, int]:
+        raise OSError("no state today")
+
+
+async def test_a_snapshot_that_fails_costs_nothing_but_itself(renderer: Renderer) -> None:
+    """The rollout goes on; its turns are kept without a state, and it is counted."""
+    book = Book()
+    trajectory = await play(renderer, book, Refuses)
+    assert trajectory.metrics["snapshot_failures"] == TURNS - 1
+    assert not any(turn.resumable for turn in book.turns)
+
+
+def test_the_environments_of_the_house_can_be_resumed() -> None:
+    """Those that have turns to lose."""
+    assert isinstance(CalculatorEnvironment(), Resumable)
+    assert isinstance(SingleTurnEnvironment(), Resumable)
+    assert not isinstance(Forgetful(), Resumable)

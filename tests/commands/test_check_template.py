@@ -1,0 +1,144 @@
+"""``rollouts check``: verdicts, an example with its mask, and what an endpoint says it was sent."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rollouts.commands import main
+from rollouts.commands.check_template import TemplateCheckOptions, check, echo
+from rollouts.dtypes import packed_tokens
+from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import engine_process
+from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.renderer import ExamplePart, Renderer, conversation, load_tokenizer
+from tests.families import TOOLS
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(DEMO_MODEL)
+FORKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last or m.role != 'user' else 'earlier' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+async def printed(**subject: object) -> tuple[bool, str]:
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
+    good = await check(TemplateCheckOptions(**subject), console)  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    return good, console.file.getvalue()
+
+
+async def test_an_exact_model_passes_with_an_example() -> None:
+    """Each step, the dialect, and what is trained in another colour than what is not."""
+    good, text = await printed(model=DEMO)
+    assert good
+    assert "dialect hermes" in text
+    assert text.count("exact") >= 6
+    assert re.search(r"\x1b\[32mIt is sunny\.<\|im_end\|>", text)
+    assert re.search(r"\x1b\[2m\S*And in Oslo\?", text)
+    assert "mask 1" in text
+    assert "mask 0" in text
+
+
+UNREAD = FORKS.replace(
+    "<|im_end|>", "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>", 1
+)
+NAMES_A_DIALECT = """
+from rollouts.environments import CalculatorEnvironment
+from rollouts.recipe import agent_recipe
+
+def recipe(endpoint):
+    return agent_recipe("sums", endpoint, CalculatorEnvironment, ["1 + 2?"], dialect="plain")
+"""
+
+
+async def test_the_verdict_says_whether_calls_are_read(tmp_path: Path) -> None:
+    """``read`` passes; ``not read`` is refused with its reason, unless the user or the recipe asked for plain text."""
+    template, recipe = tmp_path / "chat.jinja", tmp_path / "sums.py"
+    template.write_text(UNREAD)
+    recipe.write_text(NAMES_A_DIALECT)
+    assert "calls: read" in (await printed(model=DEMO))[1]
+    good, text = await printed(model=DEMO, template=template)
+    assert not good
+    assert "calls: not read" in text
+    assert "dialect 'plain' does not read the tool calls" in text
+    assert "verdict: refused" in text
+    for named in ({"dialect": "plain"}, {"recipe": recipe}):
+        _, text = await printed(model=DEMO, template=template, **named)
+        assert "calls: not read" in text
+        assert "tool calls are text" in text
+        assert "verdict: forks" in text
+
+
+async def test_a_template_that_forks_does_not_pass(tmp_path: Path) -> None:
+    """It says where, and what became of what; the exit code of the command is 1."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(FORKS)
+    good, text = await printed(model=DEMO, template=file)
+    assert not good
+    assert "forks" in text
+
+
+def test_the_command_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 exact, 1 not exact, 2 for what is not there."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(FORKS)
+    assert main(["check", "--model", DEMO]) == 0
+    assert main(["check", "--model", DEMO, "--template", str(file)]) == 1
+    assert main(["check", "--model", DEMO, "--template", str(tmp_path / "none")]) == 2
+    assert main(["check"]) == 2
+    assert "--model" in capsys.readouterr().err
+
+
+async def test_a_recipe_gives_its_tools_and_its_choice_of_history() -> None:
+    """The tools that the model would be told of are those that are tested."""
+    good, text = await printed(model=DEMO, recipe=ROOT / "configs/calculator.py", options={"history": "fork"})
+    assert good
+    assert "4 tools · history: fork" in text
+    with pytest.raises(ConfigError, match="history"):
+        await printed(model=DEMO, recipe=ROOT / "configs/calculator.py", options={"history": "forget"})
+
+
+async def test_an_endpoint_echoes_the_ids(tmp_path: Path) -> None:
+    """The ids that a server scored are those that were sent, each of them; the second time it knows them."""
+    async with engine_process(DEMO_MODEL, tmp_path / "log") as engine:
+        good, text = await printed(model=DEMO, endpoint=engine.url)
+        assert good
+        assert "counted, the same ids; sent again" in text
+        pieces = conversation(Renderer(load_tokenizer(DEMO_MODEL)), TOOLS)
+        found = await echo(engine.url, pieces)
+        sent = int(np.sum([len(piece.tokens) for piece in pieces]))
+        assert (found.sent, found.counted, found.same_ids, found.exact) == (sent, sent, True, True)
+        assert found.cached > 0
+        named, _ = await printed(endpoint=engine.url)
+        assert named
+
+
+async def test_an_endpoint_that_is_not_there_is_told() -> None:
+    """EndpointUnavailable, with the URL."""
+    with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1:9"):
+        await echo("http://127.0.0.1:9", [ExamplePart("opening", packed_tokens([1, 2]), False)])
+
+
+def test_the_page_of_families_is_up_to_date(asset: object) -> None:
+    """docs/families.md is what scripts/families writes now."""
+    folder = asset("templates").parent  # type: ignore[operator]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.families_page", "--check"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={"ROLLOUTS_TEST_ASSETS": str(folder), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

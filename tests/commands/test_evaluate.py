@@ -1,0 +1,119 @@
+"""Evaluations on disk: gone on with, kept apart, and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from rollouts.commands import main
+from rollouts.commands.evaluate import EvalOptions, compare_evaluations, load_evaluation
+from rollouts.errors import ConfigError
+from rollouts.runs.writer import RunWriter
+from rollouts.training import Sample
+
+ROOT = Path(__file__).parents[2]
+CALCULATOR = str(ROOT / "configs" / "calculator.py")
+
+
+def rows(path: Path) -> list[bytes]:
+    return (path / "rollouts.jsonl").read_bytes().splitlines()
+
+
+def test_an_evaluation_that_was_stopped_is_gone_on_with(engine_url: str, tmp_path: Path) -> None:
+    """What is on disk stays and is not played again, but for a line that was cut off; the rest is added."""
+    out = tmp_path / "exam"
+    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2", "--out", str(out)]
+    assert main(line) == 0
+    first = rows(out)
+    assert len(first) == 6
+    assert {(score.rollouts, score.failed) for score in load_evaluation(out)} == {(2, 0)}
+    (out / "rollouts.jsonl").write_bytes(b"\n".join(first[:3]) + b"\n" + first[3][:40])
+    assert main([*line, "--rollouts", "4"]) == 0
+    assert rows(out)[:3] == first[:3]
+    assert len(rows(out)) == 12
+    assert {score.rollouts for score in load_evaluation(out)} == {4}
+    assert set(msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]) == {"pass@1", "pass@2", "reward"}
+
+
+def test_another_sampling_is_another_evaluation(
+    engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts at another temperature do not go into the same folder."""
+    out = tmp_path / "exam"
+    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "1", "--out", str(out)]
+    assert main(line) == 0
+    assert main([*line, "--set", "temperature=0.5"]) == 2
+    assert "as in its first part" in capsys.readouterr().err
+    assert len(rows(out)) == 1
+
+
+def store(path: Path, rewards: dict[str, list[float]]) -> Path:
+    """An evaluation as it lies on disk."""
+    path.mkdir()
+    samples = [Sample(prompt=prompt, reward=reward) for prompt, group in rewards.items() for reward in group]
+    lines = [
+        msgspec.json.encode({**sample.to_dict(), "rollout_id": number}) + b"\n" for number, sample in enumerate(samples)
+    ]
+    (path / "rollouts.jsonl").write_bytes(b"".join(lines))
+    (path / "eval.json").write_bytes(b'{"threshold": 1.0}')
+    return path
+
+
+def test_two_evaluations_are_compared_on_what_they_share(tmp_path: Path) -> None:
+    """Tasks of one alone do not count; better and worse are counted by task."""
+    before = store(tmp_path / "before", {"a": [0, 0], "b": [1, 0], "only before": [1, 1]})
+    after = store(tmp_path / "after", {"a": [1, 1], "b": [0, 0], "only after": [0, 0]})
+    console = Console(width=200, record=True)
+    compare_evaluations(before, after, (1,), console)
+    row = next(line for line in console.export_text().splitlines() if "pass@1" in line).split()
+    assert row[:4] == ["pass@1", "0.250", "0.500", "+0.250"]
+    assert row[-3:] == ["2", "1", "1"]
+
+
+def test_names_of_folders_and_tasks_are_text(tmp_path: Path) -> None:
+    """Not markup, and no colour of an emoji: the heads of the columns are what was typed."""
+    before, after = (store(tmp_path / name, {"[/INST] a": [0, 1]}) for name in ("[x]", ":smile:"))
+    console = Console(width=400, record=True)
+    compare_evaluations(before, after, (1,), console)
+    text = console.export_text()
+    assert f"{before}" in text
+    assert f"{after}" in text
+
+
+def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
+    """With what is expected there."""
+    with pytest.raises(ConfigError, match=r"it holds eval\.json"):
+        load_evaluation(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [(".", "a folder without a run in it"), ("batches/exam", "a place outside the files of the run")],
+)
+def test_an_evaluation_is_not_written_into_a_run(
+    tmp_path: Path, inside: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its engine's log would take the place of the run's; refused before a server is asked."""
+    RunWriter(tmp_path / "run").finish("finished")
+    before = sorted((tmp_path / "run").rglob("*"))
+    out = tmp_path / "run" / inside
+    assert main(["eval", CALCULATOR, "--endpoint", "http://127.0.0.1:9", "--out", str(out)]) == 2
+    assert words in capsys.readouterr().err
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def test_a_damaged_rollout_is_named(tmp_path: Path) -> None:
+    """By file and line."""
+    out = store(tmp_path / "exam", {"a": [1]})
+    (out / "rollouts.jsonl").write_bytes(b"{}\n[]\n")
+    with pytest.raises(ConfigError, match=r"rollouts\.jsonl, line 2"):
+        load_evaluation(out)
+
+
+def test_k_is_at_most_the_rollouts_of_a_task(tmp_path: Path) -> None:
+    """pass@8 of four rollouts has no unbiased estimate."""
+    with pytest.raises(ConfigError, match="1 to 4"):
+        EvalOptions(out=tmp_path, ks=(1, 8), rollouts=4)

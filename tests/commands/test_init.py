@@ -1,0 +1,340 @@
+"""The command line, end to end on the embedded engine: what is printed, which exit code, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollouts import __version__
+from rollouts.commands import main
+from rollouts.commands.arguments import tell
+from rollouts.engine import DEMO_MODEL
+from rollouts.errors import EndpointRefused
+from rollouts.runs.folder import read_info
+from rollouts.runs.reader import load_run
+from rollouts.runs.verify import verify_run
+from tests.stored_runs import edit_line, store_run
+
+ROOT = Path(__file__).parents[2]
+CALCULATOR = str(ROOT / "configs" / "calculator.py")
+SMALL = ["--set", "batch_size=2", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
+SECONDS = 180
+
+
+def command(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-u", "-m", "rollouts", *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, cwd=ROOT, text=True, **{**pipes, **options})  # type: ignore[call-overload,no-any-return]
+
+
+def line_with(process: subprocess.Popen[str], text: str) -> str:
+    """Read standard output up to a line that holds ``text``."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"ended without {text!r}: {process.stderr and process.stderr.read()}")
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(engine_url: str) -> str:
+    return engine_url
+
+
+@pytest.fixture(scope="module")
+def run_folder(server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small finished run against that server."""
+    path = tmp_path_factory.mktemp("runs") / "calculator"
+    assert main(["run", CALCULATOR, "--endpoint", server, "--out", str(path), "--batches", "2", *SMALL]) == 0
+    return path
+
+
+# -- run --
+
+
+def test_a_run_against_a_server_is_whole(run_folder: Path, server: str) -> None:
+    """Two batches of whole groups; run.json says recipe, server, options and versions; every law holds."""
+    info = read_info(run_folder)
+    assert (info["status"], info["recipe"], info["batches"]) == ("finished", "calculator", 2)
+    assert info["endpoint"]["base_url"] == [server]
+    assert info["server"]["model"] == info["tokenizer"] == str(DEMO_MODEL)
+    assert info["options"] == {"batch_size": "2", "n_samples_per_prompt": "4"}
+    assert info["versions"]["rollouts"] == __version__
+    assert len(load_run(run_folder)) == 2 * 2 * 4
+    assert verify_run(run_folder).violations == []
+
+
+def test_a_run_starts_its_own_engine(tmp_path: Path) -> None:
+    """Without --endpoint the embedded engine serves the run, and is gone with it."""
+    process = command("run", CALCULATOR, "--out", str(tmp_path / "run"), *SMALL)
+    out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err) == (0, "")
+    assert "prompts taken = 2 in batch + " in out
+    assert f"rollouts verify {tmp_path / 'run'}" in out
+    assert verify_run(tmp_path / "run").violations == []
+    assert read_info(tmp_path / "run")["tokenizer"] == str(DEMO_MODEL)
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    """SIGINT ends a run cleanly: exit code 130, a folder that passes verification, no engine left."""
+    path = tmp_path / "run"
+    process = command("run", CALCULATOR, "--out", str(path), "--batches", "100000", *SMALL)
+    line_with(process, " kept")
+    (engine,) = children(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err) == (130, "")
+    assert "stopped after" in out
+    info = read_info(path)
+    assert (info["status"], info["error"]) == ("stopped", None)
+    assert info["accounting"]["in_batch"] > 0
+    assert verify_run(path).violations == []
+    assert not is_alive(engine)
+
+
+def test_an_engine_that_dies_ends_the_run_and_costs_nothing(tmp_path: Path) -> None:
+    """When the engine is killed under a run, the run says so, exits 1, and keeps what is finished."""
+    path = tmp_path / "run"
+    process = command("run", CALCULATOR, "--out", str(path), "--batches", "100000", *SMALL)
+    line_with(process, " kept")
+    (engine,) = children(process)
+    os.kill(engine, signal.SIGKILL)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "rollouts: error: the embedded engine ended with exit code -9" in err
+    assert read_info(path)["status"] == "failed"
+    assert verify_run(path).violations == []
+
+
+def test_a_killed_run_leaves_no_engine(tmp_path: Path) -> None:
+    """The engine ends with its parent, even when the parent had no chance to end it."""
+    process = command("run", CALCULATOR, "--out", str(tmp_path / "run"), "--batches", "100000", *SMALL)
+    line_with(process, " kept")
+    (engine,) = children(process)
+    descriptor = os.pidfd_open(engine)
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    with open(descriptor, "rb", closefd=True) as ended:
+        assert select.select([ended], [], [], SECONDS)[0]
+    assert not is_alive(engine)
+    assert read_info(tmp_path / "run")["status"] == "running"
+
+
+def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too few prompts for a batch: exit code 1, one clear line, and the accepted groups on disk."""
+    options = ["--set", "prompts=6", "--set", "epochs=1", *SMALL, "--batches", "9"]
+    assert main(["run", CALCULATOR, "--endpoint", server, "--out", str(tmp_path / "run"), *options]) == 1
+    assert "no prompt is left" in capsys.readouterr().err
+    assert verify_run(tmp_path / "run").violations == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "none.py", "--out", "OUT"], "recipe: got"),
+        (
+            ["run", CALCULATOR, "--out", "OUT", "--set", "size=3"],
+            "option: got 'size'; expected one that the recipe has",
+        ),
+        (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size=x"], "option batch_size: got 'x'; expected int"),
+        (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size"], "--set: got 'batch_size'; expected key=value"),
+        (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "option: got 'data'"),
+        (["run", CALCULATOR, "--out", "OUT", "--model", "none"], "--model: got"),
+        (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
+        (
+            ["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"],
+            "nobody answers at http://127.0.0.1:9",
+        ),
+        (["verify", "OUT"], "run: got"),
+        (["show", "OUT"], "run: got"),
+        (["serve", "--model", "none"], "none"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, what and where and what was expected in one line, nothing on standard output, no folder made."""
+    code = main([str(tmp_path / "run") if argument == "OUT" else argument for argument in arguments])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("rollouts: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The GSM8K recipe says which file is not there."""
+    recipe = str(ROOT / "configs" / "gsm8k.py")
+    arguments = ["--endpoint", server, "--data", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "run")]
+    assert main(["run", recipe, *arguments]) == 2
+    assert f"got '{tmp_path / 'none.jsonl'}'; expected a JSONL file that exists" in capsys.readouterr().err
+
+
+def test_a_run_is_not_written_over(run_folder: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with a run is refused before anything starts, with the option that replaces it."""
+    assert main(["run", CALCULATOR, "--endpoint", server, "--out", str(run_folder), *SMALL]) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+
+
+def test_an_old_run_survives_a_server_that_is_not_there(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--overwrite deletes nothing before the new run can start."""
+    arguments = ["--endpoint", "http://127.0.0.1:9", "--model", str(DEMO_MODEL), "--out", str(run_folder)]
+    assert main(["run", CALCULATOR, *arguments, "--overwrite"]) == 2
+    assert "nobody answers" in capsys.readouterr().err
+    assert verify_run(run_folder).ok
+
+
+def test_a_model_that_does_not_load_shows_the_engines_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The child's standard error is in its log, and its end in the message."""
+    (tmp_path / "model").mkdir()
+    assert main(["run", CALCULATOR, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "the embedded engine ended with exit code 2; the end of" in err
+    assert f"model: got '{tmp_path / 'model'}'; expected a folder" in err
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before or after the verb."""
+    for arguments in (["--debug", "verify", "none"], ["verify", "none", "--debug"]):
+        assert main(arguments) == 2
+        assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_words_of_a_server_do_not_steer_the_terminal(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences, C1 controls and bidirectional overrides of an error are shown, in its traceback too."""
+    try:
+        raise ValueError("cause \x1b]0;title\x07 \x9b31m")
+    except ValueError as cause:
+        error = EndpointRefused("refused \x1b[2J \x9b31m \u202e")
+        error.__cause__ = cause
+    tell(error, debug=debug)
+    said = capsys.readouterr().err
+    assert said.endswith("rollouts: error: refused ␛[2J <U+009B>31m <U+202E>\n")
+    assert ("cause ␛]0;title␇ <U+009B>31m" in said) is debug
+    assert not set("\x1b\x07\x9b\u202e") & set(said)
+
+
+def test_a_recorded_run_is_replayed_without_its_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``run --record``, then ``replay`` when the engine is gone; a recipe that has changed is exit code 1."""
+    path = str(tmp_path / "run")
+    process = command("run", CALCULATOR, "--out", path, "--record", *SMALL)
+    _, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err) == (0, "")
+    assert main(["replay", path, "--out", str(tmp_path / "played.jsonl")]) == 0
+    count = len(load_run(path, "all"))
+    assert f"{count} samples in {count // 4} groups are equal" in capsys.readouterr().out
+    assert main(["replay", path, "--set", "history=error"]) == 1
+    assert "history: got 'error'; expected 'append'" in capsys.readouterr().err
+
+
+def test_a_run_is_rescored_without_its_server(run_folder: Path, tmp_path: Path) -> None:
+    """``rescore`` makes a run of other batches, which holds the laws."""
+    options = ["--set", "batch_size=1", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
+    assert main(["rescore", str(run_folder), "--recipe", CALCULATOR, "--out", str(tmp_path / "new"), *options]) == 0
+    assert verify_run(tmp_path / "new").violations == []
+    assert read_info(tmp_path / "new")["batches"] >= 4
+
+
+# -- show, verify, play --
+
+
+def test_show_lists_the_groups(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of groups with prompt, rewards and outcome, and what to type next."""
+    assert main(["show", str(run_folder)]) == 0
+    out = capsys.readouterr().out
+    assert "batch 0" in out
+    assert "batch 1" in out
+    assert f"rollouts show {run_folder} --group" in out
+
+
+def test_show_gives_a_transcript(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sample, by its number in a group or by its index: the tokens as text, with their numbers."""
+    sample = load_run(run_folder)[1]
+    assert main(["show", str(run_folder), "--group", str(sample.group_index), "--sample", "1"]) == 0
+    first = capsys.readouterr().out
+    assert f"sample {sample.index} · reward" in first
+    assert "<|im_start|>user" in first
+    assert "sampled" in first
+    assert "logprob" in first
+    assert main(["show", str(run_folder), "--sample", str(sample.index)]) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("arguments", [["--group", "99999"], ["--sample", "99999"]])
+def test_show_names_what_is_not_there(
+    run_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A group or sample that the run does not hold is bad input."""
+    assert main(["show", str(run_folder), *arguments]) == 2
+    assert f"{arguments[0]}: got 99999" in capsys.readouterr().err
+
+
+def test_verify_says_how_much_it_checked(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a law, with samples, calls and tokens; exit code 0."""
+    assert main(["verify", str(run_folder)]) == 0
+    out, err = capsys.readouterr()
+    assert [line[:5] for line in out.splitlines()[:5]] == [f"law {law}" for law in range(1, 6)]
+    assert f"{len(load_run(run_folder, 'all'))} samples" in out
+    assert err == ""
+
+
+async def test_a_broken_law_is_exit_code_1(tmp_path: Path) -> None:
+    """The precise line goes to standard error."""
+    await store_run(tmp_path / "run")
+    edit_line(tmp_path / "run" / "batches" / "batch-000001.jsonl", 2, lambda row: row["loss_mask"].reverse())
+    process = command("verify", str(tmp_path / "run"))
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "law 2 (mask): 2 violations" in out
+    assert "batch-000001.jsonl, line 3 (group " in err
+    assert ", loss_mask, position " in err
+
+
+def test_play_shows_an_episode(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One prompt, turn by turn, and its reward at the end."""
+    assert main(["play", CALCULATOR, "--endpoint", server, "--text", "What is 2 + 3?"]) == 0
+    out = capsys.readouterr().out
+    assert "What is 2 + 3?" in out
+    assert "sampled" in out
+    assert "reward" in out.splitlines()[-2]
+
+
+# -- the words themselves --
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version prints it and exits 0."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rollouts {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["run", "show", "play", "verify", "export", "replay", "rescore", "serve"])
+def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--help says what it does and shows one command to type."""
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert f"Example: rollouts {verb} " in capsys.readouterr().out

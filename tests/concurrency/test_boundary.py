@@ -1,0 +1,195 @@
+"""Errors: messages in three parts, and the one boundary that foreign code runs inside."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name, waits
+from rollouts.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    Failure,
+    GenerateFailure,
+    RewardFailure,
+    RolloutsError,
+    TokenMismatchError,
+    at,
+    shortened,
+)
+
+
+async def test_what_escapes_is_the_failure_with_its_cause_and_place() -> None:
+    """Attributed: what ran, what it raised, where, with the whole chain."""
+
+    async def step() -> None:
+        raise KeyError("x") from OSError("disk")
+
+    with pytest.raises(RewardFailure, match=r"^judge raised KeyError: 'x'$") as caught:
+        await call_foreign(RewardFailure, "judge", step)
+    failure = Failure.of(caught.value)
+    assert (failure.kind, failure.message) == ("RewardFailure", "judge raised KeyError: 'x'")
+    assert "OSError: disk" in failure.traceback
+    with at("group 3 · sample 1"):
+        assert Failure.of(caught.value).place == "group 3 · sample 1"
+
+
+@pytest.mark.parametrize("error", [EndpointUnavailable("away"), TokenMismatchError("ids"), ConfigError("field")])
+async def test_errors_of_the_house_pass_unchanged(error: RolloutsError) -> None:
+    """They are attributed already, or are broken laws."""
+    with pytest.raises(type(error)) as caught, boundary(GenerateFailure, "x"):
+        raise error
+    assert caught.value is error
+
+
+async def test_a_broken_law_is_found_inside_a_group() -> None:
+    """A task group wraps it; it is still a broken law and no guest's failure."""
+    law = TokenMismatchError("ids")
+    with pytest.raises(TokenMismatchError) as caught, boundary(GenerateFailure, "x"):
+        raise ExceptionGroup("a", [OSError(), ExceptionGroup("b", [law])])
+    assert caught.value is law
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError()])])
+async def test_a_signal_to_the_process_passes(error: BaseException) -> None:
+    """Ctrl-C is no failure of a rollout."""
+    with pytest.raises(type(error)) as caught, boundary(GenerateFailure, "x"):
+        raise error
+    assert caught.value is error
+
+
+async def test_a_cancellation_of_ours_passes_and_a_guests_does_not() -> None:
+    """Inside a cancelled scope it goes on to the scope; out of nowhere it is a failure."""
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        with boundary(GenerateFailure, "x"):
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+
+    async def guest() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(GenerateFailure, match="x raised CancelledError: something inside was cancelled"):
+        await call_foreign(GenerateFailure, "x", guest)
+
+
+async def test_a_native_cancellation_passes() -> None:
+    """``asyncio.timeout`` around a boundary ends as a timeout."""
+
+    async def inside() -> None:
+        async with asyncio.timeout(0.01):
+            with boundary(GenerateFailure, "x"):
+                await anyio.sleep_forever()
+
+    with pytest.raises(TimeoutError):
+        await inside()
+
+
+async def test_a_timeout_inside_is_the_guests_own_business() -> None:
+    """What a guest limits and catches itself is no cancellation of ours."""
+
+    async def judge() -> float:
+        for limit in (partial(asyncio.timeout, 0.01), lambda: anyio.fail_after(0.01)):
+            try:
+                if isinstance(limit, partial):
+                    async with limit():
+                        await anyio.sleep_forever()
+                else:
+                    with limit():
+                        await anyio.sleep_forever()
+            except TimeoutError:
+                continue
+        return 0.5
+
+    assert await call_foreign(RewardFailure, "judge", judge, seconds=20) == 0.5
+
+
+@pytest.mark.parametrize("swallow", [False, True])
+async def test_a_deadline_is_a_deadline(swallow: bool) -> None:
+    """At its end the call has failed, whatever it answers then."""
+
+    async def judge() -> float:
+        try:
+            await anyio.sleep_forever()
+        except BaseException:
+            if not swallow:
+                raise
+        return 0.0
+
+    with pytest.raises(RewardFailure, match=r"judge did not answer within 0\.02 s"):
+        await call_foreign(RewardFailure, "judge", judge, seconds=0.02)
+
+
+async def test_a_sync_function_does_not_stall_the_loop() -> None:
+    """It runs in a thread; at its deadline the thread is left alone."""
+    release = threading.Event()
+    try:
+        with pytest.raises(RewardFailure, match="did not answer within"):
+            await call_foreign(RewardFailure, "judge", release.wait, 30, seconds=0.02)
+    finally:
+        release.set()
+
+
+async def test_sync_async_partial_and_object_are_all_called() -> None:
+    """And a sync function that gives an awaitable is awaited."""
+
+    async def judge(value: int) -> int:
+        return value
+
+    class Judge:
+        async def __call__(self, value: int) -> int:
+            return value
+
+    for function in (judge, lambda value: value, Judge(), lambda value: judge(value)):
+        assert await call_foreign(RewardFailure, "judge", function, 7) == 7
+        assert await call_foreign(RewardFailure, "judge", partial(function, 7)) == 7
+
+
+async def test_waits_lists_what_is_waited_for() -> None:
+    """Oldest first, with place, since when and until when; nothing stays behind."""
+    with at("here or there"), boundary(GenerateFailure, "a"), boundary(GenerateFailure, "b", seconds=50):
+        first, second = (str(wait) for wait in waits())
+    assert first.startswith("here or there: a for 0.")
+    assert second.endswith("0 s left")
+    assert waits() == []
+
+
+def test_a_function_is_called_by_its_name() -> None:
+    """Also inside partials, and objects by their class."""
+    named: Any = partial(partial(shortened), 1)
+    assert function_name(named) == "shortened"
+    assert function_name(object()) == "object"
+
+
+async def test_a_coroutine_that_comes_too_late_is_closed() -> None:
+    """A sync function that answers with a coroutine after it was given up leaves no warning (here an error) behind."""
+    entered, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def answer() -> int:
+        return 1
+
+    def lazily() -> Any:
+        entered.set()
+        go_on.wait(30)
+        try:
+            return answer()
+        finally:
+            ended.set()
+
+    with anyio.move_on_after(60) as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call_foreign, RewardFailure, "lazily", lazily)
+            while not entered.is_set():
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert not scope.cancelled_caught
+    go_on.set()
+    assert ended.wait(30)
+    gc.collect()

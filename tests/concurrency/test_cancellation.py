@@ -1,0 +1,186 @@
+"""A leash: whoever waits for a foreign coroutine goes on, whatever it does with its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from rollouts.concurrency.boundary import boundary, call_foreign, waits
+from rollouts.concurrency.cancellation import CancellationGuard, left_behind
+from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.wait_report import report, where
+from rollouts.errors import EnvironmentFailure, at
+
+ROOT = Path(__file__).parents[2]
+
+
+async def swallows() -> None:
+    while True:
+        try:
+            await anyio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+async def spins() -> None:
+    while True:
+        try:
+            await asyncio.sleep(0)  # noqa: TID251 - what guests do
+        except asyncio.CancelledError:
+            continue
+
+
+async def hides() -> None:
+    with anyio.CancelScope(shield=True):
+        await anyio.sleep_forever()
+
+
+async def hides_and_swallows() -> None:
+    with anyio.CancelScope(), anyio.CancelScope(shield=True):
+        await swallows()
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    """Nothing that was let go lives until the interpreter ends."""
+    before = len(left_behind())
+    yield
+    for leash in left_behind()[before:]:
+        with contextlib.suppress(RuntimeError):
+            leash.awaitable.close()  # type: ignore[attr-defined]  # a coroutine
+
+
+GUESTS = [swallows, spins, hides, hides_and_swallows]
+
+
+@pytest.mark.parametrize("guest", GUESTS)
+async def test_a_deadline_ends_the_wait_for_any_guest(guest: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """As a failure that is late; the task is sound afterwards: its scopes nest, and it can be cancelled again."""
+    before = len(left_behind())
+    with (
+        anyio.fail_after(60),
+        at("group 3"),
+        pytest.raises(EnvironmentFailure, match="did not answer within") as raised,
+    ):
+        with boundary(EnvironmentFailure, "World.step", seconds=0.05, armed=False) as entered:
+            await entered.guarded(guest(), grace=0.1)
+    assert raised.value.late
+    assert waits() == []
+    assert len(left_behind()) - before == (guest is not hides)
+    if guest is not hides:
+        assert left_behind()[-1].what == "group 3: World.step"
+        assert "test_cancellation.py:" in report()
+    with anyio.move_on_after(0.01) as scope, anyio.CancelScope():
+        await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+@pytest.mark.parametrize("guest", [swallows, spins])
+async def test_a_task_group_that_is_cancelled_ends(guest: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A manager that closes does not wait for a guest without end, though its deadline is far away."""
+
+    async def call() -> None:
+        await call_foreign(EnvironmentFailure, "World.step", guest, seconds=3600)
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await anyio.wait_all_tasks_blocked() if guest is swallows else await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert waits() == []
+
+
+async def test_a_guest_that_cleans_up_is_left_in_peace() -> None:
+    """What it awaits behind a shield, within its grace, comes to its end."""
+    cleaned = []
+
+    async def tidy() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                for _ in range(200):
+                    await anyio.lowlevel.checkpoint()
+                cleaned.append(True)
+
+    with pytest.raises(EnvironmentFailure, match="did not answer"):
+        await call_foreign(EnvironmentFailure, "World.step", tidy, seconds=0.05)
+    assert cleaned
+
+
+async def test_answers_and_errors_come_through() -> None:
+    """Of coroutines, and of other awaitables."""
+
+    async def answer(value: int) -> float:
+        await anyio.lowlevel.checkpoint()
+        return 1 / value
+
+    assert await call_foreign(EnvironmentFailure, "World.step", answer, 2, seconds=9) == 0.5
+    with pytest.raises(EnvironmentFailure, match="ZeroDivisionError"):
+        await call_foreign(EnvironmentFailure, "World.step", answer, 0, seconds=9)
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    future.set_result(7)
+    with deadline(None, armed=False) as around:
+        assert await CancellationGuard(future, around, "a future") == 7
+
+
+async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
+    """As without one."""
+
+    async def call() -> None:
+        await call_foreign(EnvironmentFailure, "World.step", hides, seconds=9)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        (wait,) = waits()
+        assert "in hides" in where(wait)
+        assert wait.task is not None
+        wait.task.cancel()
+
+
+_LEAVING = """
+import anyio
+from rollouts.errors import EnvironmentFailure, call_foreign
+from rollouts.concurrency.cancellation import left_behind
+from tests.concurrency.test_cancellation import GUESTS, refuses_to_end
+
+async def main():
+    for guest in [*GUESTS, refuses_to_end]:
+        try:
+            with anyio.fail_after(60):
+                await call_foreign(EnvironmentFailure, "World.step", guest, seconds=0.05)
+        except EnvironmentFailure:
+            pass
+    print(len(left_behind()))
+
+anyio.run(main)
+"""
+
+
+async def refuses_to_end() -> None:
+    while True:
+        try:
+            await anyio.sleep(3600)
+        except BaseException:  # noqa: BLE001 - what guests do
+            continue
+
+
+def test_what_was_let_go_is_not_resumed_at_the_end_of_the_interpreter() -> None:
+    """The process ends at once and in silence."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVING], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("4\n", "", 0)

@@ -1,0 +1,86 @@
+"""Workers that are processes: the same samples as without, whatever dies."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from rollouts.commands import main
+from rollouts.distributed import in_processes
+from rollouts.errors import ConfigError
+from rollouts.runs.journal import read_journal
+from rollouts.runs.reader import load_run, read_info
+from rollouts.runs.verify import verify_run
+from rollouts.training.types import Sample
+from tests.distributed import games
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_order(samples: list[Sample]) -> list[Sample]:
+    return sorted(samples, key=lambda sample: sample.index or 0)
+
+
+async def test_two_processes_give_what_one_gives() -> None:
+    """The same samples, field by field and token by token; only tuples come back as the lists that JSON has."""
+    alone, _ = await games.batches(games.config())
+    async with in_processes(games.config, workers=2) as workers:
+        shared, manager = await games.batches(workers.config(games.config()))
+    assert in_order(shared) == in_order(alone)
+    assert shared[0].label == (shared[0].metadata["n"], None)
+    assert manager.accounting.in_batch == 6
+
+
+async def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    """What it had finished is kept, what it had in work is played again, and the numbers add up."""
+    factory = functools.partial(games.deadly, tmp_path)
+    async with in_processes(factory, workers=2) as workers:
+        shared, manager = await games.batches(workers.config(factory()), 1)
+    alone, _ = await games.batches(factory(), 1)
+    without = [{**sample.to_dict(), "metrics": {}} for sample in in_order(shared)]
+    assert without == [{**sample.to_dict(), "metrics": {}} for sample in in_order(alone)]
+    assert workers.deaths == 2
+    assert manager.accounting.failed == 0
+    again = [sample.index for sample in shared if sample.metrics["attempts"] > 1]
+    assert {5, 18} <= set(again)
+    assert {4, 6, 7, 16, 17, 19}.isdisjoint(again), "finished before the death"
+
+
+async def test_a_factory_that_fails_is_told_before_work() -> None:
+    """With what it raised; and so is one that cannot be pickled."""
+    with pytest.raises(ConfigError, match=r"worker 0 cannot start: .* ValueError: no data"):
+        async with in_processes(games.broken, workers=1):
+            pass
+    with pytest.raises(ConfigError, match="can be pickled"):
+        async with in_processes(lambda: games.config(), workers=1):
+            pass
+
+
+@pytest.mark.parametrize("workers", [0, True, 1.5])
+async def test_a_number_of_workers_is_checked(workers: int) -> None:
+    """Before anything is started."""
+    with pytest.raises(ConfigError, match="workers: got"):
+        async with in_processes(games.config, workers=workers):
+            pass
+
+
+def test_a_recipe_runs_in_workers(tmp_path: Path, engine_url: str) -> None:
+    """The command plays a recipe in two processes with the rollouts, and the journal, that one process has."""
+    line = ["run", str(ROOT / "configs" / "calculator.py"), "--endpoint", engine_url]
+    sizes = ["batch_size=2", "n_samples_per_prompt=4", "over_sampling_factor=2.0"]
+    line += [part for size in sizes for part in ("--set", size)]
+    assert main([*line, "--out", str(tmp_path / "shared"), "--workers", "2"]) == 0
+    assert main([*line, "--out", str(tmp_path / "alone")]) == 0
+    assert verify_run(tmp_path / "shared").violations == []
+    assert read_info(tmp_path / "shared")["config"] == read_info(tmp_path / "alone")["config"]
+    shared, alone = (
+        {sample.index: (sample.tokens, sample.reward) for sample in load_run(tmp_path / name, "all")}
+        for name in ("shared", "alone")
+    )
+    both = shared.keys() & alone.keys()
+    assert len(both) >= 4
+    assert {index: shared[index] for index in both} == {index: alone[index] for index in both}
+    kinds = [entry.kind for entry in read_journal(tmp_path / "shared" / "journal")]
+    assert kinds.count("turn") > 0, "turns are kept as they end"

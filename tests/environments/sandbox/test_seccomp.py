@@ -1,0 +1,92 @@
+"""The filter: its numbers are those of the kernel, and its jumps end where they should."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from rollouts.environments.sandbox import seccomp
+
+NUMBERS = {
+    **seccomp._ALWAYS,
+    **seccomp._ALONE,
+    "socket": seccomp._SOCKET,
+    "clone": seccomp._CLONE,
+    "clone3": seccomp._CLONE3,
+    "prlimit64": seccomp._PRLIMIT,
+    "kill": seccomp._KILL,
+    "tgkill": seccomp._TGKILL,
+}
+
+
+@pytest.mark.parametrize(("column", "header"), [(0, "*/asm/unistd_64.h"), (1, "asm-generic/unistd.h")])
+def test_numbers_are_the_kernels(column: int, header: str) -> None:
+    """As its headers have them, where they are installed."""
+    path = next(Path("/usr/include").glob(header), None)
+    if path is None:
+        pytest.skip(f"no {header} here")
+    found = re.findall(r"#define\s+__NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
+    known = {name: int(number) for name, number in found}
+    differing = {
+        name: numbers[column]
+        for name, numbers in NUMBERS.items()
+        if known.get(name, numbers[column]) != numbers[column]
+    }
+    assert differing == {}
+    assert len(known.keys() & NUMBERS.keys()) > 40
+
+
+def run(program: bytes, machine: int, number: int, argument: int = 0) -> int:
+    """What a filter answers, by the kernel's rules for the few steps that ours has."""
+    steps = list(struct.iter_unpack("=HBBI", program))
+    place, value = 0, 0
+    while True:
+        code, yes, no, operand = steps[place]
+        place += 1
+        if code == seccomp._RETURN:
+            return operand
+        if code == seccomp._LOAD:
+            value = {0: number, 4: machine, 16: argument}[operand]
+            continue
+        true = {
+            seccomp._EQUAL: value == operand,
+            seccomp._AT_LEAST: value >= operand,
+            seccomp._ANY_BIT: bool(value & operand),
+        }[code]
+        place += yes if true else no
+
+
+PASS, NO, KILL = seccomp._ALLOW, seccomp._ERROR | 1, seccomp._KILL_PROCESS
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_refused_and_what_is_not(machine: str, alone: bool) -> None:
+    """On both machines, call by call."""
+    column = list(seccomp._ARCHITECTURES).index(machine)
+    architecture = seccomp._ARCHITECTURES[machine]
+    program = seccomp._program(column, architecture, alone)
+
+    def asked(name: str, argument: int = 0) -> int:
+        return run(program, architecture, NUMBERS[name][column], argument)
+
+    for name in seccomp._ALWAYS:
+        assert NUMBERS[name][column] < 0 or asked(name) == NO, name
+    for name in seccomp._ALONE:
+        assert NUMBERS[name][column] < 0 or asked(name) == (NO if alone else PASS), name
+    assert [asked("socket", family) for family in (1, 2, 10, 16, 40)] == ([NO] * 5 if alone else [PASS] * 3 + [NO] * 2)
+    assert asked("clone", 0x00010F00) == PASS
+    assert asked("clone", 0x10000011) == NO
+    assert asked("clone", 17) == (NO if alone else PASS)
+    assert asked("clone3") == seccomp._ERROR | 38
+    for name in ("kill", "tgkill"):
+        assert (asked(name, os.getpid()), asked(name, 1)) == (PASS, NO if alone else PASS)
+    assert (asked("prlimit64", 0), asked("prlimit64", 7)) == (PASS, NO if alone else PASS)
+    assert run(program, architecture, 63 if column else 0) == PASS  # read
+    assert run(program, 0x40000003, 4) == KILL  # another machine
+    if machine == "x86_64":
+        assert run(program, architecture, 0x40000000 | 41) == KILL

@@ -1,0 +1,348 @@
+"""SGLang's wire: what a body amounts to, whatever it holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollouts.dtypes import LOGPROB_TOLERANCE, Completion, SamplingParams, VersionSpan
+from rollouts.errors import (
+    ConfigError,
+    ContextOverflow,
+    EndpointError,
+    EndpointRefused,
+    EndpointUnavailable,
+    TokenMismatchError,
+)
+from rollouts.inference.generate_wire import BrokenNumbers, read_completion, request_body, request_options
+from rollouts.inference.token_json import EncodedIds
+from rollouts.inference.wire_errors import error_of, loads, message_of
+
+IDS = EncodedIds((b"1,2,", b"3,4,5"), 5, 0)
+TRIPLES = [[-0.5, 7, None], [-1.5, 8, "x"], [0, 9, None, "more"]]
+
+
+def reply(*, output_ids: Any = (7, 8, 9), **meta: Any) -> bytes:
+    meta = {"finish_reason": {"type": "stop", "matched": 9}, "output_token_logprobs": TRIPLES, **meta}
+    return msgspec.json.encode({"output_ids": output_ids, "meta_info": meta})
+
+
+def read(payload: bytes, **options: Any) -> Completion:
+    return read_completion(payload, rid="r", ids=IDS, **options)
+
+
+def test_a_body_is_one_json_object() -> None:
+    """Made of the ids' text, the parameters and the rid."""
+    body = loads(request_body("abc", IDS, request_options(SamplingParams(), ()))[0])
+    assert (body["rid"], body["input_ids"]) == ("abc", [1, 2, 3, 4, 5])
+
+
+def test_stop_ids_may_come_from_a_column() -> None:
+    """NumPy's integers are integers."""
+    assert loads(request_body("r", IDS, request_options(SamplingParams(), np.array([4])))[0])["sampling_params"][
+        "stop_token_ids"
+    ] == [4]
+
+
+def test_a_seed_that_fits_nowhere_is_a_mistake_of_the_user() -> None:
+    """Not an error of the encoder."""
+    with pytest.raises(ConfigError, match="64 bits"):
+        request_options(SamplingParams(seed=2**70), ())
+
+
+def test_logprobs_belong_to_the_sampled_ids() -> None:
+    """Text beside them is skipped; whole numbers are numbers."""
+    completion = read(reply())
+    assert completion.tokens.tolist() == [7, 8, 9]
+    assert completion.logprobs.tolist() == [-0.5, -1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("meta", "versions"),
+    [
+        ({}, [("default", 0, 3)]),
+        ({"weight_version": "v2"}, [("v2", 0, 3)]),
+        ({"weight_version": 7, "weight_versions": []}, [("7", 0, 3)]),
+        (
+            {"weight_versions": [{"version": "a", "start": 0, "end": 1}, {"version": 2, "start": 1, "end": 3}]},
+            [("a", 0, 1), ("2", 1, 3)],
+        ),
+        (
+            {"weight_versions": [{"version": "a", "start": 0, "end": 0}, {"version": "b", "start": 0, "end": 3}]},
+            [("b", 0, 3)],
+        ),
+    ],
+)
+def test_versions_cover_every_token(meta: dict[str, Any], versions: list[tuple[str, int, int]]) -> None:
+    """Spans where there are any, else the one version, else a default; empty spans say nothing."""
+    assert read(reply(**meta)).versions == tuple(VersionSpan(*span) for span in versions)
+
+
+@pytest.mark.parametrize("edges", [[(0, 2)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 4)], [(1, 3)], [(0, 5), (5, 3)]])
+def test_versions_with_gaps_are_refused(edges: list[tuple[int, int]]) -> None:
+    """A token whose policy is not known must not be trained as if it were."""
+    spans = [{"version": "a", "start": start, "end": end} for start, end in edges]
+    with pytest.raises(EndpointRefused, match="weight_versions"):
+        read(reply(weight_versions=spans))
+
+
+@pytest.mark.parametrize("logprob", [None, 1e300, -1e39])
+def test_a_logprob_is_a_finite_float32(logprob: float | None) -> None:
+    """Null is how a server writes NaN; what overflows is no better."""
+    with pytest.raises(BrokenNumbers, match=r"output_token_logprobs\[1\]"):
+        read(reply(output_token_logprobs=[TRIPLES[0], [logprob, 8, None], TRIPLES[2]]))
+
+
+def test_nan_happened_is_a_failure_unless_it_was_asked_for() -> None:
+    """The server's word for a numerical failure may also be somebody's stop string."""
+    payload = reply(finish_reason={"type": "stop", "matched": "NaN happened"})
+    with pytest.raises(BrokenNumbers):
+        read(payload)
+    assert read(payload, stop=("NaN happened",)).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("output_ids", [[7, 8], [7, 8, 9, 9], [7, 7, 9], []])
+def test_ids_without_their_logprobs_break_a_law(output_ids: list[int]) -> None:
+    """More, fewer or others."""
+    with pytest.raises(TokenMismatchError):
+        read(reply(output_ids=output_ids))
+
+
+def test_the_server_counts_what_was_sent() -> None:
+    """Another count means other tokens; a request aborted in the queue has no count that matters."""
+    with pytest.raises(TokenMismatchError, match="5 ids were sent; the server says that it was given 6"):
+        read(reply(prompt_tokens=6))
+    queued = {"prompt_tokens": 0, "finish_reason": {"type": "abort"}, "output_token_logprobs": []}
+    assert read(reply(output_ids=[], **queued)).finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("finish", "kind"),
+    [
+        ({"type": "abort", "message": "full", "status_code": 503}, EndpointUnavailable),
+        ({"type": "abort", "message": "no", "status_code": 400}, EndpointRefused),
+        ({"type": "abort", "message": "longer than the model's context length", "status_code": 400}, ContextOverflow),
+        ({"type": "else"}, EndpointRefused),
+        (None, EndpointRefused),
+    ],
+)
+def test_an_end_that_is_an_error(finish: Any, kind: type[EndpointError]) -> None:
+    """An abort with a status is that error; an end of no known kind is none."""
+    with pytest.raises(kind):
+        read(reply(finish_reason=finish))
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b'{"error":{"message":"x","code":503}}', EndpointUnavailable),
+        (b'{"error":{"message":"x","code":400}}', EndpointRefused),
+        (b'{"error":{"message":"x","type":"invalid_request_error"}}', EndpointRefused),
+        (b'{"error":"x"}', EndpointUnavailable),
+        (b'{"object":"error","message":"x","code":"404"}', EndpointRefused),
+        (b"<html>", EndpointUnavailable),
+        (b"", EndpointUnavailable),
+        (b"[]", EndpointRefused),
+        (b"[" * 100_000, EndpointUnavailable),
+    ],
+)
+def test_an_error_with_status_200_is_an_error(body: bytes, kind: type[EndpointError]) -> None:
+    """Its own code counts; without one it may pass, unless it says that the request was wrong."""
+    with pytest.raises(kind):
+        read(body)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+NUMBERS = st.integers(-1, 4) | st.just(10**30)
+TRIPLE = st.tuples(st.floats() | st.none(), st.integers(-5, 2**40) | st.integers(0, 3), st.none())
+SPAN = st.fixed_dictionaries({"version": st.just("v") | st.integers(), "start": NUMBERS, "end": NUMBERS})
+KIND = st.sampled_from(["stop", "length", "abort", "x"])
+FINISH = st.fixed_dictionaries({"type": KIND}, optional={"status_code": ANYTHING, "message": ANYTHING})
+META = st.fixed_dictionaries(
+    {"finish_reason": FINISH | ANYTHING},
+    optional={
+        "id": ANYTHING | st.just("r"),
+        "output_token_logprobs": st.lists(TRIPLE, max_size=4) | ANYTHING,
+        "prompt_tokens": st.just(5) | ANYTHING,
+        "cached_tokens": ANYTHING,
+        "weight_version": ANYTHING,
+        "weight_versions": st.lists(SPAN, max_size=3) | ANYTHING,
+    },
+)
+ERROR = st.fixed_dictionaries({}, optional={"message": ANYTHING, "code": ANYTHING, "type": ANYTHING})
+REPLY = st.fixed_dictionaries(
+    {"meta_info": META}, optional={"output_ids": st.lists(st.integers(0, 3), max_size=4) | ANYTHING}
+)
+ERRONEOUS = st.fixed_dictionaries({"error": ERROR | ANYTHING}, optional={"object": ANYTHING, "code": ANYTHING})
+
+
+def written(value: Any) -> str:
+    """JSON as no careful encoder would write it: NaN, huge integers."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{written(str(key))}:{written(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    return msgspec.json.encode(value).decode()
+
+
+BODIES = st.binary(max_size=30) | (ANYTHING | REPLY | ERRONEOUS).map(lambda value: written(value).encode())
+
+
+@settings(max_examples=1500, deadline=None)
+@given(body=BODIES, status=st.sampled_from([200, 400, 404, 429, 500, 503]))
+def test_any_answer_is_a_completion_or_a_typed_error(body: bytes, status: int) -> None:
+    """Nothing that a server says becomes an exception of another kind."""
+    assert isinstance(error_of(status, message_of(body)), EndpointError)
+    try:
+        completion = read(body)
+    except (EndpointError, TokenMismatchError):
+        return
+    assert len(completion.tokens) == len(completion.logprobs)
+    assert np.isfinite(completion.logprobs).all()
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(st.floats(-50, 0, width=32), st.integers(0, 2**31 - 1)), max_size=20),
+    cut=st.integers(0, 20),
+    kind=st.sampled_from(["stop", "length", "abort"]),
+)
+def test_a_sound_answer_is_read_exactly(tokens: list[tuple[float, int]], cut: int, kind: str) -> None:
+    """Ids, float32 logprobs and version spans arrive as they were sent."""
+    ids = [token for _, token in tokens]
+    edges = [0, min(cut, len(ids)), len(ids)]
+    spans = [{"version": f"v{n}", "start": edges[n], "end": edges[n + 1]} for n in range(2)]
+    payload = reply(
+        output_ids=ids,
+        output_token_logprobs=[[logprob, token, None] for logprob, token in tokens],
+        finish_reason={"type": kind},
+        weight_versions=spans,
+    )
+    completion = read(payload)
+    assert completion.tokens.tolist() == ids
+    assert completion.logprobs.tolist() == [logprob for logprob, _ in tokens]
+    assert completion.finish_reason == kind
+    assert sum(span.stop - span.start for span in completion.versions) == len(ids)
+
+
+SAMPLED = st.tuples(
+    st.sampled_from([b"-0.5", b"0", b"-0.0", b"-1e-3", b"-1.5E+1", b"-0.734210848"]), st.integers(0, 12)
+)
+BROKEN = st.sampled_from([b"null", b"1e39", b'"0"', b"[]", b"--1"])
+NEAR = st.sampled_from([b"7.0", b"1e1", b"-1", b"-0", b"07", b"2147483647", b"2147483648", b'"7"', b"null", b"[7]"])
+TEXT = st.sampled_from([b"null", b'"x"', rb'"\\"', rb'"],[\"\u00e9"', b'"\xff"', b"7", b'["a",{"b":[]}]'])
+SPACE = st.sampled_from([b"", b"", b"", b" ", b"\n\t", b"x"])
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """Most of them sound; ids stand in them twice or once, keys in any order and more than once."""
+    tail = draw(st.sampled_from([b"", b" "]))
+    comma, text = b"," + tail, draw(st.just(b"null") | TEXT)
+    sampled = draw(st.lists(SAMPLED, max_size=4))
+    ids = [b"%d" % token for _, token in sampled]
+    said = draw(st.just(ids) | st.lists(NEAR | st.sampled_from(ids or [b"1"]), max_size=4))
+    first = draw(st.just(b"-1") | st.just(b"-1") | BROKEN)
+    triples = [
+        b"[" + comma.join((logprob, token, text)) + b"]" for (logprob, _), token in zip(sampled, ids, strict=True)
+    ]
+    if sampled and first != b"-1":
+        triples[0] = b"[" + first + triples[0][len(sampled[0][0]) + 1 :]
+    meta = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":%b[' % draw(SPACE)
+    meta += comma.join(triples) + b"]" + tail + b"}"
+    output = b'"output_ids":%b[%b]' % (draw(SPACE), comma.join(said))
+    more = st.sampled_from(
+        [output, meta, b'"output_ids":null', b'"output_ids":[7]', b'"text":"\xff"', b'"x":{"y":[0]}']
+    )
+    fields = [meta, *([output] if draw(st.booleans()) else []), *draw(st.lists(more, max_size=2))]
+    return b"{" + comma.join(draw(st.permutations(fields))) + b"}" + draw(SPACE)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(body=bodies())
+def test_however_it_is_written_it_says_the_same(body: bytes) -> None:
+    """Ids that stand there twice are compared as text where that does; what is read is what the text says."""
+    try:
+        found = read(body)
+    except (EndpointError, TokenMismatchError):
+        found = None
+    try:
+        said = json.loads(body.decode("utf-8", "replace"))
+    except ValueError:
+        assert found is None
+        return
+    triples = said["meta_info"]["output_token_logprobs"]
+    sampled, told = [triple[1] for triple in triples], said.get("output_ids")
+    numbers = all(type(triple[0]) in (int, float) and abs(triple[0]) < 1e38 for triple in triples)
+    ids = all(type(token) is int and 0 <= token < 2**31 for token in told or ())
+    if not (numbers and ids and told in (None, sampled)):
+        assert found is None
+        return
+    assert found is not None
+    assert found.tokens.tolist() == sampled
+    assert found.logprobs.tobytes() == np.array([triple[0] for triple in triples], np.float32).tobytes()
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**63, 2**64])
+def test_an_id_has_31_bits(token: int) -> None:
+    """Whether it stands there once or twice."""
+    triples = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[-1,%d,null]]}' % token
+    for body in (b"{%b}" % triples, b'{"output_ids":[%d],%b}' % (token, triples)):
+        with pytest.raises(EndpointRefused):
+            read(body)
+
+
+@pytest.mark.parametrize("text", [b"5", b"{}", b"[7.5]", b'["7"]', b"[[7]]", b"[-7]", b"[2147483648]"])
+def test_output_ids_are_ids(text: bytes) -> None:
+    """Anything else is no answer, and what is wrong with it is said."""
+    triples = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[-1,7,null]]}'
+    with pytest.raises(EndpointRefused, match="output_ids"):
+        read(b'{"output_ids":%b,%b}' % (text, triples))
+
+
+@pytest.mark.parametrize("sign", [b"", b"-"])
+def test_a_logprob_may_be_as_small_as_a_float32(sign: bytes) -> None:
+    """What is larger in size, even by little, is not finite there."""
+    body = b'{"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[0,7,null],[%b,7,null]]}}'
+    assert read(body % b"-3.402823e38").logprobs[1] == np.float32(-3.402823e38)
+    with pytest.raises(BrokenNumbers, match=r"output_token_logprobs\[1\]"):
+        read(body % (sign + b"3.402824e38"))
+
+
+@pytest.mark.parametrize("logprob", [5.0, 1.1e-4, 3.4028234e38])
+def test_a_logprob_above_0_is_refused(logprob: float) -> None:
+    """No probability is above 1; the message names the position and the value."""
+    expected = r"output_token_logprobs\[1\]: got .*; expected a logprob <= 0, give or take 0\.0001 of rounding"
+    with pytest.raises(EndpointRefused, match=expected):
+        read(reply(output_token_logprobs=[TRIPLES[0], [logprob, 8, None], TRIPLES[2]]))
+
+
+def test_rounding_above_0_is_stored_as_it_came() -> None:
+    """As much as the laws of a stored sample allow, and no bit of it is changed."""
+    kept = read(reply(output_token_logprobs=[TRIPLES[0], [LOGPROB_TOLERANCE, 8, None], TRIPLES[2]]))
+    assert kept.logprobs[1] == np.float32(LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize(("vocab_size", "good"), [(9, False), (10, True), (None, True)])
+def test_ids_outside_the_vocabulary_are_refused(vocab_size: int | None, good: bool) -> None:
+    """By position and id, where the vocabulary is known: no trainer has a row for such an id."""
+    if good:
+        assert read(reply(), vocab_size=vocab_size).tokens.tolist() == [7, 8, 9]
+        return
+    with pytest.raises(EndpointRefused, match=r"output_ids\[2\]: got id 9; expected 0 <= id < 9 \(vocab_size\)"):
+        read(reply(), vocab_size=vocab_size)

@@ -1,0 +1,77 @@
+"""Runs that ``rollouts run`` of 0.1.0 stored: one finished (Parquet), one killed (JSONL). They stay readable.
+
+Both are of the calculator recipe on the embedded engine, in a checkout at ``/srv/rollouts``.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollouts.commands import main
+from rollouts.commands.run import launch
+from rollouts.commands.target import RunTarget
+from rollouts.runs.export import export_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.reader import load_run
+from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.verify import verify_run
+
+RECIPE = Path(__file__).parents[2] / "configs" / "calculator.py"
+
+
+@pytest.fixture(params=["finished", "killed"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a stored run."""
+    return Path(shutil.copytree(Path(__file__).parent / "stored_by_0_1" / request.param, tmp_path / request.param))
+
+
+def test_it_reads_and_verifies(run: Path) -> None:
+    """Samples have their completions, under the name that they have now, and the laws hold."""
+    samples = list(load_run(run, "all"))
+    assert len(samples) >= 8
+    assert all(sample.completions for sample in samples)
+    assert all("calls" not in row.data and row.data["completions"] for row in read_rows(run, "all"))
+    report = verify_run(run)
+    assert report.violations == []
+    assert report.checked[1]["completions"] == sum(len(sample.completions) for sample in samples)
+
+
+def test_its_journal_reads(run: Path) -> None:
+    """What is finished, and the turns of what is not."""
+    history = RunHistory.read(run / "journal")
+    assert history.sealed
+    for index in history.rollouts:
+        assert all(sample.completions for sample in history.samples(index))
+    for index in history.turns:
+        assert all(turn.fields["completions"] for turn in history.read_turns(index))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_it_exports(run: Path, kind: str, tmp_path: Path) -> None:
+    """In each format, with all samples of its batches."""
+    (out,) = export_rows(run, str(tmp_path / f"out.{kind}"), kind, "kept")
+    assert Path(out).stat().st_size > 0
+
+
+def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A group, and a transcript."""
+    assert main(["show", str(run), "--sample", "0"]) == 0
+    assert "sampled" in capsys.readouterr().out
+
+
+async def test_it_resumes(run: Path) -> None:
+    """With this package's demo model, which is the same; the whole verifies, what it had is as it was."""
+    before = {sample.index: list(sample.tokens) for sample in load_run(run)}
+    target = RunTarget(recipe=RECIPE, batches=3)
+    result = await launch(target, run, "auto", False, Console(file=io.StringIO()), resume=True)
+    assert result is not None
+    assert (result.error, result.status) == (None, "finished")
+    after = {sample.index: list(sample.tokens) for sample in load_run(run)}
+    assert before.items() <= after.items()
+    assert len(after) == 12
+    assert verify_run(run).violations == []

@@ -1,0 +1,214 @@
+"""Tests of the journal: what was committed is read again, and nothing else is, whatever happens to the file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollouts.errors import ConfigError, JournalError
+from rollouts.runs.journal import Columns, Entry, Journal, read_entry, read_journal
+
+
+def columns(length: int, *, logprobs: bool = True) -> Columns:
+    rng = np.random.default_rng(length)
+    numbers = -rng.exponential(size=length).astype(np.float32)
+    ids = rng.integers(0, 2**31, length).astype(np.int32)
+    return Columns(ids, rng.random(length) < 0.5, numbers if logprobs else None)
+
+
+def written(path: Path, records: int = 5, **options: Any) -> list[Entry]:
+    with Journal(path, **options) as journal:
+        for number in range(records):
+            journal.append("sample", {"number": number, "text": "é" * number}, columns(3 * number))
+            journal.flush()
+    return list(read_journal(path))
+
+
+def last_segment(path: Path) -> Path:
+    return sorted(path.glob("segment-*"))[-1]
+
+
+def test_what_was_committed_is_read_again_bit_for_bit(tmp_path: Path) -> None:
+    """Fields and columns, over several segments, and one record alone by its place."""
+    found = written(tmp_path, 9, segment_bytes=200)
+    assert len(list(tmp_path.glob("segment-*"))) > 2
+    assert [entry.fields["number"] for entry in found] == list(range(9))
+    for entry in found:
+        expected = columns(3 * entry.fields["number"])
+        assert entry.columns is not None
+        assert entry.columns.to_bytes() == expected.to_bytes()
+        again = read_entry(tmp_path, entry.place)
+        assert (again.kind, again.sequence, again.fields) == (entry.kind, entry.sequence, entry.fields)
+
+
+def test_a_token_costs_nine_bytes(tmp_path: Path) -> None:
+    """The columns are stored as they are held."""
+    with Journal(tmp_path) as journal:
+        journal.append("sample", {}, columns(100_000))
+        journal.flush()
+        assert 900_000 < last_segment(tmp_path).stat().st_size < 900_200
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.dictionaries(
+            st.text(max_size=5), st.none() | st.text(max_size=9) | st.integers(-(2**63), 2**63) | st.binary()
+        ),
+        max_size=6,
+    )
+)
+def test_any_plain_fields_come_back(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]) -> None:
+    """Whatever a user's metadata holds."""
+    path = tmp_path_factory.mktemp("journal")
+    records = [{key: value for key, value in record.items() if key != "columns"} for record in records]
+    with Journal(path) as journal:
+        for record in records:
+            journal.append("turn", record)
+    assert [entry.fields for entry in read_journal(path)] == records
+
+
+def test_a_journal_cut_at_any_byte_of_its_last_three_records_gives_the_earlier_ones_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    """A torn tail is recognised, cut, and written over."""
+    entries = written(tmp_path / "whole")
+    segment = last_segment(tmp_path / "whole")
+    data = segment.read_bytes()
+    ends = [entry.place.offset for entry in entries[1:]] + [len(data)]
+    for size in range(ends[1], len(data)):
+        path = tmp_path / "cut"
+        path.mkdir(exist_ok=True)
+        (path / segment.name).write_bytes(data[:size])
+        whole = sum(end <= size for end in ends)
+        assert [entry.fields["number"] for entry in read_journal(path)] == list(range(whole)), size
+        with Journal(path) as journal:
+            journal.append("group", {"number": "next"})
+        assert [entry.fields["number"] for entry in read_journal(path)] == [*range(whole), "next"], size
+
+
+def test_every_flipped_bit_is_found_and_located(tmp_path: Path) -> None:
+    """In headers, lengths, fields, columns and checksums; also in the last record, which is not taken for torn."""
+    entries = written(tmp_path, 4)
+    segment = last_segment(tmp_path)
+    data = segment.read_bytes()
+    starts = [0, *(entry.place.offset for entry in entries)]
+    for position in range(len(data)):
+        offset = max(start for start in starts if start <= position)
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << bit
+            segment.write_bytes(damaged)
+            with pytest.raises(JournalError, match=f"{segment.name}, offset {offset}: "):
+                list(read_journal(tmp_path))
+
+
+def test_a_damaged_journal_is_not_written_to(tmp_path: Path) -> None:
+    """Opening it says where the damage is, and changes nothing."""
+    written(tmp_path)
+    segment = last_segment(tmp_path)
+    damaged = bytearray(segment.read_bytes())
+    damaged[40] ^= 1
+    segment.write_bytes(damaged)
+    with pytest.raises(JournalError, match="offset"):
+        Journal(tmp_path)
+    assert segment.read_bytes() == damaged
+
+
+def test_a_lost_segment_and_a_lost_record_are_found(tmp_path: Path) -> None:
+    """A gap in the numbers is no shorter journal."""
+    entries = written(tmp_path, 9, segment_bytes=200)
+    first, second, *_ = sorted(tmp_path.glob("segment-*"))
+    data = second.read_bytes()
+    second.unlink()
+    with pytest.raises(JournalError, match=r"segment-000001.journal, offset 0: the segment is missing"):
+        list(read_journal(tmp_path))
+    second.write_bytes(data)
+    held = [entry for entry in entries if entry.place.segment == 0]
+    first.write_bytes(first.read_bytes()[: held[-1].place.offset])
+    with pytest.raises(JournalError, match=f"got record {held[-1].sequence + 1} .* expected record"):
+        list(read_journal(tmp_path))
+
+
+def test_a_file_that_was_lengthened_and_never_filled_is_a_torn_tail(tmp_path: Path) -> None:
+    """What some file systems leave after a power cut: zeros."""
+    written(tmp_path, 2)
+    segment = last_segment(tmp_path)
+    segment.write_bytes(segment.read_bytes() + bytes(100))
+    assert len(list(read_journal(tmp_path))) == 2
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    """Two processes that resume one run would double it."""
+    with Journal(tmp_path), pytest.raises(ConfigError, match="no other process"):
+        Journal(tmp_path)
+    Journal(tmp_path).close()
+
+
+async def test_a_commit_returns_when_its_record_can_be_read(tmp_path: Path) -> None:
+    """Each returns when its record can be read."""
+    with Journal(tmp_path) as journal:
+
+        async def one(number: int) -> None:
+            journal.append("sample", {"number": number})
+            await journal.commit()
+            seen.append(len(list(read_journal(tmp_path))))
+
+        seen: list[int] = []
+        async with anyio.create_task_group() as tasks:
+            for number in range(50):
+                tasks.start_soon(one, number)
+        assert sorted(entry.fields["number"] for entry in read_journal(tmp_path)) == list(range(50))
+        assert min(seen) >= 1
+
+
+_FULL_DISK = """
+import resource, signal, sys
+from rollouts.errors import JournalError
+from rollouts.runs.journal import Journal
+journal = Journal(sys.argv[1])
+journal.append("sample", {"number": 0})
+journal.flush()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+journal.append("sample", {"number": 1, "text": "x" * 5000})
+for attempt in range(2):
+    try:
+        journal.flush()
+    except JournalError as error:
+        print(error)
+try:
+    journal.append("sample", {})
+except JournalError:
+    print("closed")
+journal.close()
+"""
+
+
+def test_a_disk_that_takes_no_more_is_said_and_what_was_committed_stays(tmp_path: Path) -> None:
+    """The half of a record that still fitted is cut off again."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.count("cannot be written: [Errno 27] File too large") == 2
+    assert done.stdout.endswith("closed\n")
+    size = last_segment(tmp_path).stat().st_size
+    assert [entry.fields["number"] for entry in read_journal(tmp_path)] == [0]
+    Journal(tmp_path).close()
+    assert last_segment(tmp_path).stat().st_size == size
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """With its name."""
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match="cannot be opened"):
+        Journal(tmp_path / "file" / "journal")

@@ -1,0 +1,102 @@
+"""Other rewards and another filter over a stored run: a new run whose groups are the old ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.dtypes import Endpoint
+from rollouts.environments import CalculatorEnvironment
+from rollouts.errors import ConfigError
+from rollouts.recipe import Recipe
+from rollouts.runs.folder import read_info
+from rollouts.runs.reader import load_run
+from rollouts.runs.rescore import rescore
+from rollouts.runs.verify import verify_run
+from rollouts.training import DataBuffer, RolloutConfig, Sample
+from tests.stored_runs import store_run
+
+
+def never(prompts: Any) -> Any:
+    raise AssertionError("nothing is generated")
+
+
+def a_recipe(**options: Any) -> Recipe:
+    sizes = {"batch_size": 2, "n_samples_per_prompt": 4, "max_attempts": 1, **options}
+    return Recipe(
+        name="again",
+        config=RolloutConfig(generate_fn=never, **sizes),
+        data_buffer=DataBuffer(["unused"]),
+        endpoint=Endpoint(),
+        tokenizer="none",
+        environment_cls=CalculatorEnvironment,
+    )
+
+
+def by_group(path: Path, outcome: Any = "all") -> dict[int, list[Sample]]:
+    run = load_run(path, outcome)
+    return {number: run.group(number) for number in run.group_indices}
+
+
+def last_token(sample: Sample) -> float:
+    return float(sample.tokens[-1])
+
+
+def is_even(samples: list[Sample]) -> bool:
+    return samples[0].group_index % 2 == 0  # type: ignore[operator]
+
+
+async def test_every_group_is_scored_and_filtered_anew(tmp_path: Path) -> None:
+    """Kept, dropped and unbatched ones alike; tokens, numbers and all else are as they were; the laws hold."""
+    await store_run(tmp_path / "old", batches=3)
+    before = by_group(tmp_path / "old")
+    accounting = await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, filter_fn=is_even), tmp_path / "new")
+    after = by_group(tmp_path / "new")
+    assert after.keys() == before.keys()
+    failed = set(by_group(tmp_path / "old", "failed"))
+    for number in before.keys() - failed:
+        assert [sample.reward for sample in after[number]] == [last_token(sample) for sample in before[number]]
+        for old, new in zip(before[number], after[number], strict=True):
+            assert {**new.to_dict(), "reward": None} == {**old.to_dict(), "reward": None}
+    assert by_group(tmp_path / "new", "dropped").keys() == {number for number in before if number % 2} - failed
+    assert verify_run(tmp_path / "new").violations == []
+    assert (accounting.taken, accounting.failed) == (len(before), 1)
+    batches = list(by_group(tmp_path / "new", "kept"))
+    assert batches == sorted(batches)
+    assert len(batches) == accounting.in_batch == 2 * read_info(tmp_path / "new")["batches"]
+
+
+async def test_without_a_reward_that_of_the_steps_counts(tmp_path: Path) -> None:
+    """As when it was generated, whatever the run's reward was."""
+    await store_run(tmp_path / "old", reward_fn=last_token, filter_fn=None, fails=lambda prompt: False)
+    await rescore(tmp_path / "old", a_recipe(), tmp_path / "new")
+    for sample in load_run(tmp_path / "new"):
+        assert sample.reward == sum(sample.step_rewards)
+
+
+async def test_groups_that_a_reward_lost_are_scored_again(tmp_path: Path) -> None:
+    """What was lost to scoring is whole; what was lost to its world stays lost."""
+
+    def broken(samples: list[Sample]) -> list[float]:
+        raise OSError("no judge")
+
+    options = {"reward_fn": broken, "group_rm": True, "filter_fn": None, "patience": 3, "batch_size": 1}
+    with pytest.raises(Exception, match="no judge"):
+        await store_run(tmp_path / "old", **options)
+    lost = by_group(tmp_path / "old", "failed")
+    assert len(lost) >= 3
+    await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, batch_size=1), tmp_path / "new")
+    kept = by_group(tmp_path / "new")
+    assert {number for number in kept if all(sample.failure is None for sample in kept[number])} == set(lost) - {3}
+
+
+async def test_another_size_of_group_is_refused(tmp_path: Path) -> None:
+    """So is writing over the run itself."""
+    await store_run(tmp_path / "old")
+    with pytest.raises(ConfigError, match="n_samples_per_prompt: got 8; expected 4, as in the run"):
+        await rescore(tmp_path / "old", a_recipe(n_samples_per_prompt=8), tmp_path / "new")
+    with pytest.raises(ConfigError, match="another folder than the run's own"):
+        await rescore(tmp_path / "old", a_recipe(), tmp_path / "old", overwrite=True)
+    assert len(load_run(tmp_path / "old")) == 24

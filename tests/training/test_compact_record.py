@@ -1,0 +1,179 @@
+"""Samples that are held small: they read as if they were not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.dtypes import Completion, Message, Prompt, StopReason, ToolCall, VersionSpan
+from rollouts.errors import ConfigError
+from rollouts.training.compact_record import CompactRecord
+from rollouts.training.samples import trajectory_to_sample
+from rollouts.training.types import Sample
+from rollouts.trajectory import Trajectory, digest
+
+LONG = "a text that is so long that it is worth a place of its own"
+
+
+def decode(tokens: Any) -> str:
+    """Each id is a character."""
+    return "".join(map(chr, np.asarray(tokens).tolist()))
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([ord(character) for character in text], np.int32)
+
+
+def played(turns: Sequence[tuple[str, str]], prompt: str = "What?", **calls: Any) -> Trajectory:
+    """A trajectory of replies and what was said to them."""
+    trajectory = Trajectory()
+    trajectory.add_context(ids(prompt), [Message("user", prompt)])
+    for number, (reply, said) in enumerate(turns):
+        tokens = ids(reply)
+        completion = Completion(
+            tokens=tokens,
+            logprobs=np.full(len(tokens), -0.5, np.float32),
+            finish_reason="stop",
+            versions=[VersionSpan(f"v{number // 2}", 0, len(tokens))],
+            prompt_tokens=len(trajectory),
+            prompt_digest=digest(trajectory.tokens),
+            request_id=f"r{number}",
+        )
+        call = ToolCall("look", {"at": [1, {"x": None}], **calls}, id=f"call{number}")
+        trajectory.add_reply(completion, Message("assistant", reply.strip(), tool_calls=(call,), reasoning=reply))
+        trajectory.add_context(ids(f"<{said}>"), [Message("tool", said, tool_call_id=call.id, name="look")])
+    return trajectory.seal(StopReason.TASK_COMPLETED)
+
+
+def sample_of(trajectory: Trajectory) -> Sample:
+    return trajectory_to_sample(trajectory, Prompt("What?", index=3, group_index=1), decode)
+
+
+TRAJECTORY = played([(f"first {LONG}", f"result {LONG}"), (f"second {LONG}", "ok"), (f"third {LONG}", LONG)])
+
+
+def is_small(sample: Sample) -> bool:
+    return all(
+        isinstance(getattr(sample, f"_{name}"), CompactRecord)
+        for name in ("response", "messages", "completions", "versions")
+    )
+
+
+def check(sample: Sample, trajectory: Trajectory) -> None:
+    first = trajectory.completions[0].start
+    assert sample.response == decode(trajectory.tokens[first:])
+    assert sample.messages == [message.to_chat() for message in trajectory.messages]
+    assert sample.completions == trajectory.completions
+    assert sample.versions == list(trajectory.versions)
+
+
+TEXT = st.one_of(st.text(min_size=1, max_size=5), st.sampled_from([LONG, f" {LONG} ", LONG * 2, LONG[:40]]))
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5), TEXT)
+def test_what_is_read_is_what_was_given(turns: list[tuple[str, str]], prompt: str) -> None:
+    """Wherever a text stands in the tokens, more than once, in part, or nowhere."""
+    turns = [(reply.encode("utf-8", "replace").decode(), said) for reply, said in turns]
+    trajectory = played(turns, prompt)
+    sample = sample_of(trajectory)
+    assert is_small(sample)
+    check(sample, trajectory)
+    check(sample.pack(), trajectory)
+
+
+def test_a_copy_with_other_values_reads_the_same() -> None:
+    """``attrs.evolve`` takes what is held over; with other columns it is checked against those."""
+    sample = sample_of(TRAJECTORY)
+    other = attrs.evolve(sample, reward=1.0)
+    assert (other.reward, other.response, other.messages) == (1.0, sample.response, sample.messages)
+    assert (other.completions, other.versions, other.tokens) == (sample.completions, sample.versions, sample.tokens)
+    with pytest.raises(ConfigError, match=r"Sample\.versions"):
+        attrs.evolve(sample_of(TRAJECTORY), loss_mask=[0] * len(sample))
+
+
+def test_a_sample_stays_small_while_it_is_only_looked_at() -> None:
+    """By its response, its numbers, its plain data, and by a check after somebody has read its messages."""
+    sample = sample_of(TRAJECTORY)
+    assert LONG in sample.response
+    assert sample.weight_versions == ["v0", "v1"]
+    assert sample.to_dict()["messages"] == [message.to_chat() for message in TRAJECTORY.messages]
+    assert is_small(sample)
+    assert len(sample.messages) == 7
+    assert len(sample.completions) == 3
+    assert not is_small(sample)
+    assert is_small(sample.pack())
+
+
+def test_what_is_changed_stays_changed() -> None:
+    """In place, or by giving another."""
+    sample = sample_of(TRAJECTORY)
+    sample.messages[0]["content"] = "Who?"
+    sample.messages.append({"role": "user", "content": "more"})
+    sample.completions.pop()
+    sample.response = "other"
+    sample.versions = []
+    sample.pack()
+    assert (sample.messages[0]["content"], sample.messages[-1]["content"]) == ("Who?", "more")
+    assert (len(sample.completions), sample.response, sample.versions) == (2, "other", [])
+
+
+def test_the_response_is_that_of_the_tokens_as_they_were() -> None:
+    """Whoever changes the tokens says what they say now."""
+    sample = sample_of(TRAJECTORY)
+    before = sample.response
+    sample.tokens[-1] = ord("!")
+    sample_of(played([("x", "y")]))  # nothing is remembered of the first one
+    sample_of(played([("x", "z")]))
+    assert sample.pack().response == before
+
+
+def test_changed_columns_are_checked() -> None:
+    """They are no longer those that the versions were found to cover."""
+    sample = sample_of(TRAJECTORY)
+    sample.loss_mask[0] = 1
+    with pytest.raises(ConfigError, match="versions"):
+        sample.pack()
+    sample = sample_of(TRAJECTORY)
+    sample.versions[0] = VersionSpan("v0", 0, 1)
+    with pytest.raises(ConfigError, match="versions"):
+        sample.pack()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda sample: pickle.loads(pickle.dumps(sample))])
+def test_copies_are_whole(copied: Any) -> None:
+    """They need no tokenizer, in whatever process they are."""
+    sample = sample_of(TRAJECTORY)
+    twin = copied(sample)
+    assert is_small(sample)
+    assert twin == sample
+    check(twin, TRAJECTORY)
+    twin.messages.clear()
+    check(sample, TRAJECTORY)
+
+
+def test_what_cannot_be_held_as_bytes_is_held_as_it_is() -> None:
+    """A value of an environment's own."""
+    value = (part for part in "abc")
+    sample = sample_of(played([(LONG, LONG)], given=value))
+    assert sample.messages[1]["tool_calls"][0]["function"]["arguments"]["given"] is value
+    assert sample.pack().response == f"{LONG}<{LONG}>"
+
+
+def test_a_finished_sample_is_few_objects() -> None:
+    """At most eight that the garbage collector has to look at, however many turns there were."""
+    trajectories = [played([(LONG, LONG)] * turns) for turns in [2, 16] * 10]
+    sample_of(trajectories[0])
+    gc.collect()
+    before = len(gc.get_objects())
+    samples = [sample_of(trajectory).pack() for trajectory in trajectories]
+    gc.collect()
+    assert (len(gc.get_objects()) - before) / len(samples) <= 8
