@@ -153,7 +153,8 @@ async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
 
 _LEAVING = """
 import anyio
-from rollouts.errors import EnvironmentFailure, call_foreign
+from rollouts.concurrency.boundary import call_foreign
+from rollouts.errors import EnvironmentFailure
 from rollouts.concurrency.cancellation import left_behind
 from tests.concurrency.test_cancellation import GUESTS, refuses_to_end
 
