@@ -35,7 +35,7 @@ from rollouts.training.data_buffer import load_prompts
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.types import Group
 from tests import ors_recipe
-from tests.bad_worlds import BAD, Bad, play_beside
+from tests.bad_worlds import BAD, Bad, play_with_sound_prompts
 from tests.stored_runs import some_sample
 
 __all__ = ["ROWS", "Row", "page", "said_of"]
@@ -66,16 +66,16 @@ def said_of(row: Row, folder: Path) -> str:
     try:
         found = row.provoke(folder)
         text = anyio.run(awaited, found) if isinstance(found, Awaitable) else found
-    except Exception as error:  # noqa: BLE001 - whatever it is, its words are compared
+    except Exception as error:  # noqa: BLE001 - the text of any error is compared
         text = str(error)
     return str(text).replace(str(folder), "DIR").replace(CALCULATOR, "calculator.py")
 
 
-def run_beside(bad: Bad) -> Callable[[Path], Any]:
-    """A run with sound prompts beside."""
+def run_with_sound_prompts(bad: Bad) -> Callable[[Path], Any]:
+    """Run a bad world together with sound prompts."""
 
     async def run(folder: Path) -> Any:
-        return (await play_beside(bad, folder)).failures[0].message
+        return (await play_with_sound_prompts(bad, folder)).failures[0].message
 
     return run
 
@@ -107,15 +107,15 @@ def command(*arguments: str) -> Callable[[Path], str]:
     return run
 
 
-def beside_a_writer(*arguments: str) -> Callable[[Path], str]:
+def while_a_run_is_written(*arguments: str) -> Callable[[Path], str]:
     """A command line, while a run is written to DIR/run."""
 
     def run(folder: Path) -> str:
         writer = RunWriter(folder / "run")
         writer.write_batch([some_sample(Prompt("why?", group_index=0, index=0), 0)], {})
-        said = command(*arguments)(folder)
+        message = command(*arguments)(folder)
         writer.finish("finished")
-        return said
+        return message
 
     return run
 
@@ -308,10 +308,10 @@ ROWS = [
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
     Row(LINE, "a URL that is none", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
-    Row(LINE, "nobody at the URL", "nobody answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
+    Row(LINE, "no server at the URL", "nobody answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
     Row(LINE, "no such run", "run: got 'DIR/none'; expected a folder that a run was written to: it holds run.json", command("show", "DIR/none")),
-    Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", beside_a_writer("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
-    Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", beside_a_writer("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
+    Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", while_a_run_is_written("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
+    Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", while_a_run_is_written("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
     Row(CONFIG, "a recipe file that does not import", "DIR/mine.py, line 2: importing the recipe raised ZeroDivisionError: division by zero", recipe_file("x = 0\nx = 1 / x\n")),
     Row(CONFIG, "a recipe file without a recipe", "DIR/mine.py: recipe: got None; expected a function recipe(endpoint, *, ...) that returns a Recipe", recipe_file("x = 0\n")),
     Row(CONFIG, "a batch of nothing", "RolloutConfig.batch_size: got 0; expected an integer >= 1", configured(batch_size=0)),
@@ -320,7 +320,7 @@ ROWS = [
     Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, reward, filter, generate, deadline", configured(failures={"oom": FailurePolicy()})),
     Row(CONFIG, "a temperature below zero", "SamplingParams.temperature: got -1; expected a number >= 0", lambda folder: SamplingParams(temperature=-1)),
     Row(CONFIG, "no turns", "Limits.max_turns: got 0; expected an integer >= 1", lambda folder: Limits(max_turns=0)),
-    Row(CONFIG, "a key beside a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
+    Row(CONFIG, "a key and a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
     Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
     Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'network'; this machine does not enforce network (no namespaces here (unshare: Operation not permitted) and no system call filter); expected one that does, or pass require=[] to run without", lambda folder: containment_of(["landlock"], "unshare: Operation not permitted", "linux").check("network")),
     Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a JSONL file that exists", lambda folder: load_prompts(folder / "none.jsonl")),
@@ -328,7 +328,7 @@ ROWS = [
     Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),
     Row(DATA, "JSON of another shape", "DIR/data.jsonl, line 1: got [1]; expected an object with \"prompt\"", data("[1]\n")),
     Row(DATA, "a row without a prompt", "DIR/data.jsonl, line 1: row: got ['question']; expected the keys \"prompt\", and \"label\" and \"metadata\" where known", data('{"question": "a"}\n')),
-    Row(DATA, "a message of nobody", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
+    Row(DATA, "a message without a role", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
     Row(DATA, "tool calls that are none", "DIR/data.jsonl, line 1: message.tool_calls: got 'x'; expected an object with a function that has name and arguments", data('{"prompt": [{"role": "assistant", "tool_calls": ["x"]}]}\n')),
     Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 3000)),
     Row(FOREIGN, "a world that does not start", "World.start raised ConnectionError: the world is down", world(start=raises)),
@@ -343,7 +343,7 @@ ROWS = [
     Row(FOREIGN, "a filter that does not say yes or no", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),
     Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),
     Row(SERVED, "a split that an ORS server does not have", "split: got 'dev'; expected one of train (http://…)", wrong_split),
-    *(Row(SERVED, bad.what, bad.message, run_beside(bad), bad.needs) for bad in BAD),
+    *(Row(SERVED, bad.what, bad.message, run_with_sound_prompts(bad), bad.needs) for bad in BAD),
     Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),
     Row(SERVER, "a page of a proxy", "gave up after 1 attempts: status 200, but the body is not JSON: <html>", asked("not_json")),
     Row(SERVER, "an overloaded server", "gave up after 1 attempts: status 503: The request queue is full. (POST http://…/generate)", asked("error_503")),

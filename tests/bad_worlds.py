@@ -27,10 +27,10 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.rewards import Judge, LLMJudge
 from tests import ors_recipe
 
-__all__ = ["BAD", "Bad", "Played", "play_beside"]
+__all__ = ["BAD", "Bad", "Played", "play_with_sound_prompts"]
 
 TOOLS = Path(__file__).parent / "environments" / "mcp" / "mcp_tools.py"
-NOBODY = "http://127.0.0.1:9"
+CLOSED_PORT = "http://127.0.0.1:9"
 
 
 @attrs.frozen
@@ -59,7 +59,7 @@ class Played:
     accounting: Accounting
 
 
-async def play_beside(bad: Bad, folder: Path) -> Played:
+async def play_with_sound_prompts(bad: Bad, folder: Path) -> Played:
     """A bad prompt and two sound ones; a batch is two groups of one rollout."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     failures: list[Failure] = []
@@ -123,8 +123,8 @@ FIRST = {"task_spec": {"split": "train", "index": 0}}
 
 
 @contextlib.asynccontextmanager
-async def nobody() -> AsyncIterator[dict[str, Any]]:
-    server = ORSServer(NOBODY, environment="sums")
+async def no_server() -> AsyncIterator[dict[str, Any]]:
+    server = ORSServer(CLOSED_PORT, environment="sums")
     yield {"environment_cls": partial(ORSEnvironment, server), "metadata": FIRST}
     await server.aclose()
 
@@ -171,8 +171,8 @@ def _bad() -> Iterator[Bad]:
         "an ORS server that is not there",
         "EnvironmentFailure",
         start,
-        f"MixedEnvironment.start raised ORSError: POST {NOBODY}/create: cannot connect: …",
-        lambda folder: nobody(),
+        f"MixedEnvironment.start raised ORSError: POST {CLOSED_PORT}/create: cannot connect: …",
+        lambda folder: no_server(),
     )
     yield Bad(
         "a tool of an ORS server that raises",

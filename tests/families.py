@@ -248,8 +248,8 @@ _MINIMAX = (
     _LAST_USER
     + """
 {{- ']~!b[' }}
-{%- set told = '# Tools in <minimax:tool_call>\n' + tools | tojson if tools else '' %}
-{{- ']~b]system\n' + (messages[0].content if messages[0].role == 'system' else '') + told + '[e~[\n' }}
+{%- set header = '# Tools in <minimax:tool_call>\n' + tools | tojson if tools else '' %}
+{{- ']~b]system\n' + (messages[0].content if messages[0].role == 'system' else '') + header + '[e~[\n' }}
 {%- set seen = namespace(calls=false) %}
 {%- for m in messages if m.role != 'system' %}
 {%- set at = loop.index0 + (1 if messages[0].role == 'system' else 0) %}
@@ -361,7 +361,7 @@ _NONE_ONLY = """
 {{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments | tojson }}
 {{- '<｜tool▁call▁end｜>' }}
 {%- endfor %}{{ '<|eos|>' }}
-{%- elif m.tool_calls %}{{ raise_exception('content must be None beside calls') }}
+{%- elif m.tool_calls %}{{ raise_exception('content must be None in a turn with calls') }}
 {%- else %}{{ ('' if loop.previtem.role == 'tool' else '<|Assistant|>') + m.content + '<|eos|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|>{% endif %}"""

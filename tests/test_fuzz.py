@@ -74,9 +74,9 @@ def test_any_reply_is_read(name: str, examples: Callable[[str], int]) -> None:
     texts += [f"<think>{texts[0]}</think>", f"<|channel|>analysis<|message|>a<|end|>{texts[0]}", "x</think>y"]
 
     def check(case: tuple[str, bool | None, bool]) -> None:
-        text, opened, told = case
+        text, opened, with_tools = case
         with at_once():
-            reply = DIALECTS[name].parse(text, tools=TOOLS if told else (), reasoning_open=opened)
+            reply = DIALECTS[name].parse(text, tools=TOOLS if with_tools else (), reasoning_open=opened)
         assert isinstance(reply.content, str)
         assert reply.reasoning is None or isinstance(reply.reasoning, str)
         for call in reply.tool_calls:

@@ -560,7 +560,7 @@ def test_one_call_a_turn_is_noted(tokenizer) -> None:
     assert any("max_parallel_calls=1" in note for note in found.notes)
 
 
-def test_a_turn_of_one_call_is_judged_beside_one_of_two(judged) -> None:
+def test_a_turn_of_one_call_is_judged_with_one_of_two(judged) -> None:
     """DeepSeek-V3 ends the reply only where it has two calls."""
     step = judged("hfcfg-deepseek_v3").self_test(PROBE).steps[1]
     assert (step.verdict, step.reason) == (

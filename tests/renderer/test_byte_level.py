@@ -33,7 +33,7 @@ def test_the_table_says_what_the_tokenizer_says(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "deepseek_v3", "gptoss"])
 def test_real_tokenizers_have_a_table(name: str, tokenizer: Callable[..., Any]) -> None:
-    """Each of its ids beside each of a few others: bytes of one character meet and are torn apart."""
+    """Ids in several orders, so that the bytes of one character are joined and split."""
     real = tokenizer(name)
     table = ByteTable.of(real)
     assert table is not None

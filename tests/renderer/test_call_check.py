@@ -89,7 +89,7 @@ UNREAD = {
     "calls that are read at the start only": (
         chatml("[" + PYTHONIC + "]"),
         {"dialect": "llama_pythonic"},
-        "a call behind text",
+        "a call after text",
     ),
 }
 
@@ -138,7 +138,7 @@ def test_a_template_with_one_call_a_turn_says_so() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"plain"}))
 def test_each_dialect_reads_a_template_that_writes_it(name: str) -> None:
-    """One call, two, nested arguments and a call behind text, as far as the dialect has them."""
+    """One call, two, nested arguments and a call after text, as far as the dialect has them."""
     found = made(TEMPLATES[name], dialect=name).self_test(TOOLS)
     found.raise_if_refused()
     assert found.calls == "read"
@@ -245,7 +245,7 @@ def test_the_door_of_a_trainer_refuses_before_anything_is_sampled(model: Callabl
     assert server.requests == []
 
 
-def test_a_dialect_beside_a_renderer_is_refused() -> None:
+def test_a_dialect_with_a_renderer_is_refused() -> None:
     """A renderer has its own."""
     renderer = made(UNKNOWN, dialect="plain")
     assert renderer_for(renderer) is renderer

@@ -51,9 +51,9 @@ def test_what_differs_in_anything_is_an_opening_of_its_own(renderer: Renderer) -
         *map(called, (1, True, 1.0, {"a": 1, "b": 2}, {"b": 2, "a": 1})),
     ]  # fmt: skip
     tools: list[list[Tool]] = [[], [ADD], [other], [ADD, other], [other, ADD]]
-    openings = [renderer.opening(messages, told) for messages in conversations for told in tools]
+    openings = [renderer.opening(messages, chosen) for messages in conversations for chosen in tools]
     assert len({id(opening) for opening in openings}) == len(openings)
-    again = [renderer.opening(messages, told) for messages in conversations for told in tools]
+    again = [renderer.opening(messages, chosen) for messages in conversations for chosen in tools]
     assert all(one is two for one, two in zip(openings, again, strict=True))
 
 
