@@ -374,11 +374,8 @@ _loaded = functools.lru_cache(maxsize=8)(load_tokenizer)
 def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     """Return the shared renderer of a tokenizer, or of a path or name to load one from.
 
-    The renderer lives as long as its tokenizer; tokenizers that are loaded here are cached.
-
-    Args:
-        tokenizer: a tokenizer, a path or a name; a :class:`Renderer` is returned unchanged.
-        **kwargs: the options of :class:`Renderer`; ``None`` is the same as no value.
+    ``kwargs`` are the options of :class:`Renderer`. A renderer lives as long as its tokenizer, and tokenizers that are
+    loaded here are cached. A renderer as ``tokenizer`` is returned unchanged.
 
     Raises:
         ConfigError: the tokenizer does not load, :class:`Renderer` refuses it, or a renderer comes with ``kwargs``.
