@@ -1,9 +1,8 @@
 """Conversion between messages and tokens with the tokenizer's chat template.
 
 Invariant: text is encoded once, when it enters the conversation; ids of the history and sampled ids are never encoded
-again. An opening is the template's own rendering. A bridge is the text that the template writes between two replies,
-and its cost does not depend on the length of the history. A renderer is thread-safe and immutable, except for its
-caches and counters.
+again. An opening is the template's own rendering. A bridge is the text that the template writes between two replies;
+its cost does not depend on the length of the history. A renderer is thread-safe; only its caches and counters change.
 
 This module does not know the policy, the loss mask, or the meaning of messages.
 """
