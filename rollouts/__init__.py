@@ -1,3 +1,3 @@
-"""rollouts: an inference endpoint and an environment class in, training data that can be trusted out."""
+"""rollouts: turn an inference endpoint and an environment class into training data that can be trusted."""
 
 __version__ = "0.1.0"

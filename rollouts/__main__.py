@@ -1,4 +1,4 @@
-"""``python -m rollouts`` is the command ``rollouts``."""
+"""Entry point of ``python -m rollouts``, the same as the command ``rollouts``."""
 
 import sys
 

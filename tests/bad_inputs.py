@@ -1,4 +1,4 @@
-"""Bad inputs and faults, and what is said of each: the rows of docs/bad_inputs.md, each provoked by its test."""
+"""Bad inputs and faults with their messages: the rows of docs/bad_inputs.md, each provoked by its test."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from rollouts.training.data_buffer import load_prompts
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.types import Group
 from tests import ors_recipe
-from tests.bad_worlds import BAD, Bad, play_beside
+from tests.bad_worlds import BAD, Bad, play_with_sound_prompts
 from tests.stored_runs import some_sample
 
-__all__ = ["ROWS", "Row", "page", "said_of"]
+__all__ = ["ROWS", "Row", "message_of", "page"]
 
 CALCULATOR = str(Path(__file__).parents[1] / "configs" / "calculator.py")
 
@@ -50,43 +50,43 @@ class Row:
     chapter: str
     what: str
     message: str
-    """What is said, from its beginning; ``…`` stands for anything, and ``DIR`` for the folder."""
+    """The start of the message; ``…`` matches anything, ``DIR`` is the folder."""
     provoke: Callable[[Path], Any]
-    """Does it, in an empty folder; raises what is said, or returns it."""
+    """Provoke the fault in an empty folder; raise an error with the message, or return the message."""
     needs: str = ""
-    """A package."""
+    """The package that the row needs, or ``""``."""
 
 
-def said_of(row: Row, folder: Path) -> str:
-    """The message that a row's fault gives."""
+def message_of(row: Row, folder: Path) -> str:
+    """Provoke the fault of a row and return its message."""
 
-    async def awaited(found: Awaitable[Any]) -> Any:
-        return await found
+    async def awaited(result: Awaitable[Any]) -> Any:
+        return await result
 
     try:
-        found = row.provoke(folder)
-        text = anyio.run(awaited, found) if isinstance(found, Awaitable) else found
-    except Exception as error:  # noqa: BLE001 - whatever it is, its words are compared
+        result = row.provoke(folder)
+        text = anyio.run(awaited, result) if isinstance(result, Awaitable) else result
+    except Exception as error:  # noqa: BLE001 - the text of any error is compared
         text = str(error)
     return str(text).replace(str(folder), "DIR").replace(CALCULATOR, "calculator.py")
 
 
-def run_beside(bad: Bad) -> Callable[[Path], Any]:
-    """A run with sound prompts beside."""
+def run_with_sound_prompts(bad: Bad) -> Callable[[Path], Any]:
+    """Run a bad world together with sound prompts."""
 
     async def run(folder: Path) -> Any:
-        return (await play_beside(bad, folder)).failures[0].message
+        return (await play_with_sound_prompts(bad, folder)).failures[0].message
 
     return run
 
 
 async def wrong_split(folder: Path) -> Any:
-    """The tasks of an ORS server."""
+    """Request the tasks of a split that the ORS server does not have."""
     async with environment_server(ors_recipe.recipe(Endpoint())) as url:
         server = ORSServer(url)
         try:
             return await server.prompts("dev")
-        except ConfigError as error:  # past the server it would be one of a group
+        except ConfigError as error:  # if it left the server block, it would be inside an exception group
             return error
         finally:
             await server.aclose()
@@ -96,7 +96,7 @@ async def wrong_split(folder: Path) -> Any:
 
 
 def command(*arguments: str) -> Callable[[Path], str]:
-    """A command line; DIR is the folder."""
+    """Run a command line; DIR is the folder."""
 
     def run(folder: Path) -> str:
         err = io.StringIO()
@@ -107,15 +107,15 @@ def command(*arguments: str) -> Callable[[Path], str]:
     return run
 
 
-def beside_a_writer(*arguments: str) -> Callable[[Path], str]:
-    """A command line, while a run is written to DIR/run."""
+def while_a_run_is_written(*arguments: str) -> Callable[[Path], str]:
+    """Run a command line while a run is written to DIR/run."""
 
     def run(folder: Path) -> str:
         writer = RunWriter(folder / "run")
         writer.write_batch([some_sample(Prompt("why?", group_index=0, index=0), 0)], {})
-        said = command(*arguments)(folder)
+        message = command(*arguments)(folder)
         writer.finish("finished")
-        return said
+        return message
 
     return run
 
@@ -146,7 +146,7 @@ async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def batch(**fields: Any) -> Callable[[Path], Any]:
-    """A batch with two rollouts for each prompt, whose first failure stops the run."""
+    """Generate a batch of groups of two rollouts; the first failure stops the run."""
 
     async def run(folder: Path) -> Any:
         fixed = {"batch_size": 1, "n_samples_per_prompt": 2, "max_attempts": 1, "on_failure": "stop"}
@@ -158,7 +158,7 @@ def batch(**fields: Any) -> Callable[[Path], Any]:
 
 
 def world(start: Any = None, step: Any = None, seconds: float = 60.0) -> Callable[[Path], Any]:
-    """An episode in a calculator whose start or step is another."""
+    """Run an episode in a calculator with another ``start`` or ``step``."""
 
     async def run(folder: Path) -> Any:
         methods = {"start": start, "step": step}
@@ -176,7 +176,7 @@ def world(start: Any = None, step: Any = None, seconds: float = 60.0) -> Callabl
 
 
 def called(name: str, **arguments: Any) -> Callable[[Path], Any]:
-    """What a model reads for its tool call."""
+    """Return the tool message that answers a call."""
 
     async def run(folder: Path) -> Any:
         reply = Message("assistant", tool_calls=(ToolCall(name, arguments, id="1"),))
@@ -186,11 +186,11 @@ def called(name: str, **arguments: Any) -> Callable[[Path], Any]:
 
 
 def spoken(text: str) -> Callable[[Path], Any]:
-    """What a model reads after a reply."""
+    """Return the tool message that answers a reply with this text."""
 
     async def run(folder: Path) -> Any:
         renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
-        policy = ScriptedPolicy([renderer.encode(said + "<|im_end|>") for said in (text, "Well.")])
+        policy = ScriptedPolicy([renderer.encode(reply + "<|im_end|>") for reply in (text, "Well.")])
         played = await run_agent(
             Prompt("1 + 2?", index=0), CalculatorEnvironment, policy, renderer, sampling=SamplingParams()
         )
@@ -200,7 +200,7 @@ def spoken(text: str) -> Callable[[Path], Any]:
 
 
 def asked(fault: Fault | Answer, *, vocab_size: int | None = None, **options: Any) -> Callable[[Path], Any]:
-    """One completion of a server with a fault."""
+    """Request one completion from a server with a fault."""
 
     async def run(folder: Path) -> Any:
         async with StubServer(faults=[fault] * 3) as server:
@@ -220,7 +220,7 @@ def sampled(token: int, logprob: float) -> Answer:
 
 
 def damaged(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """A journal of two segments, changed, and read."""
+    """Write a journal of several segments, change it, and read it."""
 
     def run(folder: Path) -> Any:
         with Journal(folder / "journal", segment_bytes=100) as journal:
@@ -239,14 +239,14 @@ def flip(path: Path) -> None:
     (path / "segment-000000.journal").write_bytes(data)
 
 
-def stored(text: bytes, instead: bytes) -> Callable[[Path], Any]:
-    """A run of one dropped group, changed, and read."""
+def stored(text: bytes, replacement: bytes) -> Callable[[Path], Any]:
+    """Write a run with one dropped group, change it, and read it."""
 
     def run(folder: Path) -> Any:
         prompt = Prompt("question", group_index=0, index=0)
         RunWriter(folder / "run").on_group(Group(prompt, (some_sample(prompt, 0),), "dropped", "why"))
         path = folder / "run" / "dropped.jsonl"
-        path.write_bytes(path.read_bytes().replace(text, instead, 1))
+        path.write_bytes(path.read_bytes().replace(text, replacement, 1))
         return list(load_run(folder / "run", "dropped"))
 
     return run
@@ -298,7 +298,7 @@ SERVED = "Environments and judges behind a server, of one prompt among sound one
 FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "What is on disk"
 RUN = ("run", CALCULATOR, "--out", "DIR/run")
 
-# A row of the table is a line here, too.
+# One line for each row of the table.
 # ruff: noqa: E501
 # fmt: off
 ROWS = [
@@ -307,11 +307,11 @@ ROWS = [
     Row(LINE, "an option of another type", "option batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
-    Row(LINE, "a URL that is none", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
-    Row(LINE, "nobody at the URL", "nobody answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
+    Row(LINE, "not a URL", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
+    Row(LINE, "no server at the URL", "nobody answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
     Row(LINE, "no such run", "run: got 'DIR/none'; expected a folder that a run was written to: it holds run.json", command("show", "DIR/none")),
-    Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", beside_a_writer("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
-    Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", beside_a_writer("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
+    Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", while_a_run_is_written("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
+    Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", while_a_run_is_written("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
     Row(CONFIG, "a recipe file that does not import", "DIR/mine.py, line 2: importing the recipe raised ZeroDivisionError: division by zero", recipe_file("x = 0\nx = 1 / x\n")),
     Row(CONFIG, "a recipe file without a recipe", "DIR/mine.py: recipe: got None; expected a function recipe(endpoint, *, ...) that returns a Recipe", recipe_file("x = 0\n")),
     Row(CONFIG, "a batch of nothing", "RolloutConfig.batch_size: got 0; expected an integer >= 1", configured(batch_size=0)),
@@ -320,7 +320,7 @@ ROWS = [
     Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, reward, filter, generate, deadline", configured(failures={"oom": FailurePolicy()})),
     Row(CONFIG, "a temperature below zero", "SamplingParams.temperature: got -1; expected a number >= 0", lambda folder: SamplingParams(temperature=-1)),
     Row(CONFIG, "no turns", "Limits.max_turns: got 0; expected an integer >= 1", lambda folder: Limits(max_turns=0)),
-    Row(CONFIG, "a key beside a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
+    Row(CONFIG, "a key and a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
     Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
     Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'network'; this machine does not enforce network (no namespaces here (unshare: Operation not permitted) and no system call filter); expected one that does, or pass require=[] to run without", lambda folder: containment_of(["landlock"], "unshare: Operation not permitted", "linux").check("network")),
     Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a JSONL file that exists", lambda folder: load_prompts(folder / "none.jsonl")),
@@ -328,22 +328,22 @@ ROWS = [
     Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),
     Row(DATA, "JSON of another shape", "DIR/data.jsonl, line 1: got [1]; expected an object with \"prompt\"", data("[1]\n")),
     Row(DATA, "a row without a prompt", "DIR/data.jsonl, line 1: row: got ['question']; expected the keys \"prompt\", and \"label\" and \"metadata\" where known", data('{"question": "a"}\n')),
-    Row(DATA, "a message of nobody", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
+    Row(DATA, "a message without a role", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
     Row(DATA, "tool calls that are none", "DIR/data.jsonl, line 1: message.tool_calls: got 'x'; expected an object with a function that has name and arguments", data('{"prompt": [{"role": "assistant", "tool_calls": ["x"]}]}\n')),
     Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 3000)),
     Row(FOREIGN, "a world that does not start", "World.start raised ConnectionError: the world is down", world(start=raises)),
     Row(FOREIGN, "a step that raises", "World.step raised ConnectionError: the world is down", world(step=raises)),
     Row(FOREIGN, "a step that hangs", "World.step did not answer within 0.05 s", world(step=hangs, seconds=0.05)),
-    Row(FOREIGN, "a step that says nothing", "World.step: no messages and not done; expected one or the other", world(step=nothing)),
+    Row(FOREIGN, "a step that returns nothing", "World.step: no messages and not done; expected one or the other", world(step=nothing)),
     Row(FOREIGN, "a step whose reward is not a number", "World.step: StepResult.reward: got nan; expected a finite number", world(step=unpaid)),
     Row(FOREIGN, "a step whose metric is not a number", "World.step: StepResult.metrics['found']: got 'yes'; expected a finite number", world(step=uncounted)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),
     Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
-    Row(FOREIGN, "a filter that does not say yes or no", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),
+    Row(FOREIGN, "a filter that does not return a bool", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),
     Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),
     Row(SERVED, "a split that an ORS server does not have", "split: got 'dev'; expected one of train (http://…)", wrong_split),
-    *(Row(SERVED, bad.what, bad.message, run_beside(bad), bad.needs) for bad in BAD),
+    *(Row(SERVED, bad.what, bad.message, run_with_sound_prompts(bad), bad.needs) for bad in BAD),
     Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),
     Row(SERVER, "a page of a proxy", "gave up after 1 attempts: status 200, but the body is not JSON: <html>", asked("not_json")),
     Row(SERVER, "an overloaded server", "gave up after 1 attempts: status 503: The request queue is full. (POST http://…/generate)", asked("error_503")),
@@ -355,10 +355,10 @@ ROWS = [
     Row(SERVER, "an id outside the vocabulary", "output_ids[0]: got id 1000000; expected 0 <= id < 509 (vocab_size): does the tokenizer belong to the server's model?", asked(sampled(1_000_000, -0.5), vocab_size=509)),
     Row(SERVER, "no logprobs", "3 sampled ids came without output_token_logprobs, which were asked for", asked("no_logprobs")),
     Row(CALLS, "a call that is not JSON", "Error: The tool call could not be read: it is not valid JSON: …", spoken('<tool_call>\n{"name": "add", "arguments": {\n</tool_call>')),
-    Row(CALLS, "a tool that there is not", "Error: there is no tool 'fly'; the tools are: add, subtract, multiply, divide", spoken('<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>')),
+    Row(CALLS, "an unknown tool", "Error: there is no tool 'fly'; the tools are: add, subtract, multiply, divide", spoken('<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>')),
     Row(CALLS, "an argument of another type", "Error: Expected `float`, got `str` - at `$.b`", called("add", a=1, b="2")),
     Row(CALLS, "an argument that is missing", "Error: Object missing required field `b`", called("add", a=1)),
-    Row(CALLS, "an argument that there is not", "Error: Object contains unknown field `c`", called("add", a=1, b=2, c=3)),
+    Row(CALLS, "an unknown argument", "Error: Object contains unknown field `c`", called("add", a=1, b=2, c=3)),
     Row(DISK, "a bit that flipped", "DIR/journal/segment-000000.journal, offset …: damaged (the record's checksum does not fit)", damaged(flip)),
     Row(DISK, "a bit of a stored sample that flipped", "DIR/run/dropped.jsonl, line 1: corrupted (its checksum does not fit)", stored(b'"question', b'"puestion')),
     Row(DISK, "a stored sample that was cut", "DIR/run/dropped.jsonl, line 1: corrupted (JSON is malformed: …)", stored(b',"crc32":', b"")),
@@ -369,8 +369,8 @@ ROWS = [
 
 _HEAD = """# Bad inputs and faults
 
-Written by `scripts/bad_inputs`; do not edit. Each row is provoked by a test that compares what is said; `…` stands for
-what differs, `DIR` for a folder. What a run does about a fault is on the page about [failures](failures.md).
+Written by `scripts/bad_inputs`; do not edit. A test provokes each row and compares the message. `…` matches any text,
+`DIR` is a folder. What a run does about a fault is on the page about [failures](failures.md).
 """
 
 
@@ -378,7 +378,7 @@ def page() -> str:
     """The page with the table."""
     lines = [_HEAD]
     for chapter in dict.fromkeys(row.chapter for row in ROWS):
-        lines += [f"## {chapter}\n", "| what is wrong | what is said |", "|---|---|"]
+        lines += [f"## {chapter}\n", "| what is wrong | message |", "|---|---|"]
         lines += [f"| {row.what} | `{row.message}` |" for row in ROWS if row.chapter == chapter]
         lines.append("")
     return "\n".join(lines)

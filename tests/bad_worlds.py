@@ -1,4 +1,4 @@
-"""Environments and judges that go wrong, in a run that has sound prompts too: what the run says, and what it keeps."""
+"""Failing environments and judges in a run with sound prompts: the failures and the accounting of the run."""
 
 from __future__ import annotations
 
@@ -27,40 +27,39 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.rewards import Judge, LLMJudge
 from tests import ors_recipe
 
-__all__ = ["BAD", "Bad", "Played", "play_beside"]
+__all__ = ["BAD", "Bad", "Played", "play_with_sound_prompts"]
 
 TOOLS = Path(__file__).parent / "environments" / "mcp" / "mcp_tools.py"
-NOBODY = "http://127.0.0.1:9"
+CLOSED_PORT = "http://127.0.0.1:9"
 
 
 @attrs.frozen
 class Bad:
-    """One thing that is wrong."""
+    """One fault of an environment or a judge."""
 
     what: str
     kind: str
     """The failure's class."""
     cause: str
     message: str
-    """What is said, from its beginning; ``…`` stands for anything."""
+    """The start of the message; ``…`` matches anything."""
     world: Callable[[Path], contextlib.AbstractAsyncContextManager[dict[str, Any]]]
-    """Gives ``environment_cls`` of the bad prompt, its ``metadata``, the ``call`` that its model makes, or the
-    ``reward`` of the bad one."""
+    """Yields fields of the bad prompt: ``environment_cls``, ``metadata``, the model's ``call``, ``reward``."""
     needs: str = ""
-    """A package."""
+    """The package that it needs, or ``""``."""
 
 
 @attrs.frozen
 class Played:
-    """What became of a run."""
+    """The result of a run."""
 
     failures: list[Failure]
     kept: list[Sample]
     accounting: Accounting
 
 
-async def play_beside(bad: Bad, folder: Path) -> Played:
-    """A bad prompt and two sound ones; a batch is two groups of one rollout."""
+async def play_with_sound_prompts(bad: Bad, folder: Path) -> Played:
+    """Run one bad prompt and two sound ones; a batch has two groups of one rollout."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     failures: list[Failure] = []
     async with bad.world(folder) as world:
@@ -68,9 +67,9 @@ async def play_beside(bad: Bad, folder: Path) -> Played:
 
         def reply(ids: list[int], sampling: dict[str, Any]) -> list[int]:
             text = f'<tool_call>\n{{"name": "{call}", "arguments": {{}}}}\n</tool_call>'
-            has_it = f"{call}()" in tokenizer.decode(ids)  # as the demo model's template tells a tool
-            said = text if has_it else "The answer is 3."
-            return list(tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False))
+            has_tool = f"{call}()" in tokenizer.decode(ids)  # the form of a tool in the demo model's template
+            answer = text if has_tool else "The answer is 3."
+            return list(tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False))
 
         async def scored(sample: Sample) -> float:
             if reward_fn is not None and sample.metadata[ENVIRONMENT] == "bad":
@@ -86,8 +85,8 @@ async def play_beside(bad: Bad, folder: Path) -> Played:
         async with StubServer(reply=reply) as server:
             config = RolloutConfig(
                 batch_size=2,
-                n_samples_per_prompt=1,  # one server that dies would be found dead by a second rollout
-                over_sampling_factor=1.0,  # so the third begins when the bad one has failed
+                n_samples_per_prompt=1,  # a second rollout would find the server dead already
+                over_sampling_factor=1.0,  # so that the third prompt begins after the bad one failed
                 max_attempts=1,
                 generate_fn=partial(
                     generate_rollout_batch,
@@ -112,7 +111,7 @@ async def play_beside(bad: Bad, folder: Path) -> Played:
 
 @contextlib.asynccontextmanager
 async def served(metadata: dict[str, Any], call: str = "explode", **options: Any) -> AsyncIterator[dict[str, Any]]:
-    """An environment of an ORS server of our own."""
+    """The environment of an ORS server on loopback."""
     async with environment_server(ors_recipe.recipe(Endpoint())) as url:
         server = ORSServer(url, **options)
         yield {"environment_cls": partial(ORSEnvironment, server), "metadata": metadata, "call": call}
@@ -123,17 +122,17 @@ FIRST = {"task_spec": {"split": "train", "index": 0}}
 
 
 @contextlib.asynccontextmanager
-async def nobody() -> AsyncIterator[dict[str, Any]]:
-    server = ORSServer(NOBODY, environment="sums")
+async def no_server() -> AsyncIterator[dict[str, Any]]:
+    server = ORSServer(CLOSED_PORT, environment="sums")
     yield {"environment_cls": partial(ORSEnvironment, server), "metadata": FIRST}
     await server.aclose()
 
 
 @contextlib.asynccontextmanager
 async def no_schema() -> AsyncIterator[dict[str, Any]]:
-    """A server whose tool has a schema that is none."""
+    """A server whose tool has an invalid schema."""
     tool = {"name": "fly", "description": "", "input_schema": {"type": "object", "properties": ["where"]}}
-    async with JsonServer(lambda asked: {"tools": [tool]} if asked.path.endswith("/task_tools") else {}) as http:
+    async with JsonServer(lambda request: {"tools": [tool]} if request.path.endswith("/task_tools") else {}) as http:
         server = ORSServer(http.url, environment="toy")
         yield {"environment_cls": partial(ORSEnvironment, server), "metadata": FIRST}
         await server.aclose()
@@ -141,18 +140,18 @@ async def no_schema() -> AsyncIterator[dict[str, Any]]:
 
 @contextlib.asynccontextmanager
 async def dying(folder: Path) -> AsyncIterator[dict[str, Any]]:
-    """An MCP server that dies while it is asked, and cannot be started again."""
+    """An MCP server that dies during a request and cannot be started again."""
     env = {"MCP_TOOLS_DEAD": str(folder / "dead")}
     server = McpServer(command=(sys.executable, str(TOOLS)), env=env, only=("end",), name="tools")
     yield {"environment_cls": partial(McpEnvironment, server), "call": "end"}
 
 
 @contextlib.asynccontextmanager
-async def judged(said: Any) -> AsyncIterator[dict[str, Any]]:
-    """A judge that answers like this."""
+async def judged(reply: Any) -> AsyncIterator[dict[str, Any]]:
+    """A judge with this reply."""
 
-    def answer(asked: Asked) -> Any:
-        return {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}]}
+    def answer(request: Asked) -> Any:
+        return {"choices": [{"index": 0, "message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}]}
 
     async with JsonServer(answer) as server:
         yield {"reward": LLMJudge(Judge("referee", server.url), "Is it true?")}
@@ -171,8 +170,8 @@ def _bad() -> Iterator[Bad]:
         "an ORS server that is not there",
         "EnvironmentFailure",
         start,
-        f"MixedEnvironment.start raised ORSError: POST {NOBODY}/create: cannot connect: …",
-        lambda folder: nobody(),
+        f"MixedEnvironment.start raised ORSError: POST {CLOSED_PORT}/create: cannot connect: …",
+        lambda folder: no_server(),
     )
     yield Bad(
         "a tool of an ORS server that raises",

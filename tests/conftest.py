@@ -1,7 +1,7 @@
-"""Fixtures that more than one test file uses: real tokenizers and real chat templates, where they are to be had.
+"""Fixtures of more than one test file: real tokenizers and real chat templates, if the assets are available.
 
-The assets are looked for in the folder that ``ROLLOUTS_TEST_ASSETS`` names, else in ``../shared/assets`` beside the
-project. A test that asks for one that is not there is skipped, with the reason.
+The assets are in the folder that ``ROLLOUTS_TEST_ASSETS`` names, else in ``../shared/assets`` next to the project. A
+test is skipped, with the reason, if an asset is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long", action="store_true", help="play 10,000 conversations of each family, 100,000 fuzzed inputs; for hours"
+        "--long",
+        action="store_true",
+        help="play 10,000 conversations of each family and 100,000 fuzzed inputs; takes hours",
     )
 
 
@@ -32,9 +34,9 @@ def conversations(request: pytest.FixtureRequest) -> int:
 
 @functools.cache
 def _assets() -> Path | None:
-    beside = Path(__file__).resolve().parents[1].parent / "shared" / "assets"
+    sibling = Path(__file__).resolve().parents[1].parent / "shared" / "assets"
     named = os.environ.get("ROLLOUTS_TEST_ASSETS")
-    return next((folder for folder in ([Path(named)] if named else [beside]) if folder.is_dir()), None)
+    return next((folder for folder in ([Path(named)] if named else [sibling]) if folder.is_dir()), None)
 
 
 def _asset(path: str) -> Path:
@@ -42,7 +44,7 @@ def _asset(path: str) -> Path:
     if assets is None:
         pytest.skip("no assets: ROLLOUTS_TEST_ASSETS is not set and ../shared/assets does not exist")
     if not (assets / path).exists():
-        pytest.skip(f"the assets hold no {path}")
+        pytest.skip(f"the assets do not contain {path}")
     return assets / path
 
 
@@ -69,7 +71,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Callable[[str], Path]) -> Callable[..., Any]:
-    """A real tokenizer by its name, loaded once a session; more special tokens make it stand in for other families."""
+    """A real tokenizer by its name, loaded once a session; with more special tokens it replaces other families' own."""
     from rollouts.renderer import load_tokenizer
 
     @functools.cache
@@ -95,7 +97,7 @@ def chat_template() -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def engine_url() -> Iterator[str]:
-    """The URL of ``rollouts serve`` with the demo model, in a process of its own that lives as long as the session."""
+    """The URL of ``rollouts serve`` with the demo model, in its own process, which lives as long as the session."""
     pytest.importorskip("torch")
     from rollouts.engine.process import READY
 

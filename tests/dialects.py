@@ -54,9 +54,9 @@ _PAIRS = "{% for k, v in c.function.arguments.items() %}"
 _BARE = "{{ v if v is string else v | tojson }}"
 
 
-def _template(calls: str, *, beside_text: bool = True) -> str:
+def _template(calls: str, *, with_text: bool = True) -> str:
     """Turns between ``<|im_start|>`` and ``<|im_end|>``; calls stand behind the text of their turn, or instead."""
-    content = "{{ m.content }}" if beside_text else "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+    content = "{{ m.content }}" if with_text else "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
     return (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.first and tools %}{{ tools | tojson }}\n"
         "{% endif %}" + content + "{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
@@ -84,7 +84,7 @@ TEMPLATES = {
             "{% endfor %}</tool_call>"
         )
     ),
-    "llama_json": _template(_each(_JSON.replace('arguments":', 'parameters":'), "; "), beside_text=False),
+    "llama_json": _template(_each(_JSON.replace('arguments":', 'parameters":'), "; "), with_text=False),
     "llama_pythonic": _template(
         "["
         + _each(
@@ -92,7 +92,7 @@ TEMPLATES = {
             ", ",
         )
         + "]",
-        beside_text=False,
+        with_text=False,
     ),
     "mistral": _template(_each(f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}")),
     "deepseek_v3": _template(
@@ -143,7 +143,7 @@ TEMPLATES = {
             f"<|channel|>commentary to=functions.{_NAME} <|constrain|>json<|message|>{_ARGUMENTS}",
             "<|call|><|start|>assistant",
         ),
-        beside_text=False,
+        with_text=False,
     ),
 }
 

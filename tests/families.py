@@ -1,8 +1,7 @@
-"""Model families for tests: real chat templates where the assets are, and small ones of our own that have the quirks of
-families whose template is not there.
+"""Model families for tests: real chat templates from the assets, and small ones with the quirks of other families.
 
-The small ones are written from what is published about the format; they are not the hub's templates. Their tokenizer is
-the demo model's, with the family's marks added to it.
+The small templates are written from published descriptions of the formats; they are not copies of the hub's templates.
+Their tokenizer is the demo model's, with the family's marks added.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ TOOLS = (
 
 @attrs.frozen
 class Family:
-    """How a renderer of the family is made, and what its template can hold."""
+    """The renderer of a family, and what its template supports."""
 
     make: Callable[[Any], Renderer]
-    """Given pytest's ``request``, for the fixtures of the assets."""
+    """Build the renderer from pytest's ``request``, which has the fixtures of the assets."""
     verdicts: tuple[str, ...]
-    """Of the self-test with two tools: the opening, two rounds of tools, two user turns."""
+    """The verdicts of the self-test with two tools: the opening, two rounds of tools, two user turns."""
     dialect: str
     quirk: str
     parallel: int = 3
-    """Calls in one turn."""
+    """The largest number of calls in one turn."""
     calls: bool = True
-    """Whether the history has them."""
+    """Whether the template writes calls in the history."""
     thinks: bool = False
     text_and_calls: bool = True
-    """Whether a turn may have both."""
+    """Whether a turn may have both text and calls."""
     system: bool = True
-    """Whether there is a system prompt."""
+    """Whether the template takes a system prompt."""
     stopless: bool = False
-    """Whether the history has no stop token, and the ids that are kept have."""
+    """Whether the template writes no stop token, so that only the sampled ids have one."""
     ids: str = "c{:08d}"
-    """What the ids of calls look like, where they must look like something."""
+    """The format of call ids, if the template requires one."""
 
 
 # -- real templates ---------------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ REAL = {
 
 
 def small(source: str, marks: tuple[str, ...], stops: tuple[str, ...], **variables: Any) -> Any:
-    """Makes a renderer of a small template, on the demo model's tokenizer with the family's marks."""
+    """Return a builder of renderers with a small template and the demo model's tokenizer plus the family's marks."""
 
     @functools.cache
     def tokenizer() -> Any:
@@ -248,8 +247,8 @@ _MINIMAX = (
     _LAST_USER
     + """
 {{- ']~!b[' }}
-{%- set told = '# Tools in <minimax:tool_call>\n' + tools | tojson if tools else '' %}
-{{- ']~b]system\n' + (messages[0].content if messages[0].role == 'system' else '') + told + '[e~[\n' }}
+{%- set header = '# Tools in <minimax:tool_call>\n' + tools | tojson if tools else '' %}
+{{- ']~b]system\n' + (messages[0].content if messages[0].role == 'system' else '') + header + '[e~[\n' }}
 {%- set seen = namespace(calls=false) %}
 {%- for m in messages if m.role != 'system' %}
 {%- set at = loop.index0 + (1 if messages[0].role == 'system' else 0) %}
@@ -361,7 +360,7 @@ _NONE_ONLY = """
 {{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments | tojson }}
 {{- '<｜tool▁call▁end｜>' }}
 {%- endfor %}{{ '<|eos|>' }}
-{%- elif m.tool_calls %}{{ raise_exception('content must be None beside calls') }}
+{%- elif m.tool_calls %}{{ raise_exception('content must be None in a turn with calls') }}
 {%- else %}{{ ('' if loop.previtem.role == 'tool' else '<|Assistant|>') + m.content + '<|eos|>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|>{% endif %}"""

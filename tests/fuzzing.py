@@ -1,4 +1,4 @@
-"""Strategies of the fuzz tests: what models, users, servers and disks may hand us."""
+"""Strategies of the fuzz tests: inputs from models, users, servers and disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["fuzz", "json_texts", "mutated_bytes", "mutated_json", "odd_values", 
 
 
 def fuzz(strategy: st.SearchStrategy[Any], examples: int, check: Callable[[Any], None]) -> None:
-    """Call ``check`` with at least ``examples`` inputs; a failing one is made small and shown."""
+    """Call ``check`` with at least ``examples`` inputs; a failing input is shrunk and shown."""
     seen = 0
 
     @settings(
@@ -46,7 +46,7 @@ odd_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=6,
 )
-"""Any JSON value, strange ones among them; Python's encoder writes NaN and infinities as many servers do."""
+"""Any JSON value, including odd ones; Python's encoder writes NaN and infinities, as many servers do."""
 
 
 def json_texts(value: Any) -> bytes:
@@ -54,7 +54,7 @@ def json_texts(value: Any) -> bytes:
 
 
 def mutated_json(values: list[Any]) -> st.SearchStrategy[Any]:
-    """One of ``values``, sound, or with a few of its parts replaced, dropped or doubled, or keys added."""
+    """One of ``values``, unchanged or with a few parts replaced, dropped, doubled or added."""
 
     @st.composite
     def draw_one(draw: st.DrawFn) -> Any:
@@ -85,7 +85,7 @@ def _mutated(draw: st.DrawFn, value: Any) -> Any:
 
 
 def mutated_bytes(whole: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
-    """Bytes with a few places flipped, cut, doubled or filled with others; a third of them as they were."""
+    """Bytes with a few ranges dropped, doubled, zeroed or replaced; about a fifth are unchanged."""
 
     @st.composite
     def draw_one(draw: st.DrawFn) -> bytes:
@@ -104,7 +104,7 @@ _MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|```json|\w+|\s+|[^\w\s]")
 
 
 def woven(texts: list[str]) -> st.SearchStrategy[str]:
-    """Texts out of the marks and words of ``texts``, out of their halves, and out of one mark said very often."""
+    """Texts composed of the marks and words of ``texts``, of parts of them, and of one mark repeated often."""
     marks = sorted(
         {mark for text in texts for mark in re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```json|\w+|\s+|[^\w\s]", text)}
     )

@@ -8,7 +8,7 @@ from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, generat
 
 
 class Talkative(CalculatorEnvironment):
-    """A calculator that can also say things and break."""
+    """A calculator with a tool that echoes and one that raises."""
 
     @tool
     def say(self, words: str) -> str:
@@ -22,7 +22,7 @@ class Talkative(CalculatorEnvironment):
 
 
 def scored(sample: Sample) -> float:
-    """Whether the last words are the answer."""
+    """1.0 if the last message is the answer, else 0.0."""
     return float(sample.messages[-1]["content"] == f"The answer is {sample.label}.")
 
 

@@ -1,4 +1,4 @@
-"""Which packages are installed; a folder of the same name that can be imported is not."""
+"""Check which packages are installed; an importable folder of the same name does not count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["is_installed", "needing"]
 
 
 def is_installed(distribution: str) -> bool:
-    """Whether there is a package of this name on PyPI's terms."""
+    """Whether a distribution with this PyPI name is installed."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -20,7 +20,7 @@ def is_installed(distribution: str) -> bool:
 
 
 def needing(distribution: str, value: Any, name: str) -> Any:
-    """A parameter of a test, called ``name``; one that needs a package is skipped without it, and is marked."""
+    """Return a test parameter with the id ``name``, marked ``extra`` and skipped if its package is not installed."""
     marks: list[Any] = []
     if distribution:
         reason = f"{distribution} is not installed"

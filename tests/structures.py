@@ -1,6 +1,6 @@
-"""Small templates of our own with structures that more families have: what a template may do, not what one is.
+"""Small chat templates with structures of further model families; none is a copy of a real template.
 
-Each is written from what is published about how such families lay a conversation out, and is as short as that allows.
+Each is written from published descriptions of the format and is as short as possible.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FOLDED = """
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 {%- for m in messages if m.role != 'system' %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-{%- set said = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m.content if loop.first and system else m.content %}
-{{- '<s>[INST] ' + said | trim + ' [/INST]' if m.role == 'user' else ' ' + m.content | trim + ' </s>' }}
+{%- set text = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m.content if loop.first and system else m.content %}
+{{- '<s>[INST] ' + text | trim + ' [/INST]' if m.role == 'user' else ' ' + m.content | trim + ' </s>' }}
 {%- endfor %}"""
 
 _TOOL_ROLE = """

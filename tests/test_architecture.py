@@ -1,13 +1,13 @@
-"""The law book of the house: which module may know which.
+"""Rules of the architecture: which module may import which, and which words the project does not use.
 
-The floors stand here as data. The test reads the imports of every module and fails on an arrow that goes up, so that a
-wrong import is found by its line and not by the tangle that it starts. Each rule is also shown to catch a planted
-violation.
+The floors of the packages are data. The tests read the imports of every module and fail on an import that goes up, with
+its line. Each rule is also shown to catch a planted violation.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,12 +47,12 @@ FLOORS: dict[str, int] = {
     "rollouts.__main__": 11,
     "rollouts.environment_check": 11,
 }
-"""The floor of every room: a package with its modules, or a module at the root. An import between rooms goes down."""
+"""The floor of every package or module at the root. An import between them goes to a lower floor."""
 
 ROOMS = ("trajectory", "tool_calls", "environments", "inference", "engine")
-"""Rooms that do not import each other, whatever their floors."""
+"""Packages that do not import each other."""
 
-THE_AGENTS_SIDE = (
+AGENT_SIDE = (
     "rollouts.training.agent_integration",
     "rollouts.agent",
     "rollouts.inference",
@@ -61,12 +61,12 @@ THE_AGENTS_SIDE = (
 )
 
 STRANGERS: dict[str, tuple[str, ...]] = {
-    "rollouts.training.manager": THE_AGENTS_SIDE,
-    "rollouts.training.group_runner": THE_AGENTS_SIDE,
+    "rollouts.training.manager": AGENT_SIDE,
+    "rollouts.training.group_runner": AGENT_SIDE,
     "rollouts.environments": ("rollouts.trajectory", "rollouts.inference", "rollouts.training"),
     "rollouts.inference": ("rollouts.environments", "rollouts.training"),
 }
-"""Who must not know whom, though the floors would allow it."""
+"""Imports that are forbidden although the floors allow them."""
 
 TORCH_ROOMS = ("rollouts.training.batch", "rollouts.integrations", "rollouts.engine")
 TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
@@ -91,6 +91,15 @@ LAW_BOOKS = {
 }
 """Tests that mirror no single module."""
 
+ALL_TEXTS = ("rollouts", "environments", "training", "configs", "scripts", "docs", "tests", "pyproject.toml")
+ALL_TEXTS += ("README.md", "CONTRIBUTING.md", "SLIME_vs_ROLLOUTS.md")
+"""Everything but CHANGELOG.md, the files and folders that ``old_words`` can check."""
+CHECKED = ("rollouts/renderer",)
+"""What ``old_words`` checks; ``ALL_TEXTS`` when the whole tree is free of these words."""
+TEXTS = {"", ".py", ".md", ".sh", ".toml", ".yaml"}
+OLD_WORDS = ("told", "whoever", "nobody", "somebody", "anew", "beside")
+"""Words that neither texts nor identifiers contain, also not as a part of a snake_case name."""
+
 
 @attrs.frozen
 class Import:
@@ -100,7 +109,7 @@ class Import:
     target: str
     line: int
     late: bool
-    """Inside a function."""
+    """Whether it is inside a function."""
     typing_only: bool
 
     def __str__(self) -> str:
@@ -108,7 +117,7 @@ class Import:
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Module names of the package under ``root``, with their files."""
+    """Map the modules of the package under ``root`` to their files."""
     modules = {}
     for path in sorted((root / "rollouts").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -121,7 +130,7 @@ def within(module: str, package: str) -> bool:
 
 
 def imports_of(root: Path) -> list[Import]:
-    """Every import in the package, also those in functions and under ``TYPE_CHECKING``."""
+    """List every import in the package, also those in functions and under ``TYPE_CHECKING``."""
     modules = modules_of(root)
     return [found for module, path in modules.items() for found in _imports(module, path, modules)]
 
@@ -150,7 +159,7 @@ def _imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[Impo
 
 
 def room_of(module: str) -> str:
-    """The package at the root that holds a module, or the module itself."""
+    """Return the package at the root that contains a module, or the module itself."""
     return ".".join(module.split(".")[:2])
 
 
@@ -162,7 +171,7 @@ def modules_without_a_floor(root: Path) -> list[str]:
 
 
 def arrows_up(root: Path) -> list[str]:
-    """Imports of another room that does not stand on a lower floor."""
+    """Imports of another package or root module that is not on a lower floor."""
     found = []
     for entry in imports_of(root):
         here, there = room_of(entry.module), room_of(entry.target)
@@ -171,8 +180,8 @@ def arrows_up(root: Path) -> list[str]:
     return found
 
 
-def arrows_to_the_own_roof(root: Path) -> list[str]:
-    """A module that imports the package it is in imports its siblings through the roof."""
+def imports_of_the_own_package(root: Path) -> list[str]:
+    """Modules that import siblings through the ``__init__`` of their own package."""
     return [
         f"{entry}: its own package"
         for entry in imports_of(root)
@@ -180,7 +189,7 @@ def arrows_to_the_own_roof(root: Path) -> list[str]:
     ]
 
 
-def doors_between_rooms(root: Path) -> list[str]:
+def imports_between_rooms(root: Path) -> list[str]:
     def room(module: str) -> str | None:
         return next((name for name in ROOMS if within(module, f"rollouts.{name}")), None)
 
@@ -193,7 +202,7 @@ def doors_between_rooms(root: Path) -> list[str]:
 
 def strangers(root: Path) -> list[str]:
     return [
-        f"{entry}: they must not know each other"
+        f"{entry}: a forbidden import"
         for entry in imports_of(root)
         for module, unknown in STRANGERS.items()
         if within(entry.module, module) and any(within(entry.target, name) for name in unknown)
@@ -216,7 +225,7 @@ def heavy_imports(root: Path) -> list[str]:
     return found
 
 
-def guests_in_the_house(root: Path) -> list[str]:
+def imports_of_guests(root: Path) -> list[str]:
     return [f"{entry}: a guest" for entry in imports_of(root) if entry.target.partition(".")[0] in GUESTS]
 
 
@@ -229,7 +238,7 @@ def homeless_modules(root: Path) -> list[str]:
 
 
 def circles(root: Path) -> list[str]:
-    """Modules that import each other, directly or through others: at the top, in a function, for types only."""
+    """Circular imports, direct or through other modules: at the top, in a function, for types only."""
     edges: dict[str, set[str]] = {}
     entries = [entry for entry in imports_of(root) if within(entry.target, "rollouts")]
     for entry in entries:
@@ -255,7 +264,7 @@ def circles(root: Path) -> list[str]:
 
 
 def loose_tasks(root: Path) -> list[str]:
-    """Uses of asyncio that anyio's task groups and scopes replace."""
+    """Uses of asyncio functions that anyio's task groups and scopes replace."""
     found = []
     for module, path in modules_of(root).items():
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -283,23 +292,38 @@ def stray_tests(root: Path) -> list[str]:
     return found
 
 
+def old_words(root: Path) -> list[str]:
+    """Lines with one of ``OLD_WORDS``, whole or as a part of a snake_case name."""
+    word = re.compile(rf"(?<![^\W_])({'|'.join(OLD_WORDS)})(?![^\W_])", re.IGNORECASE)
+    own = re.compile(r"^OLD_WORDS = .*$", re.MULTILINE)
+    found = []
+    for checked in CHECKED:
+        files = sorted((root / checked).rglob("*")) if (root / checked).is_dir() else [root / checked]
+        for path in (path for path in files if path.is_file() and path.suffix in TEXTS):
+            lines = own.sub("", path.read_text(encoding="utf-8")).splitlines()
+            hits = [(number, hit[1]) for number, line in enumerate(lines, 1) for hit in word.finditer(line)]
+            found += [f"{path.relative_to(root).as_posix()}, line {number}: {text!r}" for number, text in hits]
+    return found
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     modules_without_a_floor,
     arrows_up,
-    arrows_to_the_own_roof,
-    doors_between_rooms,
+    imports_of_the_own_package,
+    imports_between_rooms,
     strangers,
     heavy_imports,
-    guests_in_the_house,
+    imports_of_guests,
     homeless_modules,
     circles,
     loose_tasks,
     stray_tests,
+    old_words,
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_keeps_its_rules(rule: Callable[[Path], list[str]]) -> None:
+def test_the_tree_follows_the_rule(rule: Callable[[Path], list[str]]) -> None:
     """Each rule holds for the tree as it is."""
     assert rule(ROOT) == []
 
@@ -315,9 +339,9 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
         "rollouts.renderer.a, line 2",
     ),
     (arrows_up, {"rollouts/agent/loop.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to 7"),
-    (arrows_to_the_own_roof, {"rollouts/engine/a.py": "from rollouts.engine import b"}, "its own package"),
-    (doors_between_rooms, {"rollouts/tool_calls/a.py": "from ..environments.base import tool"}, "another room"),
-    (doors_between_rooms, {"rollouts/engine/a.py": "from rollouts.inference.base import Policy"}, "another room"),
+    (imports_of_the_own_package, {"rollouts/engine/a.py": "from rollouts.engine import b"}, "its own package"),
+    (imports_between_rooms, {"rollouts/tool_calls/a.py": "from ..environments.base import tool"}, "another room"),
+    (imports_between_rooms, {"rollouts/engine/a.py": "from rollouts.inference.base import Policy"}, "another room"),
     (strangers, {"rollouts/training/manager.py": "from rollouts.agent import run_agent"}, "rollouts.agent"),
     (strangers, {"rollouts/environments/a.py": "import rollouts.trajectory"}, "rollouts.trajectory"),
     (strangers, {"rollouts/inference/a.py": "import rollouts.training.types"}, "rollouts.training.types"),
@@ -329,7 +353,7 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
         {"rollouts/integrations/slime/a.py": "from slime.utils.types import Sample"},
         "never at import time",
     ),
-    (guests_in_the_house, {"rollouts/recipe.py": "from tests.worlds import world"}, "a guest"),
+    (imports_of_guests, {"rollouts/recipe.py": "from tests.worlds import world"}, "a guest"),
     (homeless_modules, {"rollouts/training/_utils.py": ""}, "a missing noun"),
     (homeless_modules, {"rollouts/token_helpers.py": ""}, "a missing noun"),
     (
@@ -351,6 +375,15 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (loose_tasks, {"rollouts/agent/loop.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
     (loose_tasks, {"rollouts/agent/loop.py": "from asyncio import create_task"}, "asyncio.create_task"),
     (stray_tests, {"tests/training/test_attic.py": ""}, "mirrors no module"),
+    *(
+        (old_words, {"rollouts/renderer/a.py": f"x = 1\n{text}\n"}, f"rollouts/renderer/a.py, line 2: {hit!r}")
+        for first in OLD_WORDS
+        for text, hit in [
+            (f'"""It is {first}."""', first),
+            (f"def _{first}(): ...", first),
+            (f"is_{first.upper()}_now = 1", first.upper()),
+        ]
+    ),
 ]
 
 
@@ -358,7 +391,7 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
 def test_each_rule_catches_a_planted_violation(
     rule: Callable[[Path], list[str]], files: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    """A rule that finds nothing here would find nothing there."""
+    """A rule that misses a planted violation would miss a real one."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -369,11 +402,11 @@ def test_each_rule_catches_a_planted_violation(
 
 
 def test_a_tidy_tree_passes(tmp_path: Path) -> None:
-    """And what is allowed is not refused: arrows down, relative imports, late imports of heavy things."""
+    """Imports to lower floors, relative imports and late imports of heavy packages are allowed."""
     files = {
         "rollouts/__init__.py": "",
         "rollouts/errors.py": "import asyncio\nasyncio.current_task()",
-        "rollouts/renderer/__init__.py": "from rollouts.renderer.tokens import load",
+        "rollouts/renderer/__init__.py": "from rollouts.renderer.tokens import load  # untold, besides",
         "rollouts/renderer/tokens.py": "from ..errors import E\ndef load():\n    import transformers",
         "rollouts/training/batch.py": "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
         "rollouts/training/manager.py": "from .batch import f",

@@ -1,6 +1,6 @@
-"""The call shapes of the integration guide work as it writes them.
+"""The code of the integration guide, the README and the docs runs as written.
 
-The names, keywords and orders below are the guide's; only the server is a loopback one.
+Names, keywords and argument orders are the guide's; only the server is a loopback one.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 async def endpoint(tokenizer: Any) -> AsyncIterator[Endpoint]:
-    """A server whose model calls the adder once and then answers 8, or, every third time, 9."""
+    """A server whose model calls ``add`` once and then answers 8 or, every third time, 9."""
     answers = iter(range(10**6))
 
     def reply(input_ids: list[int], sampling_params: dict[str, Any]) -> list[int]:
         text = tokenizer.decode(input_ids)
-        said = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
+        answer = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
         if "<tool_response>" in text:
-            said = "The answer is 9." if next(answers) % 3 == 0 else "The answer is 8."
-        return list(tokenizer.encode(said + "<|im_end|>", add_special_tokens=False))
+            answer = "The answer is 9." if next(answers) % 3 == 0 else "The answer is 8."
+        return list(tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False))
 
     async with StubServer(reply=reply) as server:
         yield Endpoint(provider="sglang", model="Qwen/Qwen2.5-7B-Instruct", base_url=server.url)
@@ -70,7 +70,7 @@ PROMPTS = [{"prompt": f"What is 5 + 3? ({n})", "metadata": {"ground_truth": "8."
 
 
 async def test_agent_rollout_to_sample(endpoint: Endpoint, tokenizer: Any) -> None:
-    """One rollout: the mask trains what the assistant said and not what the tool answered."""
+    """One rollout: the loss mask has the replies and not the tool messages."""
     sample = await agent_rollout_to_sample(
         prompt="What is 5 + 3?",
         environment_cls=CalculatorEnvironment,
@@ -115,7 +115,7 @@ async def test_the_manager_fills_a_batch(endpoint: Endpoint, tokenizer: Any, swa
 
 
 async def test_a_custom_filter_over_lists_of_samples(endpoint: Endpoint, tokenizer: Any) -> None:
-    """The guide's second example: a filter with torch, whose answer is a tensor."""
+    """The guide's second example: a filter with torch that returns a tensor."""
     torch = pytest.importorskip("torch")
 
     def check_math_quality(samples: list[Sample]) -> bool:
@@ -144,8 +144,8 @@ async def test_a_custom_filter_over_lists_of_samples(endpoint: Endpoint, tokeniz
         assert len(await manager.generate_batch()) == 2 * config.n_samples_per_prompt
 
 
-def test_the_eight_filters_take_a_group_and_answer_a_bool() -> None:
-    """Every filter of the guide, by name, on samples made with the guide's fields."""
+def test_the_eight_filters_take_a_group_and_return_a_bool() -> None:
+    """Every filter of the guide, by name, on samples with the guide's fields."""
     samples = [
         Sample(
             prompt="What is 5+3?",
@@ -174,7 +174,7 @@ def test_the_eight_filters_take_a_group_and_answer_a_bool() -> None:
 
 
 def test_the_code_of_the_readme_runs(engine_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands there, but for the model and the server."""
+    """Unchanged, except for the model and the server."""
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     manager, environment = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     code = manager.replace("Qwen/Qwen2.5-7B-Instruct", str(DEMO_MODEL)).replace("http://127.0.0.1:30000", engine_url)
@@ -186,7 +186,7 @@ def test_the_code_of_the_readme_runs(engine_url: str, capsys: pytest.CaptureFixt
 
 
 async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tmp_path: Path) -> None:
-    """``docs/environments.md``: the 15 lines pass the check and fill a batch, and the test under them passes."""
+    """``docs/environments.md``: the 15 lines pass the check and fill a batch, and the test below them passes."""
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
     file, test = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     lines = [line for line in file.splitlines() if line.strip()]
@@ -195,8 +195,8 @@ async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tm
     path.write_text(file)
     findings = await examine(*load_environment(path, {}), CheckOptions(stall_seconds=2.0))
     assert [finding for finding in findings if finding.verdict == "bad"] == []
-    made = build(load_recipe(path), Endpoint(model=str(DEMO_MODEL), base_url=engine_url), {})
-    async with AsyncRolloutManager(made.config, made.data_buffer) as manager:
+    recipe = build(load_recipe(path), Endpoint(model=str(DEMO_MODEL), base_url=engine_url), {})
+    async with AsyncRolloutManager(recipe.config, recipe.data_buffer) as manager:
         assert len(await manager.generate_batch()) == 8
     body = "\n".join(f"    {line}" for line in test.splitlines())
     names: dict[str, Any] = {}
@@ -205,7 +205,7 @@ async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tm
 
 
 def test_the_code_of_the_page_about_rewards_runs() -> None:
-    """``docs/rewards.md``: the sum is made as it stands there."""
+    """``docs/rewards.md``: the code builds the weighted sum."""
     page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(compile(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], "rewards.md", "exec"), names)

@@ -1,13 +1,13 @@
-"""The law book of families: whatever a chat template does, what is shown is what is stored, or the run does not start.
+"""Laws of model families: for any chat template, the stored tokens are those of the requests, or the run is refused.
 
-For each family: its verdicts and its dialect, and conversations in which everything is random (tools, parallel results,
-thoughts, scripts, cut replies, several user turns, an odd spelling of every reply).
+For each family: its verdicts, its dialect, and random conversations (tools, parallel results, reasoning, scripts, cut
+replies, several user turns, unusual tokenization of replies).
 
-1. ``history="append"``: each request is a prefix of what is stored; the mask is what was sampled; and where the
-   template is stable, the text is its own rendering.
-2. ``history="fork"``: each request reads as the template renders the conversation at that moment, whatever it rewrites;
-   each sampled token is trained once.
-3. A family whose bridge would be wrong is refused, for its true reason, before anything is sampled.
+1. ``history="append"``: each request is a prefix of the stored tokens; the loss mask is exactly the sampled tokens; if
+   the template is stable, the text is its own rendering.
+2. ``history="fork"``: each request is the template's rendering of the conversation at that moment, even if it rewrites
+   the history; each sampled token is trained once.
+3. A family whose bridge would be wrong is refused with the reason before anything is sampled.
 
 ``--long`` plays at least 10,000 conversations of each family.
 """
@@ -32,17 +32,17 @@ from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import trajectory_to_samples
 from rollouts.trajectory import Trajectory
-from tests.families import FAMILIES as HOUSES
+from tests.families import FAMILIES as REAL_AND_SMALL
 from tests.families import TOOLS, Family
 from tests.structures import STRUCTURES
 from tests.worlds import some_text
 
-FAMILIES = {**HOUSES, **STRUCTURES}
+FAMILIES = {**REAL_AND_SMALL, **STRUCTURES}
 PLAYED_WITHOUT_TOOLS = [name for name, family in FAMILIES.items() if not family.calls or "refused" in family.verdicts]
 
 
 class World:
-    """Both sides of one random conversation: an environment, and what the model says in it."""
+    """Both sides of one random conversation: an environment and the model's replies."""
 
     def __init__(self, family: Family, renderer: Renderer, tools: Sequence[Tool], seed: int, *, cuts: bool) -> None:
         self.family, self.renderer, self._tools = family, renderer, tuple(tools)
@@ -77,21 +77,21 @@ class World:
         self.shown = trajectory.messages
 
     def answer(self, _: TokenColumn) -> Reply:
-        """A reply as this family writes it, in ids of the model's own choice."""
-        reply, new = self.said()
+        """A reply in the format of the family, with random tokenization."""
+        reply, new = self.next_reply()
         ids = speak(self.renderer, self.shown, reply, new, self._tools).tolist()
-        ids = self.spelled(ids[:-1]) + ids[-1:]
+        ids = self.respelled(ids[:-1]) + ids[-1:]
         cut = self.rng.random() < self.cut_share
         self.replies.append(ids[: self.rng.randint(1, len(ids) - 1)] if cut and len(ids) > 1 else ids)
         return Reply(self.replies[-1], "length" if self.replies[-1] is not ids else "stop")
 
-    def said(self) -> tuple[Message, list[Message]]:
+    def next_reply(self) -> tuple[Message, list[Message]]:
         calls = self.rng.choice([0, 0, 1, 1, 2, 3]) if self._tools else 0
-        made = tuple(self.call() for _ in range(min(calls, self.family.parallel)))
-        content = self.text() if not made or (self.family.text_and_calls and self.rng.random() < 0.4) else ""
+        tool_calls = tuple(self.call() for _ in range(min(calls, self.family.parallel)))
+        content = self.text() if not tool_calls or (self.family.text_and_calls and self.rng.random() < 0.4) else ""
         thought = self.text() if self.family.thinks and self.rng.random() < 0.7 else None
-        results = [Message("tool", "x", tool_call_id=call.id, name=call.name) for call in made]
-        return Message("assistant", content, made, reasoning=thought), results or [Message("user", "x")]
+        results = [Message("tool", "x", tool_call_id=call.id, name=call.name) for call in tool_calls]
+        return Message("assistant", content, tool_calls, reasoning=thought), results or [Message("user", "x")]
 
     def call(self) -> ToolCall:
         name = self.rng.choice(self._tools).name
@@ -101,8 +101,8 @@ class World:
     def text(self, most: int = 8) -> str:
         return unicodedata.normalize("NFC", some_text(self.rng, most)).strip() or "ok"
 
-    def spelled(self, ids: Sequence[int]) -> list[int]:
-        """The same text in ids that no tokenizer would choose."""
+    def respelled(self, ids: Sequence[int]) -> list[int]:
+        """The same text with some tokens split, unlike the tokenizer's encoding."""
         odd: list[int] = []
         for token in ids:
             piece = self.renderer.decode([token])
@@ -136,7 +136,7 @@ def play(family: Family, renderer: Renderer, seed: int, history: Any) -> tuple[W
 
 
 def assert_stored(world: World, branches: Sequence[Trajectory], requests: Sequence[TokenColumn]) -> None:
-    """Laws 1 to 3, from what the other side saw."""
+    """Check laws 1 to 3 of the package against the requests and the sampled ids."""
     assert branches[-1].stop_reason is not StopReason.FAILED, branches[-1].failure
     calls = [(branch, call) for branch in branches for call in branch.completions]
     assert len(calls) == len(requests) == len(world.replies)
@@ -153,13 +153,13 @@ def assert_stored(world: World, branches: Sequence[Trajectory], requests: Sequen
 
 
 def assert_reads_as_rendered(renderer: Renderer, branch: Trajectory, tools: Sequence[Tool], stop: str = "") -> None:
-    """Each request of a branch is, as text, the template's own rendering of the conversation up to there.
+    """Check that each request of a branch, as text, is the template's rendering of the conversation so far.
 
-    A stop token that the template never writes is left out of the comparison.
+    ``stop`` is a stop token that the template never writes; it is not compared.
     """
-    spoken = [number for number, message in enumerate(branch.messages) if message.role == "assistant"]
-    for call, number in zip(branch.completions, spoken[-len(branch.completions) :], strict=True):
-        # gpt-oss samples <|return|> where its history has <|end|>: what was sampled stands.
+    replies = [number for number, message in enumerate(branch.messages) if message.role == "assistant"]
+    for call, number in zip(branch.completions, replies[-len(branch.completions) :], strict=True):
+        # gpt-oss samples <|return|> where its history has <|end|>: the sampled token stays.
         shown = renderer.decode(branch.tokens[: call.start]).replace("<|return|>", "<|end|>").replace(stop, "")
         rendered = renderer.render(branch.messages[:number], tools)
         assert unicodedata.normalize("NFC", shown) == unicodedata.normalize("NFC", rendered)
@@ -168,7 +168,7 @@ def assert_reads_as_rendered(renderer: Renderer, branch: Trajectory, tools: Sequ
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_conversations(name: str, request: pytest.FixtureRequest, conversations: int) -> None:
-    """Every other one is appended, every other one forks."""
+    """Half of them with ``history="append"``, half with ``history="fork"``."""
     family = FAMILIES[name]
     renderer = family.make(request)
     stable = set(family.verdicts) == {"exact"}
@@ -193,7 +193,7 @@ def test_random_conversations(name: str, request: pytest.FixtureRequest, convers
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_verdicts_on_each_family(name: str, request: pytest.FixtureRequest) -> None:
-    """Opening, first and next round of tools, user after tools, user again; how calls are written, and read."""
+    """The verdict on each step, the dialect, and whether calls are read."""
     family = FAMILIES[name]
     renderer = family.make(request)
     found = renderer.self_test(TOOLS)
@@ -204,14 +204,14 @@ def test_the_verdicts_on_each_family(name: str, request: pytest.FixtureRequest) 
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in PLAYED_WITHOUT_TOOLS])
-def test_what_a_family_writes_its_dialect_reads(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_dialect_reads_the_replies_of_its_family(name: str, request: pytest.FixtureRequest) -> None:
     """Calls in their order, with names and arguments; thoughts and content; nothing malformed."""
     family = FAMILIES[name]
     renderer = family.make(request)
     for seed in range(20):
         world = World(family, renderer, TOOLS, seed, cuts=False)
         history = [Message("system", "Be brief."), Message("user", "Well?")]
-        reply, new = world.said()
+        reply, new = world.next_reply()
         ids = speak(renderer, history, reply, new, TOOLS)
         read = renderer.parse(ids, tools=TOOLS, prompt=renderer.opening(history, TOOLS))
         assert [(c.name, c.arguments, c.error) for c in read.tool_calls] == [
@@ -233,7 +233,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_run_on_a_refused_template_does_not_start(name: str, request: pytest.FixtureRequest) -> None:
-    """It says why, and nothing is sampled; without tools the same template may be fine."""
+    """The error has the reason, and nothing is sampled; without tools, the same template passes."""
     renderer = FAMILIES[name].make(request)
     world = World(FAMILIES[name], renderer, TOOLS, 0, cuts=False)
     policy = ScriptedPolicy(world.answer)
@@ -250,7 +250,7 @@ USER, CALLING = Message("user", "Well?"), ToolCall("look", {"at": "x"}, id="c000
 RESULT = Message("tool", "seen", tool_call_id=CALLING.id, name="look")
 
 
-def said(name: str, request: pytest.FixtureRequest, *, calls: bool) -> tuple[Renderer, Message, Message, list[int]]:
+def reply_of(name: str, request: pytest.FixtureRequest, *, calls: bool) -> tuple[Renderer, Message, Message, list[int]]:
     renderer = FAMILIES[name].make(request)
     reply = Message("assistant", tool_calls=(CALLING,)) if calls else Message("assistant", "Yes.")
     new = RESULT if calls else Message("user", "More?")
@@ -270,11 +270,11 @@ def said(name: str, request: pytest.FixtureRequest, *, calls: bool) -> tuple[Ren
         ("Gemma 4", True, "<|calls_end|>"),
     ],
 )
-def test_the_stop_token_that_was_sampled_stands_once(
+def test_a_sampled_stop_token_is_not_repeated(
     name: str, calls: bool, stop: str, request: pytest.FixtureRequest
 ) -> None:
-    """It is the last id of the reply, and the bridge does not write it, or the template's own, again."""
-    renderer, reply, new, ids = said(name, request, calls=calls)
+    """It is the last id of the reply; the bridge repeats neither it nor the template's own stop token."""
+    renderer, reply, new, ids = reply_of(name, request, calls=calls)
     assert renderer.decode(ids[-1:]) == stop
     bridge = renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids)
     cut = renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids[:-1])
@@ -284,7 +284,7 @@ def test_the_stop_token_that_was_sampled_stands_once(
 
 def test_a_stop_of_another_name_is_not_doubled(request: pytest.FixtureRequest) -> None:
     """Llama samples ``<|eom_id|>`` where the template writes ``<|eot_id|>``."""
-    renderer, reply, new, ids = said("Llama 3.x", request, calls=True)
+    renderer, reply, new, ids = reply_of("Llama 3.x", request, calls=True)
     eom = next(stop for stop in renderer.stop_token_ids if renderer.decode([stop]) == "<|eom_id|>")
     usual = renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids)
     assert renderer.bridge([USER, reply], [new], tools=TOOLS, tail=[*ids[:-1], eom]).tolist() == usual.tolist()
@@ -293,7 +293,7 @@ def test_a_stop_of_another_name_is_not_doubled(request: pytest.FixtureRequest) -
 @pytest.mark.parametrize("name", ["DeepSeek-V3.1", "Mistral Nemo", "Gemma 4", "content must be None"])
 def test_families_without_a_header_after_results_get_none(name: str, request: pytest.FixtureRequest) -> None:
     """The bridge ends with the result's own mark."""
-    renderer, reply, new, ids = said(name, request, calls=True)
+    renderer, reply, new, ids = reply_of(name, request, calls=True)
     text = renderer.decode(renderer.bridge([USER, reply], [new], tools=TOOLS, tail=ids))
     assert text.rstrip().endswith((">", "]"))
     assert "seen" in text[-45:]
@@ -304,11 +304,11 @@ def test_families_without_a_header_after_results_get_none(name: str, request: py
 
 
 async def test_an_id_that_the_template_refuses_costs_one_rollout(request: pytest.FixtureRequest) -> None:
-    """Nemo wants nine letters, and the model wrote three: a failed rollout with its reason, never the end of a run."""
+    """Nemo requires ids of nine characters; the model wrote three: one failed rollout, and the run continues."""
     renderer = FAMILIES["Mistral Nemo"].make(request)
     world = World(FAMILIES["Mistral Nemo"], renderer, TOOLS, 0, cuts=False)
-    said = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}, "id": "abc"}]</s>'
-    policy = ScriptedPolicy([renderer.encode(said).tolist()])
+    text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}, "id": "abc"}]</s>'
+    policy = ScriptedPolicy([renderer.encode(text).tolist()])
     sampling = SamplingParams(max_new_tokens=99)
     (only,) = await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling, history="fork")
     assert only.stop_reason is StopReason.FAILED

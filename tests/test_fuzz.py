@@ -1,6 +1,6 @@
-"""Whatever comes in: tool calls, data, replies, journals, options of any kind are read, or refused by an error of ours.
+"""Any tool call, data file, response, journal or option is read, or refused with a ``RolloutsError``.
 
-A few hundred inputs each; over 100,000 with ``--long``. An input that takes five seconds of processor time is a hang.
+A few hundred inputs each; over 100,000 with ``--long``. An input may take up to five seconds of processor time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def at_once() -> Iterator[None]:
 
 
 def refused_or(read: Callable[[], Any], *errors: type[RolloutsError]) -> Any:
-    """What ``read`` gives, or the error of ours that it raises."""
+    """Return the result of ``read``, or the listed error that it raises."""
     try:
         return read()
     except errors as error:
@@ -69,14 +69,14 @@ def test_a_long_run_is_long() -> None:
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 def test_any_reply_is_read(name: str, examples: Callable[[str], int]) -> None:
-    """No error at all: a model may say anything. A call is sound, with plain arguments, or it has an error."""
+    """Parsing never raises. A call has a name and plain arguments, or it has an error."""
     texts = [WRITTEN.get(name, "Hello."), *(text for text, *_ in MALFORMED.get(name, ()))]
     texts += [f"<think>{texts[0]}</think>", f"<|channel|>analysis<|message|>a<|end|>{texts[0]}", "x</think>y"]
 
     def check(case: tuple[str, bool | None, bool]) -> None:
-        text, opened, told = case
+        text, opened, with_tools = case
         with at_once():
-            reply = DIALECTS[name].parse(text, tools=TOOLS if told else (), reasoning_open=opened)
+            reply = DIALECTS[name].parse(text, tools=TOOLS if with_tools else (), reasoning_open=opened)
         assert isinstance(reply.content, str)
         assert reply.reasoning is None or isinstance(reply.reasoning, str)
         for call in reply.tool_calls:
@@ -112,7 +112,7 @@ NESTED = st.sampled_from(_DEEP)
 
 
 def test_any_data_file_is_read_or_refused(tmp_path: Path, examples: Callable[[str], int]) -> None:
-    """By its line; and what is read goes through a buffer, its checksum, and the journal."""
+    """The error names the file; prompts that are read pass through a buffer, its checksum and the journal."""
     path = tmp_path / "data.jsonl"
     line = mutated_json(ROWS).map(json_texts)
     lines = st.lists(line | mutated_bytes(line) | st.binary(max_size=20) | NESTED, max_size=4).map(b"\n".join)
@@ -159,7 +159,7 @@ REPLIES: list[Any] = [
 
 
 def test_any_reply_of_a_server_is_a_completion_or_an_error(examples: Callable[[str], int]) -> None:
-    """And a completion keeps the laws: a finite logprob for each id, versions that cover them."""
+    """A completion has a finite logprob for each id, and versions that cover them."""
     body = mutated_json(REPLIES).map(json_texts)
 
     def check(payload: bytes) -> None:
@@ -177,7 +177,7 @@ def test_any_reply_of_a_server_is_a_completion_or_an_error(examples: Callable[[s
 
 
 def test_any_refusal_of_a_server_is_an_error(examples: Callable[[str], int]) -> None:
-    """With something to read in it."""
+    """The error has a message."""
     body = mutated_json([*REPLIES, {"detail": "x"}, {"detail": [{"msg": "y"}]}]).map(json_texts)
 
     def check(case: tuple[int, bytes]) -> None:
@@ -194,7 +194,7 @@ HEADER = struct.Struct("<2sBBIQII")
 
 
 def framed(kind: int, version: int, sequence: int, payload: bytes) -> bytes:
-    """A record with sound checksums around any payload: what a damaged writer, or another program, may leave."""
+    """A record with valid checksums around any payload, as a faulty writer may leave it."""
     head = HEADER.pack(b"rJ", kind, version, len(payload), sequence, zlib.crc32(payload), 0)[:-4]
     return head + struct.pack("<I", zlib.crc32(head)) + payload
 
@@ -212,7 +212,7 @@ PAYLOADS = st.binary(max_size=12) | st.builds(
 
 
 def test_any_journal_is_read_or_refused(tmp_path: Path, examples: Callable[[str], int]) -> None:
-    """By file and offset; what was refused is left as it is, and what was read can be gone on with."""
+    """The error names file and offset; a journal that can be read can be appended to."""
     with Journal(tmp_path / "whole") as journal:
         for number in range(3):
             tokens = np.arange(number, dtype=np.int32)
@@ -282,7 +282,7 @@ OPTIONS += ("old", "raw", "number", "untyped")
 
 
 def test_any_option_of_a_recipe_is_read_or_refused(examples: Callable[[str], int]) -> None:
-    """By its name; what is read has the type that the recipe asks for."""
+    """The error names the option; a value has the type of the recipe's parameter."""
     number = st.integers().map(str) | st.floats().map(str) | st.sampled_from(["1e999", "9" * 5000, "١", "0x1", "1_0"])
     word = st.sampled_from(["true", "False", "null", "None", "[1, 2]", '{"a": 1}', '[1, "a"]', "red", "a", "3", "["])
     text = number | word | st.text(max_size=8) | odd_values.map(lambda value: json_texts(value).decode())

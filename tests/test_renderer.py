@@ -46,7 +46,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 
 def full_render(tokenizer, template: str, messages, tools=(), **kwargs) -> str:
-    """What transformers makes of the whole conversation: the reference."""
+    """The whole conversation as transformers renders it: the reference."""
     return tokenizer.apply_chat_template(
         [message.to_chat() for message in messages],
         chat_template=template,
@@ -87,7 +87,7 @@ def test_a_group_of_siblings_renders_once(make) -> None:
 
 
 def test_an_opening_that_the_template_refuses_names_the_template_and_the_reason(make) -> None:
-    """ConfigError, each time it is asked for."""
+    """It raises a ConfigError on each call."""
     renderer = make("Qwen3.5-4B")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"chat template .*No user query found"):
@@ -95,7 +95,7 @@ def test_an_opening_that_the_template_refuses_names_the_template_and_the_reason(
 
 
 def test_one_date_for_the_whole_life_of_a_renderer(make) -> None:
-    """A template that asks for the date gets the one of the renderer's birth."""
+    """``strftime_now`` in a template formats the renderer's ``moment``."""
     moment = datetime.datetime(2031, 2, 3)
     renderer = make("openai-gpt-oss-120b", "gptoss", moment=moment)
     assert "Current date: 2031-02-03" in renderer.decode(renderer.opening([USER]))
@@ -130,7 +130,7 @@ def test_golden_bridge_qwen3_tools(qwen3, tokenizer) -> None:
 
 
 def test_golden_bridge_deepseek_tools(make, tokenizer) -> None:
-    """The output between its marks and nothing after: the model goes on without a header."""
+    """The output between its marks and nothing after: the reply continues without a header."""
     renderer = make("deepseek-ai-DeepSeek-V3.1", "deepseek_v3")
     bridge = renderer.bridge([USER, CALLING], [RESULT], tools=TOOLS, tail=[5, 1])
     words = encode(tokenizer("deepseek_v3"), "3")
@@ -157,7 +157,7 @@ def test_golden_bridge_gptoss_tools(make, tokenizer) -> None:
 
 
 def test_golden_bridge_gptoss_user(make, tokenizer) -> None:
-    """``<|return|>`` was sampled, the template writes ``<|end|>``: the sampled one stands, the other goes."""
+    """``<|return|>`` was sampled, the template writes ``<|end|>``: the sampled one stays, the other is dropped."""
     renderer = make("openai-gpt-oss-120b", "gptoss", **HARMONY)
     bridge = renderer.bridge([USER, FINAL], [Message("user", "More?")], tail=[200002])
     expected = encode(tokenizer("gptoss"), "<|start|>user<|message|>More?<|end|><|start|>assistant")
@@ -166,8 +166,8 @@ def test_golden_bridge_gptoss_user(make, tokenizer) -> None:
     assert cut.tolist() == [200007, *expected]
 
 
-def test_without_the_stop_token_of_calls_gptoss_is_refused_and_says_so(make) -> None:
-    """Nothing is guessed: the tokenizer alone does not tell of ``<|call|>``."""
+def test_without_the_stop_token_of_calls_gptoss_is_refused(make) -> None:
+    """Nothing is guessed: the tokenizer does not declare ``<|call|>``."""
     renderer = make("openai-gpt-oss-120b", "gptoss", stop_token_ids=[200002])
     with pytest.raises(ConfigError, match="stop_token_ids"):
         renderer.self_test(TOOLS).raise_if_refused()
@@ -182,7 +182,7 @@ def test_a_cut_reply_gets_its_closing_mark_from_the_bridge(qwen3) -> None:
     assert cut.tolist() == nothing.tolist() == [151645, *stopped.tolist()]
 
 
-def test_a_stop_token_that_the_template_does_not_write_stands(make) -> None:
+def test_a_sampled_stop_token_that_the_template_does_not_write_stays(make) -> None:
     """``<|endoftext|>`` was sampled where the template has ``<|im_end|>``: one of them is enough."""
     renderer = make("Qwen-Qwen3-0.6B", stop_token_ids=[151645, 151643])
     history, new = [USER, FINAL], [Message("user", "More?")]
@@ -194,7 +194,7 @@ GLM_MARKS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|o
 
 
 def test_a_family_without_closing_marks_shares_the_header_with_the_sampled_stop(tokenizer, chat_template) -> None:
-    """GLM: the sampled stop is the next header. Where it is another header than the next, nothing is dropped."""
+    """GLM: the sampled stop token is the next header. If it is another header, nothing is dropped."""
     glm = tokenizer("qwen3", *GLM_MARKS)
     user, observation = glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     renderer = Renderer(glm, chat_template=chat_template("GLM-4.6"), stop_token_ids=[151643, user, observation])
@@ -205,7 +205,7 @@ def test_a_family_without_closing_marks_shares_the_header_with_the_sampled_stop(
 
 
 def test_spelling_of_the_reply_changes_nothing_in_the_bridge(qwen3, tokenizer) -> None:
-    """A reply spelled token by token in pieces: the bridge only looks at its last id."""
+    """A reply tokenized letter by letter: the bridge depends only on its last id."""
     raw = tokenizer("qwen3").backend_tokenizer
     canonical = encode(tokenizer("qwen3"), "The answer is 3.")
     pieces = [i for letter in "The answer is 3." for i in raw.encode(letter, add_special_tokens=False).ids]
@@ -227,14 +227,14 @@ def test_a_bridge_costs_the_same_however_long_the_history_is(qwen3) -> None:
 
 
 def test_text_of_a_result_that_looks_like_the_sentinel_is_kept(qwen3) -> None:
-    """Whatever a tool answers, all of it is in the bridge."""
+    """The bridge contains the whole text of any tool result."""
     text = "qz7sentinelqz7 and qz7sentinelqz7z"
     bridge = qwen3.bridge([USER, CALLING], [Message("tool", text, tool_call_id=CALL.id)], tools=TOOLS, tail=[151645])
     assert text in qwen3.decode(bridge)
 
 
 def test_results_and_a_user_message_in_one_batch(qwen3) -> None:
-    """What came since the reply is rendered together."""
+    """All messages since the reply are rendered together."""
     text = qwen3.decode(qwen3.bridge([USER, CALLING], [RESULT, Message("user", "Go on.")], tools=TOOLS, tail=[151645]))
     assert text.index("<tool_response>\n3") < text.index("<|im_start|>user\nGo on.<|im_end|>")
 
@@ -246,7 +246,7 @@ def test_a_bridge_of_nothing_is_refused(qwen3) -> None:
 
 
 def test_a_system_message_that_the_template_moves_is_refused(make, qwen3) -> None:
-    """Qwen writes it where it stands; DeepSeek gathers it at the front, where it would be lost."""
+    """Qwen writes it in place; DeepSeek moves it to the front, where it would be lost."""
     late = Message("system", "Now in French.")
     assert "Now in French." in qwen3.decode(qwen3.bridge([USER, FINAL], [late, USER], tail=[151645]))
     with pytest.raises(ConfigError, match="system message"):
@@ -254,7 +254,7 @@ def test_a_system_message_that_the_template_moves_is_refused(make, qwen3) -> Non
 
 
 def test_a_template_with_a_switch_gets_a_dummy_with_a_round_of_tools(make) -> None:
-    """R1 writes the first result of a conversation otherwise than the later ones; so does its bridge."""
+    """R1 writes the first result of a conversation differently from the later ones; so does its bridge."""
     renderer = make("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_v3")
     first = renderer.decode(renderer.bridge([USER, CALLING], [RESULT], tools=TOOLS, tail=[1]))
     later = renderer.decode(renderer.bridge([USER, CALLING, RESULT, CALLING], [RESULT], tools=TOOLS, tail=[1]))
@@ -265,21 +265,23 @@ def test_a_template_with_a_switch_gets_a_dummy_with_a_round_of_tools(make) -> No
 # -- whole conversations ----------------------------------------------------------------------------------------------
 
 TEXT = st.text(max_size=40).filter(lambda text: "<" not in text)
-SAID = TEXT.map(str.strip).filter(bool)
+CONTENT = TEXT.map(str.strip).filter(bool)
 ARGUMENTS = st.dictionaries(st.sampled_from("abc"), st.integers() | TEXT | st.none() | st.lists(st.booleans()))
 
 
 @st.composite
 def steps(draw):
-    """A reply with what answers it, and whether the reply was cut."""
+    """A reply, the messages that answer it, and whether the reply was cut."""
     calls = draw(st.lists(ARGUMENTS, max_size=3))
-    content = draw(SAID) if not calls else draw(st.just("") | SAID)
-    made = tuple(ToolCall(draw(st.sampled_from(["add", "divide"])), given, id=f"c{n}") for n, given in enumerate(calls))
-    results = [Message("tool", draw(TEXT), tool_call_id=call.id, name=call.name) for call in made]
-    return Message("assistant", content, tool_calls=made), results or [Message("user", draw(TEXT))], draw(st.booleans())
+    content = draw(CONTENT) if not calls else draw(st.just("") | CONTENT)
+    names = st.sampled_from(["add", "divide"])
+    tool_calls = tuple(ToolCall(draw(names), arguments, id=f"c{n}") for n, arguments in enumerate(calls))
+    results = [Message("tool", draw(TEXT), tool_call_id=call.id, name=call.name) for call in tool_calls]
+    reply = Message("assistant", content, tool_calls=tool_calls)
+    return reply, results or [Message("user", draw(TEXT))], draw(st.booleans())
 
 
-def spoken(reply: Message) -> str:
+def text_of(reply: Message) -> str:
     """The reply as a model of the Qwen family writes it."""
     calls = [
         f'<tool_call>\n{{"name": "{c.name}", "arguments": {json.dumps(c.arguments, ensure_ascii=False)}}}\n</tool_call>'
@@ -289,22 +291,22 @@ def spoken(reply: Message) -> str:
 
 
 @pytest.mark.parametrize("template", STABLE)
-@hypothesis.given(system=st.none() | SAID, user=TEXT, turns=st.lists(steps(), min_size=1, max_size=5))
+@hypothesis.given(system=st.none() | CONTENT, user=TEXT, turns=st.lists(steps(), min_size=1, max_size=5))
 @hypothesis.settings(
     max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 def test_opening_replies_and_bridges_are_the_templates_rendering(
     template, make, tokenizer, chat_template, system, user, turns
 ) -> None:
-    """On a stable template, what grew step by step is, id for id, the encoding of the whole conversation.
+    """On a stable template, the ids appended step by step equal the encoding of the whole conversation.
 
-    Parallel calls and results, several user turns, Unicode, cut replies. And each prompt begins with the one before it.
+    With parallel calls and results, several user turns, Unicode and cut replies.
     """
     renderer, reference = make(template), tokenizer("qwen3")
     messages = ([] if system is None else [Message("system", system)]) + [Message("user", user)]
     ids = renderer.opening(messages, TOOLS).tolist()
     for reply, new, cut in turns:
-        sampled = encode(reference, spoken(reply)) + ([] if cut else [151645])
+        sampled = encode(reference, text_of(reply)) + ([] if cut else [151645])
         messages.append(reply)
         bridge = renderer.bridge(messages, new, tools=TOOLS, tail=sampled).tolist()
         messages.extend(new)
@@ -318,31 +320,31 @@ def test_opening_replies_and_bridges_are_the_templates_rendering(
 @hypothesis.settings(
     max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
-def test_parse_reads_what_was_spoken(template, make, tokenizer, turns) -> None:
-    """Content and calls come back; parse never looks at how the ids were spelled."""
+def test_parse_reads_replies_back(template, make, tokenizer, turns) -> None:
+    """Parsing returns the content and the calls of the reply."""
     renderer = make(template)
     for reply, _, cut in turns:
-        tokens = encode(tokenizer("qwen3"), spoken(reply)) + ([] if cut else [151645])
-        found = renderer.parse(tokens, tools=TOOLS)
-        said = renderer.decode(encode(tokenizer("qwen3"), reply.content))  # the tokenizer normalises to NFC
-        assert (found.content, found.reasoning) == (said, None)
-        assert [call.name for call in found.tool_calls] == [call.name for call in reply.tool_calls]
-        assert all(call.error is None for call in found.tool_calls)
+        tokens = encode(tokenizer("qwen3"), text_of(reply)) + ([] if cut else [151645])
+        parsed = renderer.parse(tokens, tools=TOOLS)
+        content = renderer.decode(encode(tokenizer("qwen3"), reply.content))  # the tokenizer normalises to NFC
+        assert (parsed.content, parsed.reasoning) == (content, None)
+        assert [call.name for call in parsed.tool_calls] == [call.name for call in reply.tool_calls]
+        assert all(call.error is None for call in parsed.tool_calls)
 
 
 # -- parsing ----------------------------------------------------------------------------------------------------------
 
 
 def test_parse_drops_the_stop_token_and_keeps_other_marks(qwen3, tokenizer) -> None:
-    """One stop token at the end is no content; anything else that was sampled is."""
+    """One stop token at the end is not content; all other sampled tokens are."""
     ids = encode(tokenizer("qwen3"), "Hi<|im_start|>")
     assert qwen3.parse([*ids, 151645]).content == "Hi<|im_start|>"
     assert qwen3.parse(np.array(ids, np.int32)).content == "Hi<|im_start|>"
     assert qwen3.parse([]).content == ""
 
 
-def test_parse_asks_the_prompt_whether_it_opened_a_thought(make, tokenizer) -> None:
-    """A reply that was cut in a thought that the prompt opened is reasoning, and holds no call."""
+def test_parse_sees_in_the_prompt_whether_it_opened_a_thought(make, tokenizer) -> None:
+    """A reply cut inside a thinking block that the prompt opened is reasoning, without calls."""
     renderer = make("Qwen3.5-4B")
     ids = encode(tokenizer("qwen3"), "<tool_call>\n<function=add>\n</function>\n</tool_call>")
     thought = renderer.parse(ids, prompt=renderer.opening([USER], TOOLS), tools=TOOLS)
@@ -350,7 +352,7 @@ def test_parse_asks_the_prompt_whether_it_opened_a_thought(make, tokenizer) -> N
     assert "function=add" in (thought.reasoning or "")
 
 
-# -- making one -------------------------------------------------------------------------------------------------------
+# -- construction ----------------------------------------------------------------------------------------------------
 
 
 def test_stop_tokens_come_from_generation_config_and_the_tokenizer(tokenizer_folder, tmp_path) -> None:
@@ -362,25 +364,27 @@ def test_stop_tokens_come_from_generation_config_and_the_tokenizer(tokenizer_fol
         assert Renderer(load_tokenizer(folder)).stop_token_ids == expected
 
 
-def test_a_renderer_says_what_it_is(qwen3) -> None:
-    """Name, template, dialect, stop tokens; and how many ids there are."""
+def test_the_repr_of_a_renderer(qwen3) -> None:
+    """Dialect and stop tokens; and the size of the vocabulary."""
     assert "dialect hermes, stops at 151645 '<|im_end|>'" in repr(qwen3)
     assert qwen3.vocab_size == 151669
 
 
 @pytest.mark.parametrize("kind", ["missing folder", "empty folder", "name of nothing"])
 def test_a_tokenizer_that_does_not_load_is_a_config_error(kind, tmp_path, monkeypatch) -> None:
-    """It names what was asked for and what was expected."""
+    """The message has the requested name and what was expected."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     empty = tmp_path / "empty"
     empty.mkdir()
-    asked = {"missing folder": tmp_path / "none", "empty folder": empty, "name of nothing": str(tmp_path / "no")}[kind]
+    requested = {"missing folder": tmp_path / "none", "empty folder": empty, "name of nothing": str(tmp_path / "no")}[
+        kind
+    ]
     with pytest.raises(ConfigError, match=r"tokenizer: .*expected a folder with tokenizer\.json") as caught:
-        load_tokenizer(asked)
-    assert str(asked) in str(caught.value)
+        load_tokenizer(requested)
+    assert str(requested) in str(caught.value)
 
 
-def test_what_is_missing_or_wrong_is_named(tokenizer, chat_template) -> None:
+def test_the_error_names_the_wrong_option(tokenizer, chat_template) -> None:
     """No template, no such dialect, no such strategy, a template that does not compile, no stop token."""
     good = {"chat_template": chat_template("Qwen-Qwen3-0.6B")}
     with pytest.raises(ConfigError, match="chat_template"):
@@ -396,7 +400,7 @@ def test_what_is_missing_or_wrong_is_named(tokenizer, chat_template) -> None:
 
 
 def test_one_shared_renderer_for_one_tokenizer(tokenizer_folder) -> None:
-    """By tokenizer and by path; other switches make another one; it goes with its tokenizer."""
+    """By tokenizer and by path; other options create another one; it is freed with its tokenizer."""
     folder = tokenizer_folder("qwen3")
     assert renderer_for(folder) is renderer_for(folder)
     own = load_tokenizer(folder)
@@ -462,21 +466,21 @@ def judged(tokenizer, chat_template):
 
 @pytest.mark.parametrize("template", VERDICTS)
 def test_verdicts_of_the_self_test(template, judged) -> None:
-    """Where appended ids are the template's rendering, where the template forks, and what is refused."""
+    """The verdict on each step: exact, forks or refused."""
     found = judged(template).self_test(PROBE)
     assert [step.verdict for step in found.steps] == VERDICTS[template], str(found)
 
 
 @pytest.mark.parametrize("template", sorted(set(VERDICTS) - {"NousResearch-Hermes-3-Llama-3.1-8B-tool_use"}))
 def test_without_tools_no_template_is_refused(template, judged) -> None:
-    """Phi's included: it only loses tool messages."""
+    """Also Phi, which only loses tool messages."""
     found = judged(template).self_test()
     found.raise_if_refused()
     assert len(found.steps) == 3
 
 
 def test_a_refusal_names_template_step_and_reason(judged) -> None:
-    """Phi leaves tool messages out, and the user learns it before the run."""
+    """Phi leaves tool messages out, and the self-test reports it before the run."""
     found = judged("microsoft-Phi-3.5-mini-instruct").self_test(PROBE)
     with pytest.raises(ConfigError, match=r"chat template .*'tools, first round.*leaves out tool messages"):
         found.raise_if_refused()
@@ -484,13 +488,13 @@ def test_a_refusal_names_template_step_and_reason(judged) -> None:
 
 
 def test_a_template_that_hides_the_tools_is_noted(judged) -> None:
-    """SmolLM3's copy never tells the model of its tools."""
+    """SmolLM3's template writes no tools into the prompt."""
     assert "does not tell the model of its tools" in str(judged("HuggingFaceTB-SmolLM3-3B").self_test(PROBE))
     assert judged("Qwen-Qwen3-0.6B").self_test(PROBE).notes == ()
 
 
 def test_a_template_without_system_prompts_is_tested_without_one(tokenizer) -> None:
-    """Unless a system prompt is asked for by name: then the refusal stands."""
+    """If the caller passes a system prompt, the template is refused."""
     source = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -502,15 +506,15 @@ def test_a_template_without_system_prompts_is_tested_without_one(tokenizer) -> N
         renderer.self_test(system="Be brief.").raise_if_refused()
 
 
-def test_the_self_test_is_remembered_and_costs_no_counted_tokens(make) -> None:
-    """One test for one set of tools; the counters count what goes to the model."""
+def test_the_self_test_is_cached_and_costs_no_counted_tokens(make) -> None:
+    """One test for one set of tools; the counters count only tokens of conversations."""
     renderer = make("Qwen-Qwen3-0.6B")
     assert renderer.self_test(PROBE) is renderer.self_test(list(PROBE))
     assert renderer.encoded_tokens == 0
 
 
 def test_a_bridge_that_is_not_the_templates_own_is_refused(tokenizer) -> None:
-    """A template that numbers its turns: no short dummy can know the number."""
+    """A template that numbers its turns: a short dummy has other numbers."""
     source = (
         "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -540,7 +544,7 @@ CHATML = (
 
 
 def test_a_stop_token_that_the_template_does_not_write_is_noted(tokenizer) -> None:
-    """Either the list of stop tokens is not whole, or the model never sees in its history what it sampled."""
+    """The list of stop tokens is incomplete, or the history has another token than the sampled one."""
     renderer = Renderer(tokenizer("qwen3"), chat_template=CHATML, stop_token_ids=[151643])
     (note,) = renderer.self_test().notes
     assert "ends a reply with '<|im_end|>" in note
@@ -549,7 +553,7 @@ def test_a_stop_token_that_the_template_does_not_write_is_noted(tokenizer) -> No
 
 
 def test_one_call_a_turn_is_noted(tokenizer) -> None:
-    """With the limit that keeps to it."""
+    """The note names the limit that enforces it."""
     refusing = CHATML.replace("CALLS", "<tool_call>{{ c.function | tojson }}</tool_call>")
     refusing = (
         "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
@@ -560,8 +564,8 @@ def test_one_call_a_turn_is_noted(tokenizer) -> None:
     assert any("max_parallel_calls=1" in note for note in found.notes)
 
 
-def test_a_turn_of_one_call_is_judged_beside_one_of_two(judged) -> None:
-    """DeepSeek-V3 ends the reply only where it has two calls."""
+def test_a_turn_of_one_call_is_judged_with_one_of_two(judged) -> None:
+    """DeepSeek-V3 ends the reply only if it has two calls."""
     step = judged("hfcfg-deepseek_v3").self_test(PROBE).steps[1]
     assert (step.verdict, step.reason) == (
         "forks",
@@ -570,7 +574,7 @@ def test_a_turn_of_one_call_is_judged_beside_one_of_two(judged) -> None:
 
 
 def test_a_refusal_names_the_stop_token_that_is_missing(tokenizer) -> None:
-    """Not the results of tools, which another way to a bridge would have lost."""
+    """It does not name tool results, which the dummy without calls would lose."""
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
         "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
@@ -582,8 +586,8 @@ def test_a_refusal_names_the_stop_token_that_is_missing(tokenizer) -> None:
         renderer.self_test(PROBE).raise_if_refused()
 
 
-def test_content_is_given_in_parts_where_the_template_wants_parts(tokenizer) -> None:
-    """Texts where it takes texts."""
+def test_content_is_a_list_of_parts_if_the_template_requires_it(tokenizer) -> None:
+    """Otherwise it is a text."""
     source = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.type }}:{{ p.text }}{% endfor %}")
     renderer = Renderer(tokenizer("qwen3"), chat_template=source)
     assert renderer.decode(renderer.opening([USER])) == (

@@ -17,7 +17,7 @@ VERBS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() a
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda path: path.name)
 def test_a_verb_installs_what_it_runs(verb: Path) -> None:
-    """It is a bash file that passes through scripts/install, and every module of ours that it runs exists."""
+    """It is a bash file that calls scripts/install, and every project module that it runs exists."""
     text = verb.read_text()
     assert text.startswith("#!/usr/bin/env bash\n")
     assert verb.name == "install" or "\nscripts/install " in text
@@ -30,7 +30,7 @@ def test_a_verb_installs_what_it_runs(verb: Path) -> None:
 
 
 def test_an_extra_that_a_verb_installs_exists() -> None:
-    """Every name of an extra in a verb is one of pyproject.toml."""
+    """Every extra in a verb is defined in pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text()
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     known = set(re.findall(r"^([\w-]+) = \[", table, re.MULTILINE))
@@ -44,7 +44,7 @@ def test_an_extra_that_a_verb_installs_exists() -> None:
 
 
 def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
-    """scripts/install of ``a`` in a copy whose environment, ``folder/other``, has a pip that does what is given."""
+    """Run a copy of ``scripts/install a`` with the environment ``folder/other``; ``pip`` is the text of its pip."""
     for name, text in {"other/bin/python": "exit 0", "other/bin/pip": pip, "pyproject.toml": ""}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_venv_names_the_environment(tmp_path: Path) -> None:
-    """scripts/install installs into it, and notes there what is installed."""
+    """scripts/install installs into it, and records there what is installed."""
     assert _installed(tmp_path, pip="exit 0").returncode == 0
     assert [path.name.startswith("installed-a-") for path in tmp_path.glob("other/installed-*")] == [True]
     assert not (tmp_path / ".venv").exists()

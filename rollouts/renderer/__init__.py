@@ -1,4 +1,4 @@
-"""Messages to tokens and back, from the tokenizer's own chat template: openings, bridges, parsing, start-up test."""
+"""Conversion between messages and tokens with the tokenizer's chat template: openings, bridges, parsing, self-test."""
 
 from rollouts.renderer.bridge import STRATEGIES
 from rollouts.renderer.example import ExamplePart, conversation, speak

@@ -1,11 +1,10 @@
-"""The text between a reply and the next one: what the template writes after an assistant turn that we did not render.
+"""The text that the chat template writes between a reply and the next one.
 
-Invariant: the sampled reply is never rendered. A short dummy conversation stands in for the history, its last turn ends
-in a sentinel, and what the template writes behind the sentinel is the bridge, so its cost does not grow with the
-history. The dummy has what templates look back at: the real system prompt and tools, and calls with the ids and names
-of the results.
+Invariant: the sampled reply is never rendered. A short dummy conversation replaces the history. Its last turn ends with
+a sentinel, and the bridge is the text after the sentinel, so its cost does not grow with the history. The dummy has
+what templates look back at: the real system prompt and tools, and calls with the ids and names of the results.
 
-This module knows no token id; the seam between sampled ids and bridge ids is the renderer's.
+This module does not know token ids; the renderer joins sampled ids and bridge ids.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from rollouts.renderer.template import ChatTemplate
 __all__ = ["STRATEGIES", "Strategy", "bridge_text", "closes_turns"]
 
 _SENTINEL = "qz7sentinelqz7"
-_ASKED = Message("user", "U")
+_USER_TURN = Message("user", "U")
 
 Strategy = Callable[[Sequence[Message]], list[Message]]
-"""What the dummy has between the system prompt and its last turn, given the real history."""
+"""Build the dummy's messages between the system prompt and its last turn, from the real history."""
 
 
 def short(history: Sequence[Message]) -> list[Message]:
     """One user turn."""
-    return [_ASKED]
+    return [_USER_TURN]
 
 
 def one_round(history: Sequence[Message]) -> list[Message]:
-    """One user turn, and one round of tools when the history has any.
+    """One user turn, and one round of tools if the history has one.
 
-    For templates with a switch that the first tool result flips for the rest of the conversation.
+    For templates that write the first tool result differently from the later ones.
     """
     opening = short(history)
     if any(message.role == "tool" for message in history):
@@ -46,7 +45,7 @@ def one_round(history: Sequence[Message]) -> list[Message]:
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"short": short, "one_round": one_round})
-"""Ways to build the dummy, by name; the first that passes the self-test is used."""
+"""Strategies by name; by default, the renderer uses the first one that passes the self-test."""
 
 
 def bridge_text(
@@ -59,19 +58,19 @@ def bridge_text(
     *,
     whole: bool = False,
 ) -> str:
-    """What the template writes after the last assistant turn: its closing mark if it has one, ``new``, the next header.
+    """Return the text after the last assistant turn: its closing mark if it has one, ``new``, the next header.
 
     Args:
         template: the chat template.
-        strategy: how the dummy begins.
+        strategy: builds the start of the dummy.
         history: the conversation so far; it ends in the assistant turn that ``new`` answers.
-        new: everything that comes before the next assistant turn.
+        new: all messages before the next assistant turn.
         tools: the real tools.
         stops: the stop tokens, as text.
-        whole: whether the content of each new message must be in it word for word, as it is for plain words.
+        whole: whether the bridge must contain the content of each new message verbatim.
 
     Raises:
-        ConfigError: no dummy gives a bridge; with the reason for each.
+        ConfigError: no dummy produces a bridge; the message has the reason for each.
     """
     system = itertools.takewhile(lambda message: message.role == "system", history)
     opening = [*system, *strategy(history)]
@@ -85,18 +84,18 @@ def bridge_text(
         except ConfigError as error:
             reasons.append(f"{kind}: {error}")
             continue
-        _, found, rest = text.rpartition(sentinel)
-        if not found:
+        _, separator, rest = text.rpartition(sentinel)
+        if not separator:
             reasons.append(f"{kind}: the template leaves the turn out")
             continue
-        cut = _from_stop(rest, stops, anywhere=bool(dummy.tool_calls))
-        lost = [message.role for message in new if whole and message.content not in rest]
-        if cut is None:
+        bridge = _from_stop(rest, stops, anywhere=bool(dummy.tool_calls))
+        missing = [message.role for message in new if whole and message.content not in rest]
+        if bridge is None:
             reasons.append(f"{kind}: none of the stop tokens {list(stops)} follows it; are stop_token_ids complete?")
-        elif lost:
-            reasons.append(f"{kind}: the template leaves out {lost[0]} messages")
+        elif missing:
+            reasons.append(f"{kind}: the template leaves out {missing[0]} messages")
         else:
-            return cut
+            return bridge
     raise ConfigError(f"chat template {template.name}: no bridge for these messages; " + "; ".join(reasons))
 
 
@@ -108,38 +107,38 @@ def _dummies(reply: Message | None, new: Sequence[Message], sentinel: str) -> It
 
 
 def _calls(reply: Message | None, results: Sequence[Message], sentinel: str) -> list[ToolCall]:
-    """Calls that these results answer: found by id, else by place."""
-    asked = reply.tool_calls if reply is not None else ()
+    """Return the calls that these results answer, matched by id, else by position."""
+    replied = reply.tool_calls if reply is not None else ()
     calls = []
-    for place, result in enumerate(results):
-        by_id = next((call for call in asked if call.id and call.id == result.tool_call_id), None)
-        call = by_id or (asked[place] if place < len(asked) else None)
+    for position, result in enumerate(results):
+        by_id = next((call for call in replied if call.id and call.id == result.tool_call_id), None)
+        call = by_id or (replied[position] if position < len(replied) else None)
         name = result.name or (call.name if call is not None else "") or "f"
         calls.append(ToolCall(name, {"x": sentinel}, id=result.tool_call_id or (call.id if call is not None else "")))
     return calls
 
 
 def _from_stop(rest: str, stops: Sequence[str], *, anywhere: bool) -> str | None:
-    """Cut the end of the dummy's turn off, so that the text begins with what closes it.
+    """Drop the end of the dummy's turn, so that the text begins with the turn's closing mark.
 
-    Behind a call stands the rest of its markup; behind content, at most white space. A turn that closes with something
-    that the model never samples, or with nothing, begins right there.
+    After a call comes the rest of its markup; after content, at most white space. If the turn has no closing mark, or
+    one that the model never samples, nothing is dropped.
     """
-    places = [place for place in (rest.find(stop) for stop in stops) if place >= 0]
+    positions = [position for position in (rest.find(stop) for stop in stops) if position >= 0]
     if anywhere:
-        return rest[min(places) :] if places else None
+        return rest[min(positions) :] if positions else None
     blank = len(rest) - len(rest.lstrip())
-    return rest[blank:] if blank in places else rest
+    return rest[blank:] if blank in positions else rest
 
 
 def closes_turns(template: ChatTemplate) -> bool:
-    """Whether the template writes something after an assistant turn by itself.
+    """Whether the template writes a closing mark after an assistant turn.
 
-    Where it does not, the first mark of a bridge is the header of the next message and must never be left out.
+    If it does not, a bridge begins with the header of the next message, which must never be dropped.
     """
     dummy = [*short(()), Message("assistant", _SENTINEL)]
     try:
-        _, found, rest = template.render(dummy, generation_prompt=False).rpartition(_SENTINEL)
+        _, separator, rest = template.render(dummy, generation_prompt=False).rpartition(_SENTINEL)
     except ConfigError:
         return True
-    return not found or bool(rest.strip())
+    return not separator or bool(rest.strip())

@@ -1,7 +1,7 @@
-"""Decoding for byte-level tokenizers by a table of bytes: what the raw tokenizer does, several times as fast.
+"""Fast decoding for byte-level tokenizers with a table of bytes; several times as fast as the raw tokenizer.
 
-Invariant: a table exists only where it gave what the tokenizer gives, for every id there is; elsewhere there is none,
-and the tokenizer decodes itself. This module knows no text but that of tokens.
+Invariant: a table exists only if it decodes every id exactly as the tokenizer does; otherwise the tokenizer decodes.
+This module does not know messages or templates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["BYTES", "ByteTable"]
 
 
 class ByteTable:
-    """The bytes of each id. Made by :meth:`of`."""
+    """The bytes of each token id. Created by :meth:`of`."""
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
@@ -27,32 +27,32 @@ class ByteTable:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteTable | None:
-        """The table of a transformers tokenizer, made once; ``None`` where it does not write tokens byte by byte."""
+        """Return the table of a transformers tokenizer, cached; ``None`` if it is not a byte-level tokenizer."""
         size = len(tokenizer)  # grows when tokens are added
-        known = _MADE.get(tokenizer)
-        if known is None or known[0] != size:
-            known = _MADE[tokenizer] = (size, cls._made_of(tokenizer.backend_tokenizer))
-        return known[1]
+        cached = _TABLES.get(tokenizer)
+        if cached is None or cached[0] != size:
+            cached = _TABLES[tokenizer] = (size, cls._build(tokenizer.backend_tokenizer))
+        return cached[1]
 
     @classmethod
-    def _made_of(cls, raw: Any) -> ByteTable | None:
+    def _build(cls, raw: Any) -> ByteTable | None:
         if type(raw.decoder).__name__ != "ByteLevel":
             return None
         vocabulary = raw.get_vocab(with_added_tokens=True)
         table = [b""] * (max(vocabulary.values(), default=-1) + 1)
         for text, token in vocabulary.items():
             table[token] = _bytes_of(text)
-        made = cls(table)
-        every = list(range(len(table)))
+        built = cls(table)
+        all_ids = list(range(len(table)))
         same = (
-            said == made.decode(ids) == made.decode(np.array(ids, np.int32))
-            for ids in (every, every[::-1])
-            for said in [raw.decode(ids, skip_special_tokens=False)]
+            expected == built.decode(ids) == built.decode(np.array(ids, np.int32))
+            for ids in (all_ids, all_ids[::-1])
+            for expected in [raw.decode(ids, skip_special_tokens=False)]
         )
-        return made if all(same) else None
+        return built if all(same) else None
 
     def decode(self, ids: Sequence[int] | TokenColumn) -> str | None:
-        """Text of ids, none of them negative; ``None`` if there is one that the tokenizer did not have."""
+        """Return the text of non-negative ids; ``None`` if the table does not contain one of them."""
         try:
             if isinstance(ids, np.ndarray):
                 if len(ids) >= _MANY:
@@ -63,9 +63,9 @@ class ByteTable:
             return None
 
     def _in_rows(self, ids: TokenColumn) -> str:
-        """Write a whole row for each id, one behind the other: where a text ends before its row, the next is written.
+        """Write one fixed-width row per id; each row overwrites the unused end of the row before it.
 
-        That a later row is the one that stays is numpy's order of assignment, which making the table has tried out.
+        Correct only if numpy assigns rows in order; building the table checks that.
         """
         lengths = self._lengths.take(ids)
         ends = lengths.cumsum(dtype=np.intp)
@@ -79,15 +79,15 @@ class ByteTable:
 
 
 _ROW = 16
-"""Bytes; few tokens that a model says have more."""
+"""Bytes; few sampled tokens are longer."""
 _MANY = 128
-"""Ids from which on their bytes are read from one piece of memory, which is nearer at hand than as many objects."""
+"""From this number of ids on, copying rows from one numpy array is faster than joining bytes objects."""
 
-_MADE: weakref.WeakKeyDictionary[Any, tuple[int, ByteTable | None]] = weakref.WeakKeyDictionary()
+_TABLES: weakref.WeakKeyDictionary[Any, tuple[int, ByteTable | None]] = weakref.WeakKeyDictionary()
 
 
 def _bytes_of(text: str) -> bytes:
-    """A token as bytes: each character stands for one; where one does not, the token is text as it is."""
+    """Return the bytes of a token: one per character, or UTF-8 if a character is not in the alphabet."""
     try:
         return bytes(map(BYTES.__getitem__, text))
     except KeyError:
@@ -95,11 +95,11 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The characters that stand for bytes: printable ones for themselves, the others from U+0100 on, in order."""
+    """Map characters to bytes: printable bytes are their own characters, the others follow from U+0100, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + offset): byte for offset, byte in enumerate(others)}
 
 
 BYTES = _alphabet()
-"""The byte that each character of a byte-level vocabulary stands for."""
+"""The byte of each character of a byte-level vocabulary."""

@@ -1,8 +1,8 @@
 """Whether a dialect reads the tool calls that a chat template writes.
 
 Invariant: calls count as read only if each form that the template writes (one call, two in parallel, nested arguments,
-a call behind text) comes back sound, with its name and its arguments. A template that writes no call proves nothing:
-not read. No family is named here.
+a call after text) parses without an error, with the same name and arguments. If the template writes no call, calls
+count as not read. This module does not know model families.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollouts.tool_calls import Dialect
 __all__ = ["Calls", "Reader", "dialect_reads"]
 
 Calls: TypeAlias = Literal["read", "one a turn", "not read"]
-"""``read``: all calls that the template writes. ``one a turn``: likewise, and it writes no second call in a turn.
-``not read``: a call of the model could be taken for text, or for a malformed one."""
+"""``read``: the dialect reads all calls that the template writes. ``one a turn``: the same, and the template writes at
+most one call a turn. ``not read``: a call of the model could be parsed as text, or as malformed."""
 
-_ASKED = (Message("user", "userone"),)
+_HISTORY = (Message("user", "userone"),)
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -37,39 +37,39 @@ _FORMS: tuple[tuple[str, str, tuple[Mapping[str, Any], ...]], ...] = (
     ("one call", "", (_ONE,)),
     ("two calls in parallel", "", (_ONE, {"x": "argumenttwo"})),
     ("a call with nested arguments", "", ({"place": {"name": "Ulm", "at": [48, 23]}, **_ONE},)),
-    ("a call behind text", "textone", (_ONE,)),
+    ("a call after text", "textone", (_ONE,)),
 )
 _IDS = ("call{:05d}", "functions.{name}:{}")
-"""Ids that templates take: nine letters, and those that a dialect finds the name in."""
+"""Formats of ids: nine characters (some templates require that), and ids from which a dialect reads the name."""
 _SHOWN = 200
 
 
 @attrs.frozen
 class Reader:
-    """What reads the calls of one template."""
+    """The functions that write and parse the calls of one template."""
 
     render: Render
     stops: Sequence[str]
     respell: Callable[[str], str]
-    """A text as it is after it was encoded and decoded."""
+    """Encode and decode a text."""
     dialect: Dialect
 
 
 def dialect_reads(reader: Reader, name: str) -> tuple[Calls, str]:
-    """Whether the calls of a tool of this name are read, and for those that are not, what was written and read."""
+    """Return the verdict on calls of a tool of this name; if they are not read, also the text and what was parsed."""
     first = _with_ids(reader, name, _IDS[0])
     others = (_with_ids(reader, name, ids) for ids in _IDS[1:])
-    return first if first[0] != "not read" else next((found for found in others if found[0] != "not read"), first)
+    return first if first[0] != "not read" else next((result for result in others if result[0] != "not read"), first)
 
 
 def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
     tools = (Tool(name, "Probes.", _SCHEMA),)
     parallel = False
-    for form, content, given in _FORMS:
-        calls = tuple(ToolCall(name, values, id=ids.format(n, name=name)) for n, values in enumerate(given))
+    for form, content, arguments in _FORMS:
+        calls = tuple(ToolCall(name, values, id=ids.format(n, name=name)) for n, values in enumerate(arguments))
         reply = Message("assistant", content, calls)
         try:
-            text = reply_text(reader.render, reader.stops, _ASKED, reply, tools)
+            text = reply_text(reader.render, reader.stops, _HISTORY, reply, tools)
             why = "it leaves the call out of the turn"
         except ConfigError as error:
             text, why = None, str(error)
@@ -79,7 +79,7 @@ def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
             continue
         read = _read(reader, text, tools)
         if [(call.name, call.arguments, call.error) for call in read] != [(c.name, c.arguments, None) for c in calls]:
-            return "not read", f"{form} to {name!r} is written {_short(text)} and read as {_told(read)}"
+            return "not read", f"{form} to {name!r} is written {_short(text)} and read as {_describe(read)}"
         parallel = parallel or len(calls) > 1
     return ("read" if parallel else "one a turn"), ""
 
@@ -87,7 +87,7 @@ def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
 def _read(reader: Reader, text: str, tools: Sequence[Tool]) -> Sequence[ToolCall]:
     text = reader.respell(text)
     stop = next((stop for stop in reader.stops if text.endswith(stop)), "")
-    opened = opens_thought(reader.render(_ASKED, tools))
+    opened = opens_thought(reader.render(_HISTORY, tools))
     return reader.dialect.parse(text.removesuffix(stop), tools=tools, reasoning_open=opened).tool_calls
 
 
@@ -95,7 +95,7 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
-def _told(calls: Sequence[ToolCall]) -> str:
+def _describe(calls: Sequence[ToolCall]) -> str:
     if not calls:
         return "no call"
     return " and ".join(

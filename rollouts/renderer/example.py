@@ -1,7 +1,7 @@
-"""A reply as a model of the template's family would sample it, and a whole conversation of such: to show and to test.
+"""Synthetic replies, as a model of the template's family would sample them, for display and tests.
 
-Invariant: the words are the template's own; what only a model decides (which stop token, where a thought ends that the
-prompt has opened) is chosen as the template's next turn expects it. Never used on a rollout.
+Invariant: the text is the template's own rendering. What a model decides (the stop token, the end of a thinking block
+that the prompt opened) is what the template expects before its next turn. Rollouts never use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ExamplePart", "conversation", "speak"]
 
 @attrs.frozen
 class ExamplePart:
-    """One run of tokens of a conversation."""
+    """Consecutive tokens of one role in a conversation."""
 
     role: str
     tokens: TokenColumn
@@ -30,13 +30,13 @@ class ExamplePart:
 def speak(
     renderer: Renderer, history: Sequence[Message], reply: Message, new: Sequence[Message], tools: Sequence[Tool] = ()
 ) -> TokenColumn:
-    """Ids of a reply, its stop token included where the family has one.
+    """Return the ids of a reply, with its stop token if the family has one; int32.
 
     Args:
-        renderer: the family.
-        history: what came before; up to where the reply begins.
-        reply: what is said.
-        new: what will come after it.
+        renderer: the renderer of the family.
+        history: the messages before the reply.
+        reply: the assistant message.
+        new: the messages after the reply.
         tools: the tools.
 
     Raises:
@@ -45,7 +45,7 @@ def speak(
     text = reply_text(renderer.render, renderer.stop_texts, history, reply, tools)
     if text is None:
         raise ConfigError.of(
-            "reply", reply, f"one that the chat template of {renderer.name!r} writes behind its prompt"
+            "reply", reply, f"a reply that the chat template of {renderer.name!r} writes behind its prompt"
         )
     ids = renderer.encode(text)
     if len(ids) and int(ids[-1]) in renderer.stop_token_ids:
@@ -56,7 +56,7 @@ def speak(
 
 
 def conversation(renderer: Renderer, tools: Sequence[Tool] = ()) -> list[ExamplePart]:
-    """A short conversation with a tool round and a second question, as it would be stored: context and replies.
+    """Return a short example conversation: a round of tools (if there are tools), a reply, and a second question.
 
     Raises:
         ConfigError: the template cannot render it.
@@ -71,8 +71,8 @@ def conversation(renderer: Renderer, tools: Sequence[Tool] = ()) -> list[Example
         tool = tools[0]
         names = list(tool.parameters.get("properties", {})) or ["x"]
         call = ToolCall(tool.name, {names[0]: "Rome"}, id="call00000")
-        asking = Message("assistant", tool_calls=(call,), reasoning="I have to look.")
-        turns.append((asking, Message("tool", "sunny", tool_call_id=call.id, name=call.name)))
+        calling = Message("assistant", tool_calls=(call,), reasoning="I have to look.")
+        turns.append((calling, Message("tool", "sunny", tool_call_id=call.id, name=call.name)))
     turns.append((Message("assistant", "It is sunny.", reasoning="I know it."), Message("user", "And in Oslo?")))
     pieces = [ExamplePart("opening", renderer.opening(history, tools), False)]
     for reply, new in turns:
@@ -81,7 +81,7 @@ def conversation(renderer: Renderer, tools: Sequence[Tool] = ()) -> list[Example
         except ConfigError:
             if not reply.tool_calls:
                 raise
-            continue  # a template that leaves calls out
+            continue  # the template leaves calls out
         history.append(reply)
         bridge = renderer.bridge(history, [new], tools=tools, tail=ids)
         history.append(new)

@@ -1,7 +1,7 @@
-"""Whether a template writes a conversation on, or writes what is already in it anew.
+"""Check whether a template appends to a conversation or rewrites its history.
 
-Invariant: what is compared is the template with itself, never with the ids that are kept: a model may spell its reply
-in any way, and a call that is written with other spaces is no rewriting. This module knows no token.
+Invariant: renderings are compared with each other, never with stored ids. A model may spell its reply in any way, and
+a call with different white space does not count as rewritten. This module does not know tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _SHOWN = 30
 
 
 def rewriting(before: str, after: str, reply: Message, *, kept: str = "", closing: str = "</think>") -> str:
-    """Why ``after`` does not go on where ``before`` and the reply ended; ``""`` where it does.
+    """Return why ``after`` does not continue ``before`` and the reply; ``""`` if it does.
 
     Args:
-        before: the conversation up to where the reply began, as the template wrote it then.
-        after: the conversation up to the reply's end, as it writes it now.
-        reply: what came between; its thoughts, its content and the names of its calls must be there, in this order.
-        kept: the reply as it was sampled, without its stop token: where the template writes just that, nothing is lost.
-        closing: what ends a thought; an empty thought shows by nothing else.
+        before: the prompt of the reply, as the template wrote it.
+        after: the conversation up to the end of the reply, as the template writes it now.
+        reply: the parsed reply; ``after`` must have its reasoning, content and names of calls, in this order.
+        kept: the sampled text of the reply without its stop token; if ``after`` continues with it, nothing is lost.
+        closing: the mark that ends a thinking block, the only sign of an empty one.
     """
     if not after.startswith(before):
         at = shared(before, after)
@@ -42,6 +42,6 @@ def rewriting(before: str, after: str, reply: Message, *, kept: str = "", closin
 
 
 def shared(one: str, other: str) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

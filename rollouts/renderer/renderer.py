@@ -1,11 +1,10 @@
-"""Messages to tokens and back, from the tokenizer's own chat template.
+"""Conversion between messages and tokens with the tokenizer's chat template.
 
-Invariant: text is encoded once, when it enters the conversation; the ids of the history and of what the model sampled
-are never made again. An opening is the template's own rendering, a bridge is what the template writes between a reply
-and the next, and a bridge costs the same however long the history is. A renderer never changes (its counters aside) and
-may be used from many threads.
+Invariant: text is encoded once, when it enters the conversation; ids of the history and sampled ids are never encoded
+again. An opening is the template's own rendering. A bridge is the text that the template writes between two replies;
+its cost does not depend on the length of the history. A renderer is thread-safe; only its caches and counters change.
 
-It does not know who sampled, what is trained, or what the messages mean.
+This module does not know the policy, the loss mask, or the meaning of messages.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ _SYSTEM = "You are a careful assistant."
 
 
 class Renderer:
-    """One tokenizer with one chat template.
+    """A tokenizer with one chat template: openings, bridges, parsing and the self-test.
 
     Args:
-        tokenizer: a transformers tokenizer; it is read here and not kept.
+        tokenizer: a transformers tokenizer; read during construction, not stored.
         chat_template: template text, or the name of one of the tokenizer's templates; by default the tokenizer's own.
         stop_token_ids: ids that end a turn; by default those of the tokenizer's generation_config.json, and its EOS.
-        dialect: how tool calls are written, by name or as an object; by default what the template teaches. ``"plain"``
-            starts runs with tools whose calls are not read.
-        template_kwargs: the template's switches, e.g. ``{"enable_thinking": False}``.
+        dialect: the notation of tool calls, by name or as an object; by default, found in the template. With
+            ``"plain"``, tool calls are not parsed, and runs with tools start anyway.
+        template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
-        moment: the time that a template is told; by default now, and then for the life of the renderer.
-        tells_tools: whether the template is told of the tools; if not, the conversation's own words have to.
+        moment: the time that the template gets from ``strftime_now``; by default the time of construction.
+        tells_tools: whether the template gets the tools; if not, the messages must describe them.
 
     Raises:
-        ConfigError: there is no template, no stop token, or no such dialect.
+        ConfigError: there is no template or no stop token, or the dialect or the strategy is unknown.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Renderer:
         self._stops = tuple(self._codec.decode([stop]) for stop in self.stop_token_ids)
         self._special = frozenset(self.stop_token_ids) | _special_ids(tokenizer)
         self.vocab_size: int = vocab_size_of(tokenizer)
-        """Number of ids of the model: no id at or above it may be sent."""
+        """Number of token ids of the model; every id in a request must be lower."""
         name = dialect_of_template(source) if dialect is None else dialect
         self.dialect: Dialect = get_dialect(name) if isinstance(name, str) else name
         if strategy is not None and strategy not in STRATEGIES:
@@ -110,7 +109,7 @@ class Renderer:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """The stop tokens as text, in the order of their ids."""
+        """The stop tokens as text, in the order of ``stop_token_ids``."""
         return self._stops
 
     @property
@@ -126,44 +125,44 @@ class Renderer:
     # -- messages to tokens -------------------------------------------------------------------------------------------
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:
-        """Ids of the messages that open a conversation, up to where the model begins; int32, read-only.
+        """Return the ids of the first prompt of a conversation, up to the first reply; int32, read-only.
 
-        The same messages and tools are rendered once, also when several threads ask at the same time.
+        Equal messages and tools are rendered once, also when several threads call at the same time.
 
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        # Arguments of calls are compared as they are written: True is not 1 to a template.
+        # Arguments are compared by repr: True == 1 in Python, but a template writes them differently.
         called = any(message.tool_calls for message in messages)
-        key = (repr(tuple(messages)) if called else tuple(messages), self._described(tools))
+        key = (repr(tuple(messages)) if called else tuple(messages), self._tools_key(tools))
         with self._lock:
-            known = self._openings.get(key)
-            if known is not None:
+            cached = self._openings.get(key)
+            if cached is not None:
                 self._openings.move_to_end(key)
             else:
-                mine = self._openings[key] = concurrent.futures.Future()
+                future = self._openings[key] = concurrent.futures.Future()
                 if len(self._openings) > _OPENINGS_KEPT:
                     self._openings.popitem(last=False)
-        if known is not None:
-            return known.result()
+        if cached is not None:
+            return cached.result()
         try:
             text = self._template.render(messages, tools)
-            mine.set_result(self._codec.encode(text, opening=True))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for this opening gets it too
+            future.set_result(self._codec.encode(text, opening=True))
+        except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._openings.pop(key, None)
-            mine.set_exception(error)
-        return mine.result()
+            future.set_exception(error)
+        return future.result()
 
-    def _described(self, tools: Sequence[Tool]) -> str:
-        """All that there is to know of the tools, which are the same again and again."""
-        held, text = self._tools
-        if len(held) != len(tools) or not all(map(operator.is_, held, tools)):
-            held, text = self._tools = tuple(tools), repr(tuple(tools))
+    def _tools_key(self, tools: Sequence[Tool]) -> str:
+        """Return the repr of the tools, cached for the latest ones."""
+        cached, text = self._tools
+        if len(cached) != len(tools) or not all(map(operator.is_, cached, tools)):
+            cached, text = self._tools = tuple(tools), repr(tuple(tools))
         return text
 
     def forget(self) -> None:
-        """Keep no opening and no word, as if nothing had been rendered yet."""
+        """Clear the caches of openings and words."""
         with self._lock:
             self._openings.clear()
         self._codec.forget()
@@ -176,15 +175,15 @@ class Renderer:
         tools: Sequence[Tool] = (),
         tail: Sequence[int] | TokenColumn,
     ) -> TokenColumn:
-        """Ids between the last sampled id and the next one to sample; int32, read-only.
+        """Return the ids between a reply and the next one; int32, read-only.
 
-        The turn's closing mark is among them exactly if the model did not sample a stop token itself (the reply was
-        cut). Where the model stopped with another mark than the template writes, the sampled one stands.
+        They begin with the turn's closing mark only if the model sampled no stop token (the reply was cut). If the
+        model sampled another stop token than the template writes, the sampled one stays.
 
         Args:
-            history: the conversation so far, ending in the reply; only its system messages and its last turn are read.
-            new: everything that happened since, at once: all tool results of the step, or user messages.
-            tools: the same as at the opening.
+            history: the conversation so far, ending with the reply; only system messages and the last turn are read.
+            new: all messages since the reply: the tool results of the step, or user messages.
+            tools: the tools of the opening.
             tail: the reply's sampled ids; the last one is enough.
 
         Raises:
@@ -195,17 +194,17 @@ class Renderer:
         strategy = STRATEGIES[self._strategy]
         text = bridge_text(self._template, strategy, history, new, tools, self._stops)
         for message in new:
-            # Some templates gather system messages at the front of the conversation, where they come too late.
+            # Some templates move system messages to the start of the conversation, which is already sampled from.
             if message.role == "system" and message.content.strip() not in text:
                 raise ConfigError.of(
                     "bridge.new", message, f"no system message; template {self._template.name} moves it"
                 )
         ids = self._codec.encode(text)
         last = int(tail[-1]) if len(tail) else None
-        return ids[1:] if self._is_spent(ids, last) else ids
+        return ids[1:] if self._replaces_first(last, ids) else ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
-        """The whole conversation as the template writes it, up to where the model begins. Costs what it is long.
+        """Render the whole conversation, up to the next reply. The cost is proportional to its length.
 
         Raises:
             ConfigError: the template cannot render these messages.
@@ -213,7 +212,7 @@ class Renderer:
         return self._template.render(messages, tools, generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> TokenColumn:
-        """Ids of a text that the template wrote; int32, read-only."""
+        """Return the ids of a text that the template wrote; int32, read-only."""
         return self._codec.encode(text)
 
     def rewriting(
@@ -226,18 +225,18 @@ class Renderer:
         *,
         sampled: Sequence[int] | TokenColumn = (),
     ) -> tuple[str, int]:
-        """Whether the template writes the history anew, and how many ids it gives to what is new.
+        """Check whether the template rewrites the history, and count the ids of the new messages.
 
         Args:
-            before: what :meth:`render` wrote up to where the last reply began.
-            after: what it writes of ``history`` and ``new``.
-            history: the conversation so far, ending in the reply.
-            new: everything that happened since.
+            before: the result of :meth:`render` for the prompt of the last reply.
+            after: the result of :meth:`render` for ``history`` and ``new``.
+            history: the conversation so far, ending with the reply.
+            new: all messages since the reply.
             tools: the tools.
             sampled: the reply's ids.
 
         Returns:
-            The reason, ``""`` where nothing is rewritten; and the ids of ``new`` with its marks and the next header.
+            The reason, ``""`` if nothing is rewritten; and the number of ids of ``new`` with marks and next header.
         """
         text = bridge_text(self._template, STRATEGIES[self._strategy], history, new, tools, self._stops)
         ids = self._codec.encode(text, counted=False)
@@ -250,8 +249,8 @@ class Renderer:
         why = rewriting(before, after.removesuffix(text), history[-1], kept=kept, closing=closing)
         return why, len(ids)
 
-    def _is_spent(self, ids: TokenColumn, last: int | None) -> bool:
-        """Whether the bridge's first id is one that the sampled stop token already stands for."""
+    def _replaces_first(self, last: int | None, ids: TokenColumn) -> bool:
+        """Whether the sampled stop token replaces the first id of the bridge."""
         if not len(ids) or last not in self.stop_token_ids:
             return False
         first = int(ids[0])
@@ -265,13 +264,13 @@ class Renderer:
     def _strategy(self) -> str:
         if self._given_strategy is not None:
             return self._given_strategy
-        tried = {name: self._tested(name, (_PROBE,), None).verdict for name in STRATEGIES}
-        return next((name for name, verdict in tried.items() if verdict != "refused"), next(iter(STRATEGIES)))
+        verdicts = {name: self._run_self_test(name, (_PROBE,), None).verdict for name in STRATEGIES}
+        return next((name for name, verdict in verdicts.items() if verdict != "refused"), next(iter(STRATEGIES)))
 
     # -- tokens to messages -------------------------------------------------------------------------------------------
 
     def decode(self, tokens: Sequence[int] | TokenColumn) -> str:
-        """Text of ids, special tokens written out."""
+        """Return the text of ids, including special tokens."""
         return self._codec.decode(tokens)
 
     def parse(
@@ -281,13 +280,13 @@ class Renderer:
         tools: Sequence[Tool] = (),
         prompt: Sequence[int] | TokenColumn | None = None,
     ) -> Message:
-        """Read a reply: content, reasoning and tool calls. Never raises on what a model wrote.
+        """Parse a reply into content, reasoning and tool calls. Never raises because of what the model sampled.
 
         Args:
             tokens: the sampled ids, with or without their stop token.
-            tools: what the model was told of.
-            prompt: the ids before the reply, or their end; they tell whether the prompt opened a thinking block.
-                Without them, a reply that never closes such a block is read as content.
+            tools: the tools of the prompt.
+            prompt: the ids before the reply, or the last of them; used to see whether the prompt opened a thinking
+                block. Without them, a reply that never closes such a block is parsed as content.
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
         text = self.decode(tokens[:-1] if stopped else tokens)
@@ -300,45 +299,45 @@ class Renderer:
     def self_test(self, tools: Sequence[Tool] = (), system: str | None = _SYSTEM) -> SelfTest:
         """Compare bridges with the template's own rendering of a synthetic conversation.
 
-        Steps with tools are tested when there are tools. A template that takes no system prompt is tested without one,
-        unless one is given. With tools it has to read the calls that the template writes, or ``dialect="plain"`` was
-        given. The result is remembered for the same arguments.
+        With tools, the steps with tool calls are tested too, and the dialect must read the calls that the template
+        writes, unless ``dialect="plain"`` was given. If the template refuses the default system prompt, the test runs
+        without one. Results are cached by arguments.
         """
-        key = (self._described(tools), system)
-        found = self._self_tests.get(key)
-        if found is None:
-            found = self._tested(self._strategy, tools, system)
-            if found.steps[0].verdict == "refused" and system is _SYSTEM:
-                without = self._tested(self._strategy, tools, None)
+        key = (self._tools_key(tools), system)
+        result = self._self_tests.get(key)
+        if result is None:
+            result = self._run_self_test(self._strategy, tools, system)
+            if result.steps[0].verdict == "refused" and system is _SYSTEM:
+                without = self._run_self_test(self._strategy, tools, None)
                 if without.steps[0].verdict != "refused":
-                    note = f"no system prompt is taken: {found.steps[0].reason}"
-                    found = attrs.evolve(without, notes=(note, *without.notes))
+                    note = f"the template takes no system prompt: {result.steps[0].reason}"
+                    result = attrs.evolve(without, notes=(note, *without.notes))
             if tools:
-                found = self._with_calls(found, [tool.name for tool in tools])
-            self._self_tests[key] = found
-        return found
+                result = self._with_calls(result, [tool.name for tool in tools])
+            self._self_tests[key] = result
+        return result
 
-    def _tested(self, strategy: str, tools: Sequence[Tool], system: str | None) -> SelfTest:
+    def _run_self_test(self, strategy: str, tools: Sequence[Tool], system: str | None) -> SelfTest:
         encode = functools.partial(self._codec.encode, counted=False)
         return run_self_test(self._template, (strategy, STRATEGIES[strategy]), encode, self._stops, tools, system)
 
-    def _with_calls(self, found: SelfTest, names: Sequence[str]) -> SelfTest:
-        """The verdict on the calls of these tools, with the ways out where they are not read."""
+    def _with_calls(self, result: SelfTest, names: Sequence[str]) -> SelfTest:
+        """Add the verdict on the calls of these tools; if they are not read, also the remedies."""
         if self._calls_are_text:
-            return attrs.evolve(found, calls="not read", notes=(*found.notes, 'tool calls are text: dialect="plain"'))
+            return attrs.evolve(result, calls="not read", notes=(*result.notes, 'tool calls are text: dialect="plain"'))
         for name in names:
             if name not in self._read_calls:
                 self._read_calls[name] = self._reads(self.dialect, name)
         verdicts = [self._read_calls[name] for name in names]
         unread = next((number for number, (calls, _) in enumerate(verdicts) if calls == "not read"), None)
         if unread is None:
-            return attrs.evolve(found, calls="one a turn" if ("one a turn", "") in verdicts else "read")
+            return attrs.evolve(result, calls="one a turn" if ("one a turn", "") in verdicts else "read")
         others = [each for each in DIALECTS.values() if self._reads(each, names[unread])[0] != "not read"]
-        known = " or ".join(f'dialect="{each.name}"' for each in others)
-        ways = [f"{known} reads them"] if known else ["give a chat_template whose calls a dialect reads"]
-        ways.append('dialect="plain" starts without reading calls')
+        options = " or ".join(f'dialect="{each.name}"' for each in others)
+        remedies = [f"{options} reads them"] if options else ["give a chat_template whose calls a dialect reads"]
+        remedies.append('dialect="plain" starts without reading calls')
         why = f"dialect {self.dialect.name!r} does not read the tool calls of the environment: {verdicts[unread][1]}"
-        return attrs.evolve(found, calls="not read", unread="; ".join([why, *ways]))
+        return attrs.evolve(result, calls="not read", unread="; ".join([why, *remedies]))
 
     def _reads(self, dialect: Dialect, name: str) -> tuple[Calls, str]:
         def respell(text: str) -> str:
@@ -347,21 +346,17 @@ class Renderer:
         return dialect_reads(Reader(self.render, self._stops, respell, dialect), name)
 
 
-def _is_refused_at_once(found: SelfTest) -> bool:
-    return found.steps[0].verdict == "refused"
-
-
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
     own = getattr(tokenizer, "chat_template", None)
     if isinstance(own, Mapping):
-        wanted = "default" if given is None else given
-        if wanted in own:
-            return str(own[wanted])
+        chosen = "default" if given is None else given
+        if chosen in own:
+            return str(own[chosen])
         if given is None:
             raise ConfigError.of("chat_template", None, f"the name of a template of {name!r}: {', '.join(sorted(own))}")
     source = given or own
     if not isinstance(source, str) or not source:
-        raise ConfigError.of("chat_template", source, f"template text: the tokenizer {name!r} brings none")
+        raise ConfigError.of("chat_template", source, f"template text: the tokenizer {name!r} has no chat template")
     return source
 
 
@@ -376,17 +371,18 @@ _loaded = functools.lru_cache(maxsize=8)(load_tokenizer)
 
 
 def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
-    """The shared renderer of a tokenizer, or of a path or name to load one from; ``kwargs`` as for :class:`Renderer`.
+    """Return the shared renderer of a tokenizer, or of a path or name to load one from.
 
-    It lives as long as its tokenizer; tokenizers that are loaded here are kept. A renderer is given back as it is.
+    ``kwargs`` are the options of :class:`Renderer`. A renderer lives as long as its tokenizer, and tokenizers that are
+    loaded here are cached. A renderer as ``tokenizer`` is returned unchanged.
 
     Raises:
-        ConfigError: the tokenizer does not load, or :class:`Renderer` refuses it.
+        ConfigError: the tokenizer does not load, :class:`Renderer` refuses it, or a renderer comes with ``kwargs``.
     """
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if isinstance(tokenizer, Renderer):
         for name, value in kwargs.items():
-            raise ConfigError.of(name, value, f"nothing: the renderer {tokenizer!r} is given, which has its own")
+            raise ConfigError.of(name, value, f"no value: the renderer {tokenizer!r} has its own")
         return tokenizer
     key = repr(sorted(kwargs.items()))
     with _SHARED_LOCK:

@@ -1,7 +1,7 @@
-"""The text of a reply as the template writes it behind its own prompt, up to the stop token.
+"""The text of a reply as the template writes it after the prompt, up to the stop token.
 
-Invariant: the words are the template's; where it writes the prompt otherwise once it is history, the reply begins where
-a model would begin. This module knows no token.
+Invariant: the text is the template's own rendering. If the template rewrites the prompt once it is history, the reply
+begins where a model would begin. This module does not know token ids.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def opens_thought(prompt: str) -> bool:
 def reply_text(
     render: Render, stops: Sequence[str], history: Sequence[Message], reply: Message, tools: Sequence[Tool] = ()
 ) -> str | None:
-    """The reply with its stop token, where the template writes one; ``None`` where the template leaves it out.
+    """Return the reply with its stop token, if the template writes one; ``None`` if the template leaves the reply out.
 
     Args:
-        render: the template.
+        render: renders with the template.
         stops: the stop tokens, as text.
-        history: what came before.
+        history: the messages before the reply.
         reply: the assistant turn.
         tools: the tools.
 
@@ -44,20 +44,20 @@ def reply_text(
     prompt = render(history, tools)
     whole = render([*history, reply], tools, generation_prompt=False)
     header = prompt[len(render(history, tools, generation_prompt=False)) :]
-    written = _behind(prompt, header, whole)
+    written = _after_prompt(prompt, header, whole)
     last = _last_words(reply)
     if last not in written:
         return None
     text = _cut(written, last, stops)
-    if not whole.startswith(prompt):  # the history has no thought where the prompt opens one, or closes it
+    if not whole.startswith(prompt):  # the history has no thinking block where the prompt opens or closes one
         text = text.partition(_CLOSED)[2].lstrip("\n") if text.startswith((_OPENED, _CLOSED)) else text
         if _OPENED in header and _CLOSED not in header:
             text = f"{reply.reasoning or ''}\n{_CLOSED}\n\n{text}"
     return text
 
 
-def _behind(prompt: str, header: str, whole: str) -> str:
-    """What stands in ``whole`` behind a prompt that it may have written otherwise."""
+def _after_prompt(prompt: str, header: str, whole: str) -> str:
+    """Return the part of ``whole`` after the prompt, which ``whole`` may contain in another form."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     header = header.partition(_OPENED)[0]
@@ -77,7 +77,7 @@ def _last_words(reply: Message) -> str:
 
 
 def _cut(text: str, last: str, stops: Sequence[str]) -> str:
-    """Up to the first stop token behind the last words, and with it."""
+    """Return the text up to the first stop token after the last words, including that token."""
     start = text.rfind(last) + len(last)
     ends = [at + len(stop) for stop in stops if (at := text.find(stop, start)) >= 0]
     return text[: min(ends)] if ends else text.rstrip("\n")

@@ -1,7 +1,7 @@
-"""The start-up test: does the bridge write what the template writes, on this template, tokenizer, stop ids and tools?
+"""The self-test: compare bridges with the template's rendering, for one template, tokenizer, stop ids and tools.
 
 Invariant: a step is ``exact`` or ``forks`` only if its bridge, as text and as ids, is the end of the template's own
-rendering of the whole conversation. This module knows the template from outside only: no family is named here.
+rendering of the whole conversation. This module only calls the template; it does not know model families.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollouts.renderer.template import ChatTemplate
 __all__ = ["SelfTest", "Step", "Verdict", "run_self_test"]
 
 Verdict: TypeAlias = Literal["exact", "forks", "refused"]
-"""``exact``: ids appended step by step are the template's own rendering. ``forks``: the bridge is right, and the
-template writes what came before it differently once it is history. ``refused``: the bridge is not what it writes, or
+"""``exact``: ids appended step by step equal the template's own rendering. ``forks``: the bridge is right, but the
+template rewrites earlier text once it is history. ``refused``: the bridge differs from the template's rendering, or
 calls would be lost."""
 
 _SEVERITY: tuple[Verdict, ...] = ("exact", "forks", "refused")
@@ -42,31 +42,31 @@ class Step:
 
 @attrs.frozen
 class SelfTest:
-    """The verdicts on all steps."""
+    """The result of the self-test: the verdicts on all steps."""
 
     template: str
     strategy: str
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
-    """What is worth knowing and no matter of tokens."""
+    """Remarks that do not affect the verdict."""
     calls: Calls | None = None
     """Whether the dialect reads the calls that the template writes; ``None`` without tools."""
     unread: str = ""
-    """Why calls are not read and what can be done; ``""`` where they are, or where the user asked for plain text."""
+    """Why calls are not read, and the remedies; ``""`` if they are read, or for ``dialect="plain"``."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the steps; ``refused`` where calls would be lost."""
+        """The worst verdict of the steps; ``refused`` if calls would be lost."""
         if self.unread:
             return "refused"
         return max((step.verdict for step in self.steps), key=_SEVERITY.index)
 
     def raise_if_refused(self) -> None:
-        """Stop here if a bridge is not what the template writes, or if calls would be lost.
+        """Raise if a bridge differs from the template's rendering, or if calls would be lost.
 
         Raises:
-            ConfigError: names the template, the first such step, and why; or the dialect, what the template wrote and
-                what was read.
+            ConfigError: with the template, the first refused step, and why; or with the dialect, the text that the
+                template wrote and the calls that were parsed.
         """
         for step in self.steps:
             if step.verdict == "refused":
@@ -88,15 +88,15 @@ class SelfTest:
 
 @attrs.frozen
 class _Turn:
-    """A reply, and what comes between it and the next one."""
+    """A reply, and the messages between it and the next one."""
 
     name: str
     reply: Message
     new: tuple[Message, ...]
     marks: tuple[str, ...] = ()
-    """What a faithful template writes of the reply: its content, or the arguments of its calls."""
+    """Texts of the reply that the rendering must contain: its content, or the arguments of its calls."""
     alone: _Turn | None = None
-    """The same with one call, where it has several: some templates end such a turn otherwise."""
+    """The same turn with one call, if this one has several: some templates end such a turn differently."""
 
 
 def run_self_test(
@@ -107,20 +107,20 @@ def run_self_test(
     tools: Sequence[Tool],
     system: str | None,
 ) -> SelfTest:
-    """Put a synthetic conversation through the template and through the bridge, and compare.
+    """Render a synthetic conversation with the template and with bridges, and compare.
 
     Args:
         template: the chat template.
-        strategy: how the bridge builds its dummy, with its name.
-        encode: text to ids.
+        strategy: the name and the function of the strategy that builds the dummy.
+        encode: converts text to ids.
         stops: the stop tokens, as text.
-        tools: the tools; without any, the steps with tools are left out.
+        tools: the tools; without tools, the steps with tools are skipped.
         system: the system prompt, or ``None`` for a conversation without one.
     """
     opening = (
         [Message("user", "userone")] if system is None else [Message("system", system), Message("user", "userone")]
     )
-    reasons = _opens_freely(template, opening, tools)
+    reasons = _may_reason(template, opening, tools)
     parallel = 2 if not tools or _takes_two_calls(template, opening, tools) else 1
     steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel, reasons)))
     notes = [*_notes(template, opening, tools)]
@@ -160,26 +160,30 @@ def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons
 
 def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, ...]:
     try:
-        untold = bool(tools) and template.render(opening, tools) == template.render(opening)
+        hides_tools = bool(tools) and template.render(opening, tools) == template.render(opening)
     except ConfigError:
         return ()
-    return ("the template does not tell the model of its tools; say so in the system prompt",) if untold else ()
+    return (
+        ("the template does not tell the model of its tools; describe them in the system prompt",)
+        if hides_tools
+        else ()
+    )
 
 
 def _note_of_stops(template: ChatTemplate, strategy: Strategy, stops: Sequence[str]) -> list[str]:
-    """A stop token that the template does not write after a reply is either unknown to it, or not all are known."""
+    """Return a note if the template ends a reply with none of the stop tokens: the list may be incomplete."""
     try:
         bridge = bridge_text(template, strategy, (), [Message("user", "usertwo")], (), stops)
     except ConfigError:
         return []
     if bridge.startswith(tuple(stops)):
         return []
-    known = ", ".join(stops)
-    return [f"the template ends a reply with {bridge[:20]!r}, and the stop tokens are {known}: are these all?"]
+    given = ", ".join(stops)
+    return [f"the template ends a reply with {bridge[:20]!r}, and the stop tokens are {given}: are these all?"]
 
 
-def _opens_freely(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    """Whether the model may think: not where the prompt ends in a thinking block that is closed already."""
+def _may_reason(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    """Whether the model may reason: not if the prompt ends with a closed thinking block."""
     try:
         text = template.render(opening, tools)
     except ConfigError:
@@ -188,7 +192,7 @@ def _opens_freely(template: ChatTemplate, opening: Sequence[Message], tools: Seq
 
 
 def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    """Some templates refuse a second call in one turn, some leave it out."""
+    """Whether the template writes two calls in one turn; some refuse the second, some leave it out."""
     turn = _tool_turn("", tools, 1, 2, reasons=False)
     try:
         text = template.render([*opening, turn.reply, *turn.new], tools)
@@ -216,23 +220,23 @@ def _judge(
         return
     yield Step(name, *_opening_verdict(before or "", opening))
 
-    def judged(turn: _Turn) -> tuple[Verdict, str, str | None]:
-        spoken = [*history, turn.reply]
+    def judge(turn: _Turn) -> tuple[Verdict, str, str | None]:
+        replied = [*history, turn.reply]
         try:
-            whole = template.render([*spoken, *turn.new], tools)
-            bridge = bridge_text(template, strategy, spoken, turn.new, tools, stops, whole=True)
+            whole = template.render([*replied, *turn.new], tools)
+            bridge = bridge_text(template, strategy, replied, turn.new, tools, stops, whole=True)
         except ConfigError as error:
             return "refused", str(error), None
         verdict, reason = _bridge_verdict(whole, bridge, turn, encode, stops)
         if verdict == "exact" and before is not None:
-            own = _own_turn(template, spoken, tools, turn.marks[-1])
+            own = _up_to_mark(template, replied, tools, turn.marks[-1])
             verdict, reason = _history_verdict([text for text in (before, own, whole) if text is not None])
         return verdict, reason, whole
 
     for turn in turns:
-        verdict, reason, whole = judged(turn)
+        verdict, reason, whole = judge(turn)
         if turn.alone is not None:
-            alone, why, _ = judged(turn.alone)
+            alone, why, _ = judge(turn.alone)
             if _SEVERITY.index(alone) > _SEVERITY.index(verdict):
                 verdict, reason = alone, f"one call: {why}"
         yield Step(turn.name, verdict, reason)
@@ -241,8 +245,8 @@ def _judge(
 
 
 def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, str]:
-    lost = [message.role for message in opening if message.content.strip() not in text]
-    return ("refused", f"the template leaves out the {lost[0]} message") if lost else ("exact", "")
+    missing = [message.role for message in opening if message.content.strip() not in text]
+    return ("refused", f"the template leaves out the {missing[0]} message") if missing else ("exact", "")
 
 
 def _bridge_verdict(
@@ -257,24 +261,24 @@ def _bridge_verdict(
         return "refused", f"the template writes …{written[:at][-40:]!r} where the bridge has …{bridge[:at][-40:]!r}"
     ids = encode(bridge)
     if not np.array_equal(encode(whole)[-len(ids) :], ids):
-        return "refused", "the bridge's text has other ids in its place than alone"
+        return "refused", "the bridge has other ids inside the conversation than on its own"
     if any(mark not in whole for mark in turn.marks):
         return "forks", "the template leaves calls out of the history"
     return "exact", ""
 
 
-def _own_turn(template: ChatTemplate, history: Sequence[Message], tools: Sequence[Tool], mark: str) -> str | None:
-    """The conversation up to the last mark of the last reply, as the template writes it while nothing follows."""
+def _up_to_mark(template: ChatTemplate, history: Sequence[Message], tools: Sequence[Tool], mark: str) -> str | None:
+    """Render a conversation that ends with a reply, up to the last mark of that reply; ``None`` if refused."""
     try:
         text = template.render(history, tools, generation_prompt=False)
     except ConfigError:
         return None
-    head, found, _ = text.rpartition(mark)
-    return head + found if found else None
+    head, separator, _ = text.rpartition(mark)
+    return head + separator if separator else None
 
 
 def _history_verdict(texts: Sequence[str]) -> tuple[Verdict, str]:
-    """Each text must begin with the one before it: the prompt, the prompt with the reply, the next prompt."""
+    """Compare the prompt, the prompt with the reply, and the next prompt: each must begin with the one before it."""
     for before, after in itertools.pairwise(texts):
         if not after.startswith(before):
             at = shared(before, after)

@@ -1,7 +1,7 @@
-"""A chat template: messages to text, as transformers would write it, with the calendar stopped.
+"""A chat template: convert messages to text, as transformers does, but with a fixed date.
 
-Invariant: the same messages give the same text for the whole life of the object, on whatever day. This module knows no
-token and no dialect.
+Invariant: one object renders the same messages to the same text at any time. This module does not know token ids or
+dialects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ChatTemplate"]
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what a trainer may train; here it is only a scope."""
+    """``{% generation %}`` marks the text to train on; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute that jinja reads
 
@@ -41,34 +41,34 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox that transformers renders in, with short ways to what it comes to for what templates ask most."""
+    """The sandbox of transformers, with fast paths for the most frequent lookups; the results are the same."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
-        if kind is dict and attribute not in _OF_DICTS:  # a key, there or not
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             try:
                 return obj[attribute]
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
-        if kind in _HARMLESS and attribute in _HARMLESS[kind]:
-            return getattr(obj, attribute)  # an attribute that is public and changes nothing
+        if kind in _SAFE and attribute in _SAFE[kind]:
+            return getattr(obj, attribute)  # public, and changes nothing
         if kind is jinja2.utils.Namespace and attribute[:1] != "_":
-            value = getattr(obj, attribute, _NOTHING)
-            if value is not _NOTHING:
+            value = getattr(obj, attribute, _MISSING)
+            if value is not _MISSING:
                 return value
         return super().getattr(obj, attribute)
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
         if obj is jinja2.utils.Namespace or (type(obj) is BuiltinMethodType and type(obj.__self__) is str):
-            options.pop("_loop_vars", None)  # what only those are given that ask for the context
+            options.pop("_loop_vars", None)  # jinja passes these two only to functions that take the context
             options.pop("_block_vars", None)
             return obj(*arguments, **options)
         return super().call(context, obj, *arguments, **options)
 
 
-_NOTHING = object()
-_OF_DICTS = frozenset(dir(dict))
-_HARMLESS = {
+_MISSING = object()
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_SAFE = {
     jinja2.runtime.LoopContext: frozenset({"first", "last", "index", "index0", "previtem", "nextitem"}),
     str: frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"}),
 }
@@ -85,12 +85,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML and sorts keys, which no model was trained on.
+    # Jinja's own filter escapes HTML and sorts keys; models were trained without either.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False).encode
-"""The same without arguments."""
+"""``_tojson`` without options."""
 
 
 def _parts(text: str) -> list[ChatDict]:
@@ -101,17 +101,17 @@ _PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
 
 
 class ChatTemplate:
-    """One compiled template with its fixed variables.
+    """A compiled template with fixed variables.
 
     Args:
         source: the template's text.
-        name: what to call it in messages.
-        variables: special tokens and switches such as ``enable_thinking``.
-        moment: what ``strftime_now`` answers with.
-        tells_tools: whether it is told of tools at all.
+        name: the name in error messages.
+        variables: special tokens and options such as ``enable_thinking``.
+        moment: the time that ``strftime_now`` formats.
+        tells_tools: whether the template gets the tools.
 
     Raises:
-        ConfigError: the source is not a template.
+        ConfigError: the source does not compile.
     """
 
     def __init__(
@@ -132,27 +132,29 @@ class ChatTemplate:
         environment.filters["tojson"] = self._to_json
         self._tools: tuple[tuple[Tool, ...], list[ChatDict]] = ((), [])
         self._tool_texts: dict[int, list[Any]] = {}
-        """Tools as the template is given them, by identity, and their JSON: they are written at each step."""
+        """The chat form of each tool with its JSON, by ``id``: a cache, because each rendering writes the tools."""
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = moment.strftime
         try:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template {self.name}: it does not compile: {error}") from error
-        self._compiled.globals = dict(self._compiled.globals)  # each rendering copies them, out of a chain otherwise
+        self._compiled.globals = dict(
+            self._compiled.globals
+        )  # each rendering copies them; a dict copies faster than a ChainMap
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
-        """The conversation as text.
+        """Render the conversation as text.
 
         Raises:
-            ConfigError: the template refuses these messages, or breaks on them.
+            ConfigError: the template raises on these messages.
         """
         return self._render([self._chat(message) for message in messages], tools, generation_prompt)
 
     def _chat_of(self, tools: Sequence[Tool]) -> list[ChatDict]:
-        """The tools as templates read them; the sandbox lets no template change them."""
-        held, chats = self._tools
-        if len(held) != len(tools) or not all(map(operator.is_, held, tools)):
+        """Return the tools in chat form, cached; the sandbox prevents templates from changing them."""
+        cached, chats = self._tools
+        if len(cached) != len(tools) or not all(map(operator.is_, cached, tools)):
             chats = [tool.to_chat() for tool in tools]
             self._tool_texts = {id(chat): [chat, None] for chat in chats}
             self._tools = (tuple(tools), chats)
@@ -161,14 +163,14 @@ class ChatTemplate:
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
         if arguments or options:
             return _tojson(value, *arguments, **options)
-        known = self._tool_texts.get(id(value))
-        if known is None or known[0] is not value:
+        cached = self._tool_texts.get(id(value))
+        if cached is None or cached[0] is not value:
             return _JSON(value)
-        known[1] = known[1] or _JSON(value)
-        return str(known[1])
+        cached[1] = cached[1] or _JSON(value)
+        return str(cached[1])
 
     def _chat(self, message: Message) -> ChatDict:
-        """A message as templates read it; reasoning goes under both of the names that are in use."""
+        """Return a message in chat form, with the reasoning under both field names that templates use."""
         chat = message.to_chat()
         if message.reasoning is not None:
             chat["thinking"] = message.reasoning
@@ -184,7 +186,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _in_parts(self) -> bool:
-        """Whether content is a list of parts: for templates of models that see, some of which leave a text out."""
+        """Whether content must be a list of parts: templates of some vision models leave plain text out."""
         for in_parts in (False, True):
             content = _parts(_PROBE_VALUE) if in_parts else _PROBE_VALUE
             try:
@@ -196,26 +198,26 @@ class ChatTemplate:
 
     @functools.cached_property
     def _form_of_calls(self) -> tuple[Any, bool]:
-        """How a turn of calls says that it has no content, and whether its arguments are a JSON text.
+        """The empty content of a turn with calls, and whether the arguments are a JSON text.
 
-        Content is ``""``, or ``None`` for a template that asks for it: DeepSeek's write a second, empty turn, or no
-        call at all, for a content that is not ``None``; others break on ``None`` or print it. Arguments are an object,
-        or a text for a template that can only join texts.
+        The content is ``""``, or ``None`` if the template requires it: for other values, DeepSeek's templates write a
+        second, empty turn, or no call. Other templates raise on ``None`` or print it. The arguments are an object, or
+        a JSON text if the template can only concatenate strings.
         """
         forms = [(self._no_content(as_text), as_text) for as_text in (False, True)]
         for content, as_text in forms:
-            text = self._written(content, as_text) or ""
+            text = self._probe(content, as_text) or ""
             if _PROBE_NAME in text and _PROBE_VALUE in text:
                 return content, as_text
         return forms[0]
 
     def _no_content(self, as_text: bool) -> Any:
-        nothing = _parts("") if self._in_parts else ""
-        empty, none = self._written(nothing, as_text), self._written(None, as_text)
-        return nothing if none is None or "None" in none or none == empty else None
+        empty = _parts("") if self._in_parts else ""
+        with_empty, with_none = self._probe(empty, as_text), self._probe(None, as_text)
+        return empty if with_none is None or "None" in with_none or with_none == with_empty else None
 
-    def _written(self, content: Any, as_text: bool) -> str | None:
-        """A turn with one call; ``None`` if the template breaks on it."""
+    def _probe(self, content: Any, as_text: bool) -> str | None:
+        """Render a turn with one call; ``None`` if the template raises."""
         arguments: Any = {"x": _PROBE_VALUE}
         call = ToolCall(_PROBE_NAME, arguments, id="call00000").to_chat()
         if as_text:
@@ -236,7 +238,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
-        except Exception as error:  # a template is foreign code and fails in any way it likes
+        except Exception as error:  # a template is foreign code and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages[-4:])
             raise ConfigError(
                 f"chat template {self.name}: it cannot render these messages (… {roles}): "

@@ -1,7 +1,7 @@
-"""Text to ids and back, through the raw tokenizer.
+"""Conversion between text and ids with the raw tokenizer.
 
-Invariant: encoding adds nothing (the template writes its own BOS) and mutates nothing, so one codec serves all threads;
-every token that was encoded is counted. This module knows no messages and no template.
+Invariant: encoding adds no tokens (the template writes its own BOS) and does not change the tokenizer, so one codec
+serves all threads. This module does not know messages or templates.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
     """Load a tokenizer from a folder, or by its name on the Hugging Face Hub.
 
     Args:
-        path_or_name: where from.
-        local_files_only: ask no hub; a name is looked for among what was loaded before.
+        path_or_name: the folder or the name.
+        local_files_only: send no request to the hub; find a name in the local cache.
 
     Raises:
-        ConfigError: there is no tokenizer there that can be loaded.
+        ConfigError: the tokenizer does not load.
     """
-    with _IMPORTING:  # its lazy modules break when several threads import them for the first time at once
-        from transformers import AutoTokenizer  # here, because it takes seconds and most callers have a tokenizer
+    with _IMPORTING:  # transformers' lazy modules break if several threads import them for the first time at once
+        from transformers import AutoTokenizer  # a slow import that most callers do not need
 
     expected = "a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub"
     if isinstance(path_or_name, Path) and not path_or_name.is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
     try:
         return AutoTokenizer.from_pretrained(str(path_or_name), local_files_only=local_files_only)
-    except Exception as error:  # the loader raises whatever the files make it raise
+    except Exception as error:  # the loader may raise anything
         raise ConfigError(
             f"tokenizer: {str(path_or_name)!r} does not load ({_first_line(error)}); expected {expected}"
         ) from error
@@ -53,9 +53,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a turn: ``eos_token_id`` of the tokenizer's generation_config.json, and the tokenizer's own.
+    """Return the ids that end a turn: ``eos_token_id`` of generation_config.json, then the tokenizer's own.
 
-    Nothing is guessed: a model that stops at other ids as well needs them in its generation_config.json, or given.
+    Nothing is guessed: a model with other stop ids must declare them in generation_config.json, or the user sets them.
     """
     stops: list[int] = []
     declared = _model_file(tokenizer, "generation_config.json").get("eos_token_id")
@@ -66,9 +66,9 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def vocab_size_of(tokenizer: Any) -> int:
-    """How many ids the model has: what its config.json declares, and at least those of the tokenizer.
+    """Return the number of ids of the model: ``vocab_size`` of config.json, at least the size of the tokenizer.
 
-    A model may have more than its tokenizer, to round its tables up, and may sample one of them.
+    A model may have more ids than its tokenizer (padded embeddings), and may sample them.
     """
     config = _model_file(tokenizer, "config.json")
     text = config.get("text_config")
@@ -77,7 +77,7 @@ def vocab_size_of(tokenizer: Any) -> int:
 
 
 def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:
-    """A JSON file of the model that the tokenizer came with, local or from the hub; empty where there is none."""
+    """Return a JSON file of the tokenizer's model, local or from the hub; empty if there is none."""
     source = str(getattr(tokenizer, "name_or_path", "") or "")
     if not source:
         return {}
@@ -86,16 +86,16 @@ def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:
         with _IMPORTING:
             from transformers.utils.hub import cached_file
 
-        found = cached_file(
+        path = cached_file(
             source,
             name,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-        if found is None:
+        if path is None:
             return {}
-        file = Path(found)
+        file = Path(path)
     if not file.is_file():
         return {}
     try:
@@ -106,15 +106,14 @@ def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:
 
 
 _SHORT_TEXT = 200
-"""Characters; encoding fewer takes some hundredths of a millisecond."""
+"""Characters; encoding a shorter text takes some 10 µs."""
 
 
 class Codec:
     """Encode and decode with one tokenizer.
 
-    Fast tokenizers are used raw, without their Python wrapper: the wrapper sets padding and truncation on a shared
-    object at each call, which is not safe in threads. One that has no raw tokenizer is used as it is,
-    one thread at a time.
+    Fast tokenizers are used without their Python wrapper: the wrapper sets padding and truncation on a shared object
+    at each call, which is not thread-safe. A slow tokenizer is used directly, one thread at a time.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -124,21 +123,21 @@ class Codec:
         self._words = Words.of(self._raw) if self._slow is None else None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
-        """Tokens that came out of :meth:`encode` so far."""
+        """Tokens that :meth:`encode` has returned so far, if ``counted``."""
         self.encoded_characters = 0
-        """Characters that went into :meth:`encode` so far."""
+        """Characters that :meth:`encode` has taken so far, if ``counted``."""
 
     def encode(self, text: str, *, counted: bool = True, opening: bool = False) -> TokenColumn:
-        """Ids of a text, read-only. Special tokens written in it become their ids; none is added.
+        """Return the ids of a text; int32, read-only. Special tokens in the text become their ids; none is added.
 
         Args:
-            text: anything.
-            counted: whether it enters the conversation.
-            opening: whether other conversations will begin as it does.
+            text: the text.
+            counted: whether the text enters a conversation, and so the counters.
+            opening: whether other conversations will begin with the same text.
         """
         ids = self._words.encode(text, opening=opening) if self._words is not None else None
         if ids is None:
-            ids = np.array(self._encoded(text), np.int32)  # a tokenizer's ids need no check
+            ids = np.array(self._encode(text), np.int32)  # a tokenizer's ids need no check
             ids.flags.writeable = False
         if counted:
             with self._lock:
@@ -146,8 +145,8 @@ class Codec:
                 self.encoded_characters += len(text)
         return ids
 
-    def _encoded(self, text: str) -> list[int]:
-        """As the tokenizer does it."""
+    def _encode(self, text: str) -> list[int]:
+        """Encode with the tokenizer."""
         if not text:
             return []
         ids: list[int]
@@ -155,8 +154,8 @@ class Codec:
             with self._lock:
                 ids = list(self._slow.encode(text, add_special_tokens=False))
             return ids
-        # encode() holds the interpreter lock for as long as it runs; the batch call without offsets does not, but
-        # may wait for it afterwards, while another thread computes: a bad bargain for a short text.
+        # encode() keeps the interpreter lock. The batch call without offsets releases it, but may wait to get it back
+        # while another thread computes: slower for a short text.
         assert self._raw is not None
         if len(text) < _SHORT_TEXT:
             ids = self._raw.encode(text, add_special_tokens=False).ids
@@ -165,18 +164,18 @@ class Codec:
         return ids
 
     def forget(self) -> None:
-        """Know no word any more, as before the first text."""
+        """Clear the cache of words."""
         if self._words is not None:
             self._words.forget()
 
     def decode(self, ids: Sequence[int] | TokenColumn) -> str:
-        """Text of ids, special tokens written out, spaces left as they are."""
+        """Return the text of ids, including special tokens, with spaces unchanged."""
         text = None if self._bytes is None else self._bytes.decode(ids)
         if text is not None:
             return text
-        listed = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        id_list = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         if self._slow is not None:
             with self._lock:
-                return str(self._slow.decode(listed, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                return str(self._slow.decode(id_list, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         assert self._raw is not None
-        return str(self._raw.decode(listed, skip_special_tokens=False))
+        return str(self._raw.decode(id_list, skip_special_tokens=False))

@@ -100,7 +100,7 @@ class Words:
             text: special tokens written in it become their ids.
             opening: whether others will begin as it does: its long parts are kept.
         """
-        if self._raw.get_vocab_size() != self._size:  # somebody has added tokens
+        if self._raw.get_vocab_size() != self._size:  # tokens were added
             return None
         columns: list[bytes] = []
         for place, part in enumerate([text] if self._between is None else self._between(text)):

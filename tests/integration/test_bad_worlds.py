@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_worlds import BAD, Bad, play_beside
+from tests.bad_worlds import BAD, Bad, play_with_sound_prompts
 from tests.packages import needing
 
 
 @pytest.mark.parametrize("bad", [needing(bad.needs, bad, bad.what) for bad in BAD])
 async def test_the_run_goes_on(bad: Bad, tmp_path: Path) -> None:
     """The bad group is recorded with class, cause and message; the batch is of the sound ones, and the sum is right."""
-    played = await play_beside(bad, tmp_path)
+    played = await play_with_sound_prompts(bad, tmp_path)
     assert {(failure.kind, failure.cause) for failure in played.failures} == {(bad.kind, bad.cause)}
     for failure in played.failures:
         said = failure.message

@@ -130,7 +130,7 @@ def test_their_bridge_is_ours(name: str, request: pytest.FixtureRequest, harmony
     same = 0
     for seed in range(90):
         world = World(family, ours, tools, seed, cuts=False)
-        reply, new = world.said()
+        reply, new = world.next_reply()
         new = [attrs.evolve(message, content=world.text()) for message in new]
         prompt = ours.opening(HISTORY, tools).tolist()
         ids = speak(ours, HISTORY, reply, new, tools).tolist()
@@ -157,7 +157,7 @@ def test_their_reading_is_ours(name: str, request: pytest.FixtureRequest, harmon
     prompt = ours.opening(HISTORY, tools).tolist()
     for seed in range(90):
         world = World(family, ours, tools, seed, cuts=False)
-        reply, new = world.said()
+        reply, new = world.next_reply()
         ids = speak(ours, HISTORY, reply, new, tools).tolist()  # as the tokenizer spells it: they know marks by id
         read, other = (
             ours.parse(ids, tools=tools, prompt=prompt),
@@ -177,7 +177,7 @@ def test_harmony_reads_what_our_dialect_reads(request: pytest.FixtureRequest, ha
     ours = family.make(request)
     for seed in range(90):
         world = World(family, ours, TOOLS, seed, cuts=False)
-        reply, new = world.said()
+        reply, new = world.next_reply()
         ids = speak(ours, HISTORY, reply, new, TOOLS).tolist()
         read = ours.parse(ids, tools=TOOLS)
         messages = encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT)

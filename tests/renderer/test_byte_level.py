@@ -1,4 +1,4 @@
-"""Decoding by a table: what the tokenizer says, for real tokenizers and any ids."""
+"""The table decodes any ids as the tokenizer does, for real tokenizers."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from rollouts.renderer.byte_level import ByteTable
 DEMO = load_tokenizer(DEMO_MODEL)
 
 
-def said(tokenizer: Any, ids: list[int]) -> str:
+def decoded(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
 
 @given(st.lists(st.integers(0, len(DEMO) - 1), max_size=40))
-def test_the_table_says_what_the_tokenizer_says(ids: list[int]) -> None:
-    """Also where characters are cut in the middle, and for special tokens."""
+def test_the_table_decodes_as_the_tokenizer_does(ids: list[int]) -> None:
+    """Also for characters split between tokens, and for special tokens."""
     table = ByteTable.of(DEMO)
     assert table is not None
-    assert table.decode(ids) == said(DEMO, ids)
+    assert table.decode(ids) == decoded(DEMO, ids)
     many = ids * 300
-    assert table.decode(np.array(many, np.int32)) == said(DEMO, many)
+    assert table.decode(np.array(many, np.int32)) == decoded(DEMO, many)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "deepseek_v3", "gptoss"])
 def test_real_tokenizers_have_a_table(name: str, tokenizer: Callable[..., Any]) -> None:
-    """Each of its ids beside each of a few others: bytes of one character meet and are torn apart."""
+    """Ids in several orders, so that the bytes of one character are joined and split."""
     real = tokenizer(name)
     table = ByteTable.of(real)
     assert table is not None
     for step in (1, 7, 101, 9973):
         ids = [(step * number) % len(real) for number in range(5000)]
-        assert table.decode(ids) == said(real, ids)
-        assert table.decode(np.array(ids, np.int32)) == said(real, ids)
+        assert table.decode(ids) == decoded(real, ids)
+        assert table.decode(np.array(ids, np.int32)) == decoded(real, ids)
 
 
 def test_tokens_that_are_longer_than_a_row_are_whole(tokenizer: Callable[..., Any]) -> None:
-    """Alone, side by side, and among short ones; a row has 16 bytes, and the longest token eight times as many."""
+    """Alone, in sequence, and among short ones; a row has 16 bytes, the longest token at least 128."""
     real = tokenizer("qwen3")
     table = ByteTable.of(real)
     assert table is not None
@@ -56,11 +56,11 @@ def test_tokens_that_are_longer_than_a_row_are_whole(tokenizer: Callable[..., An
     for among in (longer, exact, [*longer, *exact], list(lengths)):
         for size in (128, 500, 5000):
             ids = random.choice(among, size).astype(np.int32)
-            assert table.decode(ids) == said(real, ids.tolist())
+            assert table.decode(ids) == decoded(real, ids.tolist())
 
 
-def test_an_id_that_was_not_there_is_not_decoded_here() -> None:
-    """A model may sample ids that its tokenizer does not have, and a tokenizer may get new tokens."""
+def test_an_unknown_id_is_not_decoded() -> None:
+    """A model may sample ids that its tokenizer does not have; tokens may be added to a tokenizer later."""
     grown = load_tokenizer(DEMO_MODEL)
     old = ByteTable.of(grown)
     new = len(grown)
@@ -70,11 +70,11 @@ def test_an_id_that_was_not_there_is_not_decoded_here() -> None:
     grown.add_tokens(["<|new|>"], special_tokens=True)
     again = ByteTable.of(grown)
     assert again is not None
-    assert again.decode([1, new]) == said(grown, [1, new])
+    assert again.decode([1, new]) == decoded(grown, [1, new])
 
 
-def test_what_is_no_byte_level_tokenizer_has_none() -> None:
-    """It decodes itself."""
+def test_other_tokenizers_have_no_table() -> None:
+    """The tokenizer decodes."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Which runs with tools start: those whose dialect reads the calls that the chat template writes."""
+"""Runs with tools start only if the dialect reads the calls that the chat template writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOOLS = [Tool("look", "Looks."), Tool("leap", "Leaps.")]
 
 
 def chatml(calls: str) -> str:
-    """A template that writes the calls of a turn behind its content."""
+    """A template that writes the calls of a turn after its content."""
     return (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.first and tools %}{{ tools | tojson }}\n"
         "{% endif %}{{ m.content }}{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
@@ -58,7 +58,7 @@ PYTHONIC = "{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in c.fu
 PYTHONIC += "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}"
 
 
-def made(template: str, **options: Any) -> Renderer:
+def renderer_of(template: str, **options: Any) -> Renderer:
     return Renderer(DEMO, chat_template=template, **options)
 
 
@@ -89,16 +89,16 @@ UNREAD = {
     "calls that are read at the start only": (
         chatml("[" + PYTHONIC + "]"),
         {"dialect": "llama_pythonic"},
-        "a call behind text",
+        "a call after text",
     ),
 }
 
 
 @pytest.mark.parametrize("case", UNREAD)
 def test_a_template_whose_calls_are_not_read_is_refused(case: str) -> None:
-    """One line has the template, the dialect, what was written, what was read, and what can be done."""
+    """The message has the template, the dialect, the written text, the parsed calls and the remedies, in one line."""
     template, options, words = UNREAD[case]
-    found = made(template, **options).self_test(TOOLS)
+    found = renderer_of(template, **options).self_test(TOOLS)
     assert (found.calls, found.verdict) == ("not read", "refused")
     with pytest.raises(ConfigError, match=words) as caught:
         found.raise_if_refused()
@@ -111,26 +111,26 @@ def test_a_template_whose_calls_are_not_read_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", UNREAD)
 def test_without_tools_its_calls_do_not_matter(case: str) -> None:
-    """Nothing is said of them, and a run starts."""
-    found = made(UNREAD[case][0], **UNREAD[case][1]).self_test()
+    """The result does not mention them, and a run starts."""
+    found = renderer_of(UNREAD[case][0], **UNREAD[case][1]).self_test()
     assert found.calls is None
     assert "calls" not in str(found)
     found.raise_if_refused()
 
 
 @pytest.mark.parametrize("template", [UNKNOWN, OTHER_BODY, LEFT_OUT, chatml(each(HERMES))])
-def test_a_run_without_calls_is_asked_for_by_name(template: str) -> None:
-    """``dialect="plain"`` said by the user: no refusal, and a note that calls are text."""
-    found = made(template, dialect="plain").self_test(TOOLS)
+def test_the_plain_dialect_starts_a_run_without_calls(template: str) -> None:
+    """``dialect="plain"``: no refusal, and a note that calls are text."""
+    found = renderer_of(template, dialect="plain").self_test(TOOLS)
     found.raise_if_refused()
     assert found.calls == "not read"
     assert found.verdict != "refused"
     assert any("tool calls are text" in note for note in found.notes)
 
 
-def test_a_template_with_one_call_a_turn_says_so() -> None:
+def test_a_template_with_one_call_a_turn() -> None:
     """Its single call is read."""
-    found = made(ONE_A_TURN).self_test(TOOLS)
+    found = renderer_of(ONE_A_TURN).self_test(TOOLS)
     assert (found.calls, found.verdict) == ("one a turn", "exact")
     found.raise_if_refused()
     assert "calls: one a turn" in str(found)
@@ -138,29 +138,29 @@ def test_a_template_with_one_call_a_turn_says_so() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(DIALECTS) - {"plain"}))
 def test_each_dialect_reads_a_template_that_writes_it(name: str) -> None:
-    """One call, two, nested arguments and a call behind text, as far as the dialect has them."""
-    found = made(TEMPLATES[name], dialect=name).self_test(TOOLS)
+    """One call, two, nested arguments and a call after text, as far as the dialect supports them."""
+    found = renderer_of(TEMPLATES[name], dialect=name).self_test(TOOLS)
     found.raise_if_refused()
     assert found.calls == "read"
 
 
 def test_each_tool_name_must_be_one_that_the_dialect_reads() -> None:
     """A second tool whose name breaks the notation would lose its calls."""
-    renderer = made(TEMPLATES["llama_pythonic"], dialect="llama_pythonic")
+    renderer = renderer_of(TEMPLATES["llama_pythonic"], dialect="llama_pythonic")
     with pytest.raises(ConfigError, match=r"2nd look"):
         renderer.self_test([TOOLS[0], Tool("2nd look", "Looks.")]).raise_if_refused()
     renderer.self_test([TOOLS[0], Tool("look-twice", "Looks.")]).raise_if_refused()
 
 
-# -- who asks for the verdict -----------------------------------------------------------------------------------------
+# -- users of the verdict ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["marks that no dialect knows", "known marks around another body"])
 async def test_nothing_is_sampled_where_calls_would_be_lost(case: str) -> None:
-    """The loop refuses the environment's tools before the first request; without tools it plays."""
+    """The agent loop raises before the first request; without tools it runs."""
     policy = ScriptedPolicy([DEMO.encode("3<|im_end|>")])
     sampling = SamplingParams(max_new_tokens=9)
-    renderer = made(UNREAD[case][0])
+    renderer = renderer_of(UNREAD[case][0])
     with pytest.raises(ConfigError, match="does not read the tool calls"):
         await run_branches(Prompt("1 + 2?"), CalculatorEnvironment, policy, renderer, sampling=sampling)
     assert policy.requests == []
@@ -172,17 +172,17 @@ async def test_nothing_is_sampled_where_calls_would_be_lost(case: str) -> None:
 def model(tmp_path: Path) -> Callable[[str], str]:
     """The demo model's tokenizer with another chat template, as a folder."""
 
-    def written(template: str) -> str:
+    def write(template: str) -> str:
         folder = tmp_path / "model"
         shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
         (folder / "chat_template.jinja").write_text(template)
         return str(folder)
 
-    return written
+    return write
 
 
-async def test_a_recipe_is_refused_before_its_server_is_asked(model: Callable[[str], str]) -> None:
-    """What a run, an evaluation and a play ask first; the recipe's ``dialect`` is the way out."""
+async def test_a_recipe_is_refused_before_its_first_request(model: Callable[[str], str]) -> None:
+    """``preflight`` raises before a run, an evaluation or a play; the recipe's ``dialect`` is the remedy."""
     folder = model(UNKNOWN)
     async with StubServer() as server:
         endpoint = Endpoint(base_url=server.url, model=folder)
@@ -199,7 +199,7 @@ async def test_a_recipe_is_refused_before_its_server_is_asked(model: Callable[[s
 
 
 async def test_rollouts_are_played_in_the_dialect_that_is_named(model: Callable[[str], str]) -> None:
-    """A call that nothing reads is the final answer where that was asked for, and a refusal where it was not."""
+    """With ``dialect="plain"`` a call is the final answer; by default the template is refused."""
     folder = model(UNKNOWN)
     policy = ScriptedPolicy([DEMO.encode('<toolcall>add {"a": 1, "b": 2}</toolcall><|im_end|>')])
     play = partial(
@@ -228,8 +228,8 @@ def recipe(endpoint):
 """
 
 
-def test_the_door_of_a_trainer_refuses_before_anything_is_sampled(model: Callable[[str], str], tmp_path: Path) -> None:
-    """The recipe of a launch whose model's calls are not read ends the launch's first batch at once."""
+def test_a_trainer_integration_refuses_before_anything_is_sampled(model: Callable[[str], str], tmp_path: Path) -> None:
+    """slime's first batch raises if the dialect does not read the calls of the model's template."""
     file = tmp_path / "sums.py"
     file.write_text(RECIPE)
     launch = Launch()
@@ -245,9 +245,9 @@ def test_the_door_of_a_trainer_refuses_before_anything_is_sampled(model: Callabl
     assert server.requests == []
 
 
-def test_a_dialect_beside_a_renderer_is_refused() -> None:
+def test_a_dialect_with_a_renderer_is_refused() -> None:
     """A renderer has its own."""
-    renderer = made(UNKNOWN, dialect="plain")
+    renderer = renderer_of(UNKNOWN, dialect="plain")
     assert renderer_for(renderer) is renderer
     with pytest.raises(ConfigError, match=r"dialect: got 'hermes'; expected"):
         renderer_for(renderer, dialect="hermes")

@@ -1,4 +1,4 @@
-"""A reply as a model of a family would sample it."""
+"""Synthetic replies of model families."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rollouts.renderer import speak
 from tests.families import FAMILIES, TOOLS
 
 
-def test_a_blank_header_is_not_looked_for_in_what_is_said(request: Any) -> None:
-    """DeepSeek-V3.2 opens a reply after results with two newlines, which the reply may hold as well."""
+def test_a_blank_header_is_not_searched_in_the_reply(request: Any) -> None:
+    """DeepSeek-V3.2 opens a reply after results with two newlines, which the reply may also contain."""
     renderer = FAMILIES["DeepSeek-V3.2"].make(request)
     call = ToolCall("look", {"at": "x"}, id="c00000001")
     history = [Message("user", "Well?"), Message("assistant", tool_calls=(call,))]

@@ -1,4 +1,4 @@
-"""Which openings are one: those whose messages and tools a template cannot tell apart."""
+"""The cache of openings: equal messages and tools share one opening."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADD = Tool("add", "Adds.", {"type": "object", "properties": {"a": {"type": "inte
 
 @pytest.fixture
 def renderer() -> Renderer:
-    """One of its own: its counter is read."""
+    """A renderer that is not shared, because its counter is read."""
     return Renderer(DEMO)
 
 
@@ -26,8 +26,8 @@ def called(argument: Any) -> list[Message]:
     return [USER, Message("assistant", tool_calls=(ToolCall("add", {"a": argument}, id="c"),)), Message("tool", "2")]
 
 
-def asked(messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[Tool]]:
-    """The same words, as other objects."""
+def copies_of(messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[Tool]]:
+    """Equal messages and tools, as other objects."""
     return [attrs.evolve(message) for message in messages], [attrs.evolve(tool) for tool in tools]
 
 
@@ -37,13 +37,13 @@ def test_equal_messages_and_tools_are_encoded_once(renderer: Renderer, messages:
     """Also when they are other objects."""
     first = renderer.opening(messages, tools)
     encoded = renderer.encoded_tokens
-    assert renderer.opening(*asked(messages, tools)) is first
+    assert renderer.opening(*copies_of(messages, tools)) is first
     assert renderer.opening(tuple(messages), tuple(tools)) is first
     assert renderer.encoded_tokens == encoded
 
 
-def test_what_differs_in_anything_is_an_opening_of_its_own(renderer: Renderer) -> None:
-    """Values that are equal to Python and not to a template, the order of keys, a name, a thought; tools likewise."""
+def test_any_difference_gives_another_opening(renderer: Renderer) -> None:
+    """Also values equal in Python but not in a template, the order of keys, a name, reasoning; also in tools."""
     other = attrs.evolve(ADD, parameters={**ADD.parameters, "properties": {"a": {"type": "integer", "default": True}}})
     conversations = [
         [USER], [attrs.evolve(USER, name="u")], [USER, USER], [Message("system", USER.content)],
@@ -51,14 +51,14 @@ def test_what_differs_in_anything_is_an_opening_of_its_own(renderer: Renderer) -
         *map(called, (1, True, 1.0, {"a": 1, "b": 2}, {"b": 2, "a": 1})),
     ]  # fmt: skip
     tools: list[list[Tool]] = [[], [ADD], [other], [ADD, other], [other, ADD]]
-    openings = [renderer.opening(messages, told) for messages in conversations for told in tools]
+    openings = [renderer.opening(messages, chosen) for messages in conversations for chosen in tools]
     assert len({id(opening) for opening in openings}) == len(openings)
-    again = [renderer.opening(messages, told) for messages in conversations for told in tools]
+    again = [renderer.opening(messages, chosen) for messages in conversations for chosen in tools]
     assert all(one is two for one, two in zip(openings, again, strict=True))
 
 
-def test_an_opening_is_what_the_template_writes_whatever_was_asked_before(renderer: Renderer) -> None:
-    """Arguments that are equal to Python and are written otherwise."""
+def test_the_cache_does_not_change_an_opening(renderer: Renderer) -> None:
+    """Arguments that are equal in Python are rendered differently."""
     for argument in (1, True, 1.0):
         messages = called(argument)
         assert renderer.decode(renderer.opening(messages, [ADD])) == renderer.render(messages, [ADD])

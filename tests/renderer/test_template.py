@@ -1,4 +1,4 @@
-"""The sandbox of templates has short ways; what comes out is what the sandbox without them gives."""
+"""The fast paths of the template sandbox give the same results as the sandbox without them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ STATEMENTS = [
 
 
 def outcome(environment: jinja2.Environment, source: str) -> str:
-    """What is written, or what is raised."""
-    given = [{**message} for message in MESSAGES]
+    """The rendered text, or the error."""
+    messages = [{**message} for message in MESSAGES]
     try:
-        found = environment.from_string(source).render(messages=given, m=given[0])
-    except Exception as error:  # noqa: BLE001 - whatever a template comes to
-        found = f"{type(error).__name__}: {error}"
-    return re.sub(r"0x[0-9a-f]+", "(an address)", found)
+        result = environment.from_string(source).render(messages=messages, m=messages[0])
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        result = f"{type(error).__name__}: {error}"
+    return re.sub(r"0x[0-9a-f]+", "(an address)", result)
 
 
 @pytest.mark.parametrize("source", [*(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS])
-def test_the_short_ways_of_the_sandbox_lead_where_the_long_ones_do(source: str) -> None:
-    """Keys, methods, name spaces, what is not there, and what is forbidden."""
+def test_the_fast_paths_of_the_sandbox_change_nothing(source: str) -> None:
+    """Keys, methods, namespaces, missing names, and forbidden ones."""
     assert outcome(_Sandbox(), source) == outcome(jinja2.sandbox.ImmutableSandboxedEnvironment(), source)
 
 
@@ -71,16 +71,16 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_json_is_written_as_transformers_writes_it(arguments: dict[str, Any]) -> None:
-    """Arguments of a call and the schema of a tool: in their order, nothing escaped, spaces behind the marks."""
+    """Arguments of a call and the schema of a tool: in order, not escaped, with spaces after separators."""
     message = Message("assistant", tool_calls=(ToolCall("f", arguments),))
     tool = Tool("f", "", {"type": "object", "x": arguments})
-    written = template("{{ messages[-1].tool_calls[0].function.arguments|tojson }}{{ tools[0]|tojson }}")
+    compiled = template("{{ messages[-1].tool_calls[0].function.arguments|tojson }}{{ tools[0]|tojson }}")
     expected = _tojson(arguments) + _tojson(tool.to_chat())
     for _ in range(2):
-        assert written.render([message], [tool]) == expected
+        assert compiled.render([message], [tool]) == expected
 
 
-def test_a_rendering_leaves_nothing_for_the_next() -> None:
-    """Variables that a template sets at its top are gone."""
+def test_renderings_share_no_variables() -> None:
+    """Variables that a template sets at top level do not persist."""
     counting = template("{{ seen }}{% set seen = 'x' %}{{ seen }}{{ messages|length }}")
     assert [counting.render([Message("user", "U")]) for _ in range(2)] == ["x1", "x1"]

@@ -1,4 +1,4 @@
-"""The codec: long texts are encoded without holding the interpreter."""
+"""The codec encodes long texts without keeping the interpreter lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollouts.renderer.tokenizer import Codec
 
 
 def _steps_meanwhile(work: Callable[[], Any]) -> int:
-    """How often this thread gets on while another one works."""
+    """How many steps this thread makes while another one works."""
     begun, done = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -29,11 +29,11 @@ def _steps_meanwhile(work: Callable[[], Any]) -> int:
 
 
 def test_encoding_in_a_thread_leaves_the_loop_free(tokenizer: Any) -> None:
-    """``encode_batch_fast`` gives the interpreter up while it works; ``encode`` would not."""
-    found = tokenizer("qwen3")
-    codec, raw = Codec(found), found.backend_tokenizer
+    """``encode_batch_fast`` releases the interpreter lock; ``encode`` does not."""
+    loaded = tokenizer("qwen3")
+    codec, raw = Codec(loaded), loaded.backend_tokenizer
     text = "The quick brown fox jumps over 1234567 lazy dogs. " * 4000
     codec.encode(text)
     free = max(_steps_meanwhile(lambda: codec.encode(text)) for _ in range(3))
-    held = min(_steps_meanwhile(lambda: raw.encode(text, add_special_tokens=False)) for _ in range(3))
-    assert free > 10 * (held + 1)
+    blocked = min(_steps_meanwhile(lambda: raw.encode(text, add_special_tokens=False)) for _ in range(3))
+    assert free > 10 * (blocked + 1)
