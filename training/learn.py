@@ -137,8 +137,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         ended = time.monotonic()
         result: dict[str, Any] = {
-            "before": _told(before, lesson.held_out_rollouts),
-            "after": _told(after, lesson.held_out_rollouts),
+            "before": _describe(before, lesson.held_out_rollouts),
+            "after": _describe(after, lesson.held_out_rollouts),
             "steps": step,
             "seconds": {"total": ended - began, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
@@ -243,12 +243,12 @@ async def _evaluate(
     if not prompts:
         return []
     scores = task_scores(await run_evaluation(recipe.config, prompts, lesson.held_out_rollouts))
-    told = _told(scores, lesson.held_out_rollouts)
+    told = _describe(scores, lesson.held_out_rollouts)
     board.say(f"held out, {when}: " + " · ".join(f"{name} {value['text']}" for name, value in told.items()))
     return scores
 
 
-def _told(scores: Sequence[TaskScore], rollouts: int) -> dict[str, Any]:
+def _describe(scores: Sequence[TaskScore], rollouts: int) -> dict[str, Any]:
     if not scores:
         return {}
     estimates = {"reward": estimate_mean(scores)}
