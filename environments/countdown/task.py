@@ -1,7 +1,7 @@
 """The task in three parts: rows (from a file, or generated), one reply, and a reward that evaluates the equation.
 
-Invariant: the reward is 1 only if the answer is arithmetic over exactly the given numbers, and its value, as a fraction,
-is the target. No part of a reply is evaluated as Python.
+Invariant: the reward is 1 only if the answer is arithmetic over exactly the given numbers with the target as its exact
+value. No part of a reply is evaluated as Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ASKS = (
 )
 
 Countdown = SingleTurnEnvironment
-"""One reply with the equation; the prompt says all there is to say."""
+"""One reply with the equation; the prompt contains the instructions."""
 
 
 def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Prompt]:

@@ -225,10 +225,10 @@ def bench_peers(options: argparse.Namespace) -> list[Row]:
                 ):  # numbers of calculations have more or fewer digits
                     raise SystemExit(f"{name} has other tokens: {played}, ours {work['ours']}")
                 times[name] += [played.cpu] * (number > 0)
-            told = ", ".join(
+            times_so_far = ", ".join(
                 f"{name} {1000 * seconds[-1] / EPISODES:.2f}" for name, seconds in times.items() if seconds
             )
-            print(f"round {number}: ms/episode {told or '(warming up)'}", file=sys.stderr)
+            print(f"round {number}: ms/episode {times_so_far or '(warming up)'}", file=sys.stderr)
     return [_row(name, seconds, times["ours"], work[name]) for name, seconds in times.items()]
 
 

@@ -19,12 +19,12 @@ ANSWER = "The answer is 8."
 SYSTEM = "Use the tools. Finish with: The answer is N."
 
 
-_said = itertools.count()
+_CALCULATIONS = itertools.count()
 
 
 def calculated(value: float) -> str:
     """What each loop's tools answer; never twice the same, so that nobody gains from having seen it before."""
-    return f"{value:g} (calculation {next(_said)})"
+    return f"{value:g} (calculation {next(_CALCULATIONS)})"
 
 
 class Calculator(ToolEnvironment):

@@ -40,7 +40,7 @@ SHAPES = ("constant:1.5", "lognormal:1,0.8", "bimodal:0.8,4,0.2")
 ENGINE = "engine"
 TOLERANCE = 0.2
 Row = dict[str, float | int | str]
-_TOLD = (1.0, 3.0)
+_INPUT_FACTORS = (1.0, 3.0)
 """Factors of the runs that the plan is told."""
 _TIMES = {ENGINE: 2}
 """So many times as many batches, and rounds: the engine's are filled in a second, on cores that others have use for."""
@@ -115,20 +115,20 @@ def bench_plan(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for latency in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            told: list[Path] = []
+            inputs: list[Path] = []
             seconds: dict[float, list[float]] = {factor: [] for factor in options.factors}
             times = _TIMES.get(latency, 1)
             for number in range(options.rounds * times):  # all take turns, so that they see the same machine
-                for factor in (*_TOLD, *options.factors):
+                for factor in (*_INPUT_FACTORS, *options.factors):
                     path = Path(folder) / f"{number}-{factor:g}"
-                    batches = (options.told if factor in _TOLD else options.batches) * times
+                    batches = (options.input_batches if factor in _INPUT_FACTORS else options.batches) * times
                     measured_seconds = anyio.run(_run, latency, factor, number, batches, path, options)
                     print(f"{latency}, round {number}, factor {factor:g}: {measured_seconds:.3g} s", file=sys.stderr)
-                    if factor in _TOLD:
-                        told.append(path)
+                    if factor in _INPUT_FACTORS:
+                        inputs.append(path)
                     else:
                         seconds[factor].append(measured_seconds)
-            workload = measured(told)
+            workload = measured(inputs)
             for factor in options.factors:
                 found = plan(
                     workload,
@@ -171,6 +171,8 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factors", type=float, nargs="+", default=[1.5, 2.0], help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="groups (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4, help="rollouts in a group (default: %(default)s)")
-    parser.add_argument("--told", type=int, default=5, help="batches of each run that is told (default: %(default)s)")
+    parser.add_argument(
+        "--input-batches", type=int, default=5, help="batches of each run that is told (default: %(default)s)"
+    )
     parser.add_argument("--batches", type=int, default=8, help="of each run that is predicted (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="twice that for the engine (default: %(default)s)")
