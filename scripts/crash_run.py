@@ -1,13 +1,13 @@
 """Kill a real run with SIGKILL at random moments, resume it until it is done, and count what was lost.
 
-The engine keeps running; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and killed
-repeatedly: after a random time, or when its journal grows. After every fourth kill the first bytes of a record are added
-to the journal, as a kill during a write leaves them. At the end the same run is executed without a kill, and both are
-compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
+The engine keeps running; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and
+killed repeatedly: after a random time, or when its journal grows. After every fourth kill the first bytes of a record
+are added to the journal, as a kill during a write leaves them. At the end the same run is executed without a kill, and
+both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
-A third run without a kill, over the same prompts with another sampling seed, tests whether the stored samples are biased
-by length. The same test is printed for the samples that would remain if each kill discarded the rollouts in flight: it
-shows whether the test could have failed.
+A third run without a kill, over the same prompts with another sampling seed, tests whether the stored samples are
+biased by length. The same test is printed for the samples that would remain if each kill discarded the rollouts in
+flight: it shows whether the test could have failed.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ TEMPLATE = """\
 # -- demonstrations ---------------------------------------------------------------------------------------------------
 
 Turn = tuple[str, str | None]
-"""What the assistant writes, and what the tool answers to it (nothing at the end)."""
+"""One assistant message, and the tool's result (none at the end)."""
 
 
 def clean_turns(prompt: Prompt) -> list[Turn]:

@@ -26,14 +26,14 @@ HEAD = """# Model families
 Written by `scripts/families` from the renderer's self-test; do not edit. `rollouts check --model DIR` prints the same
 for any model.
 
-Calls are **read** if the dialect parses each call that the template writes (one, two in parallel, nested arguments, after
-text) with its name and arguments; **one a turn** if the template writes only one; else **not read**, and a run with tools
-starts only with `dialect="plain"`, which parses no calls.
+Calls are **read** if the dialect parses each call that the template writes (one, two in parallel, nested arguments,
+after text) with its name and arguments; **one a turn** if the template writes only one; else **not read**, and a run
+with tools starts only with `dialect="plain"`, which parses no calls.
 
-Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (the appended ids equal
-the template's own rendering), **forks** (the bridge is right, but the template rewrites earlier messages; `history=` sets
-what happens then) or **refused** (a run with such steps does not start). The verdict is the worst of them, and **refused**
-if calls are not read.
+Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (the appended ids
+equal the template's own rendering), **forks** (the bridge is right, but the template rewrites earlier messages;
+`history=` sets what happens then) or **refused** (a run with such steps does not start). The verdict is the worst of
+them, and **refused** if calls are not read.
 
 """
 REAL_HEAD = """## Templates as published

@@ -1,13 +1,13 @@
 """A run with faults: environments raise and hang, replies are lost, rewards are NaN, the engine dies twice.
 
-The engine, and a proxy that breaks its replies, run in their own processes. The checks concern this process: every batch
-is filled, the accounting adds up, no tasks, sockets or threads are left, and the event loop is on time. Exits with 1 if a
-check fails, or if the loop itself caused a lag of 100 ms or more.
+The engine, and a proxy that breaks its replies, run in their own processes. The checks concern this process: every
+batch is filled, the accounting adds up, no tasks, sockets or threads are left, and the event loop is on time. Exits
+with 1 if a check fails, or if the loop itself caused a lag of 100 ms or more.
 
-The lag that the loop itself caused is the lesser of two values. The first is its lag minus the time that its thread waited
-for a processor, which Linux counts; the rest is its work, waits for a disk, and waits for the interpreter lock of another
-thread. The second is the CPU time of all our threads in that period, which bounds the lag on an otherwise idle machine.
-All values are printed, and the lag of an idle loop in its own process.
+The lag that the loop itself caused is the lesser of two values. The first is its lag minus the time that its thread
+waited for a processor, which Linux counts; the rest is its work, waits for a disk, and waits for the interpreter lock
+of another thread. The second is the CPU time of all our threads in that period, which bounds the lag on an otherwise
+idle machine. All values are printed, and the lag of an idle loop in its own process.
 """
 
 from __future__ import annotations

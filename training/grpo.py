@@ -4,8 +4,8 @@
     numbers = trainer.step(samples)          # whole groups, as the manager returns them
 
 Invariant: a token has weight in the loss if and only if the policy sampled it, as its mask records. The loss of a batch
-is the mean over rollouts of the mean over their trained tokens, whatever the micro-batches and the number of branches of
-a rollout. The layouts padded and packed return the same numbers.
+is the mean over rollouts of the mean over their trained tokens, whatever the micro-batches and the number of branches
+of a rollout. The layouts padded and packed return the same numbers.
 
 The loss of a trained token with advantage A (``rollouts.training.batch`` computes A from rewards):
 

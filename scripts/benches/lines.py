@@ -1,7 +1,7 @@
-"""What the benchmarks say: one line each, with its target, and the table and the page that are made of them.
+"""The results of the benchmarks: one line each with its target, and the table and the page built from them.
 
-A line is a ratio of two things measured in one run, bytes, or milliseconds; it is the median of its rounds, beside the
-lowest and the highest of them.
+A line is a ratio of two measurements of one run, bytes, or milliseconds; it has the median of its rounds, the lowest
+and the highest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COLUMNS = ("name", "what", "median", "lowest to highest (rounds)", "target", "me
 
 
 def machine() -> dict[str, Any]:
-    """The machine, as far as it matters."""
+    """The relevant facts of the machine."""
     return {
         "cpus": os.cpu_count(),
         "architecture": platform.machine(),
@@ -71,7 +71,7 @@ def machine() -> dict[str, Any]:
 
 
 def page(lines: Sequence[Line], where: Mapping[str, Any], tokenizer: str) -> str:
-    """``docs/performance.md``."""
+    """Build ``docs/performance.md``."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     rows += ["| " + " | ".join(line.cells()) + " |" for line in lines]
     short = [line.name for line in lines if not line.ok]
