@@ -46,7 +46,7 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
         self._root: dict[str, Any] = {}
         self._systems: Sequence[str] = ()
         self._results: list[str] = []
-        """The results of the model's calls. A snapshot stores them under an older name."""
+        """The results of the model's calls. Snapshots store them under their former name."""
 
     @property
     def tools(self) -> Sequence[Tool]:

@@ -61,7 +61,7 @@ def events_of(
         "metadata": {**counters, "reward_sum": total if sample.step_rewards else None, "reward": sample.reward},
         "eventType": "rollout",
     }
-    said = [
+    messages = [
         {
             "eventId": str(uuid.uuid4()),
             "timestamp": now,
@@ -72,12 +72,12 @@ def events_of(
             **fields,
             "eventType": "message",
         }
-        for index, fields in enumerate(_said(sample.messages, calls))
+        for index, fields in enumerate(_messages(sample.messages, calls))
     ]
-    return [_without_nothing(event) for event in [begun, *said]]
+    return [_without_nothing(event) for event in [begun, *messages]]
 
 
-def _said(messages: Iterable[Mapping[str, Any]], calls: Sequence[CallRecord]) -> Iterable[dict[str, Any]]:
+def _messages(messages: Iterable[Mapping[str, Any]], calls: Sequence[CallRecord]) -> Iterable[dict[str, Any]]:
     by_id = {call.id: call for call in calls if call.id}
     answered: set[str] = set()
     kinds = {"system": "system_message", "user": "user_message", "assistant": "assistant_message"}

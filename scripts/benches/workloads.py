@@ -115,10 +115,10 @@ class Play:
         end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
         if len(end) > workload.reply:
             raise SystemExit(f"this tokenizer writes a call in {len(end)} tokens; the workload's replies have fewer")
-        words_said = renderer.encode(text(2 * workload.reply)).tolist()
-        while len(words_said) < workload.reply:
-            words_said *= 2
-        reply = (*words_said[: workload.reply - len(end)], *end)
+        words = renderer.encode(text(2 * workload.reply)).tolist()
+        while len(words) < workload.reply:
+            words *= 2
+        reply = (*words[: workload.reply - len(end)], *end)
         tools = tuple(Looker(observations, workload.turns).tools)
         history = [Message("user", "U"), renderer.parse(reply, tools=tools)]
         results = [Message("tool", said, tool_call_id="call00000", name="look") for said in observations]
