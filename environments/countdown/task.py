@@ -27,7 +27,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 200
 """Maximum number of characters of an equation; longer ones are wrong."""
 
-_ASKS = (
+_QUESTION = (
     "Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic operations "
     "(+, -, *, /) and each number must be used exactly once. Return the final equation in <answer> </answer> tags, "
     "for example <answer> (1 + 2) / 3 </answer>."
@@ -65,7 +65,7 @@ def countdown_prompts(seed: int, *, numbers: int = 3, largest: int = 99) -> Iter
         if 0 < value <= 1000:
             target = int(value)
             metadata = {"nums": nums, "target": target, "one_solution": text}
-            yield Prompt(_ASKS.format(nums=nums, target=target), label=str(target), metadata=metadata)
+            yield Prompt(_QUESTION.format(nums=nums, target=target), label=str(target), metadata=metadata)
 
 
 def countdown_reward(sample: Sample, *, format_reward: float = 0.0) -> float:
