@@ -1,5 +1,5 @@
-"""Independent references for the renderer: ``renderers`` of Prime Intellect, written by hand for each family, and OpenAI's
-own ``openai-harmony``. Each builds the same bridge, or parses the same reply; the test explains each difference.
+"""Independent references for the renderer: ``renderers`` of Prime Intellect, hand-written for each family, and OpenAI's
+``openai-harmony``. Each builds the same bridge, or parses the same reply; the test explains each difference.
 
 Their renderers keep thoughts here (``thinking_retention="all"``), as ``history="append"`` does.
 """
@@ -97,7 +97,8 @@ def both(name: str, request: pytest.FixtureRequest) -> tuple[Renderer, Any]:
 def explained(name: str, ours: str, theirs: str, new: list[Message], *, cut: bool) -> tuple[str, str]:
     """Both bridges without their known differences; ours follows the given template."""
     if name == "GLM-4.6" and cut:
-        # The template has no closing mark: after a cut reply it writes the next role's. ``renderers`` writes an end of text.
+        # The template has no closing mark: after a cut reply it writes the next role's.
+        # ``renderers`` writes an end of text.
         theirs = theirs.removeprefix("<|endoftext|>")
     if name in ("DeepSeek-V3", "DeepSeek-R1 distill"):
         # These templates write a newline between two outputs.
