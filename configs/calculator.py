@@ -12,7 +12,7 @@ from rollouts.training import Sample
 
 
 def exact_answer_reward(sample: Sample) -> float:
-    """1 if the last thing the model said is ``The answer is N.`` with the right N, else 0."""
+    """1 if the last message is the reply ``The answer is N.`` with the right N, else 0."""
     last = sample.messages[-1] if sample.messages else {}
     return float(last.get("role") == "assistant" and last.get("content") == f"The answer is {sample.label}.")
 

@@ -1,4 +1,4 @@
-"""Calculator agents that a model learns from: smaller batches than configs/calculator.py, and every group kept.
+"""Calculator agents for training: smaller batches than configs/calculator.py, and every group kept.
 
 scripts/learn
 """
@@ -22,7 +22,7 @@ def recipe(
     two_step_share: float = 0.5,
     seed: int = 0,
 ) -> Recipe:
-    """Groups without spread stay in the batch: its mean reward is the policy's. The trainer passes over them."""
+    """Groups without spread stay in the batch, so that its mean reward is the policy's. The trainer skips them."""
     recipe = calculator(
         endpoint,
         batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""Countdown: make a number out of others.
+"""Countdown: combine given numbers to a target.
 
 rollouts run configs/countdown.py --out runs/countdown
 """
@@ -27,7 +27,7 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Rows from ``data``, or so many made-up problems."""
+    """Rows from ``data``, or generated problems."""
     made_up = islice(countdown_prompts(seed, numbers=numbers), prompts)
     return agent_recipe(
         "countdown",

@@ -35,7 +35,7 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Each prompt brings its own functions: the first reply is scored, or a conversation with a disk behind it."""
+    """Each prompt has its own functions; the first reply is scored, or a conversation on a simulated disk."""
     in_turns = variant == "turns"
     return agent_recipe(
         "function_calling" + "-turns" * in_turns,

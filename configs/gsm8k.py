@@ -1,4 +1,4 @@
-"""GSM8K against a server of yours, in one reply or with a calculator.
+"""GSM8K on your own server, in one reply or with a calculator.
 
     rollouts run configs/gsm8k.py --endpoint http://HOST:30000 --model Qwen/Qwen2.5-7B-Instruct \\
         --data gsm8k_train.jsonl --out runs/gsm8k
@@ -32,7 +32,7 @@ def recipe(
     history: OnRewrite = "append",
     seed: int = 0,
 ) -> Recipe:
-    """GSM8K rows from ``data``; ``keep=all`` also takes groups whose rewards do not differ."""
+    """GSM8K rows from ``data``; ``keep=all`` also keeps groups without spread."""
     return agent_recipe(
         f"gsm8k-{variant}",
         endpoint,

@@ -41,7 +41,7 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Each batch has the environments' prompts by weight; its metrics are told by environment."""
+    """Each batch has the environments' prompts by weight, and metrics for each environment."""
     weights = dict.fromkeys(ENVIRONMENTS, 1.0) if weights is None else weights
     unknown = weights.keys() - ENVIRONMENTS.keys()
     if unknown:

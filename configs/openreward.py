@@ -1,4 +1,4 @@
-"""OpenReward environments as its training kit has them: the same configuration and the same rows.
+"""OpenReward environments with the configuration and the rows of its training kit.
 
     python -m environments.openreward.prepare_tasks --config train_config.yaml --output tasks.jsonl
     rollouts run configs/openreward.py --endpoint http://HOST:30000 --model Qwen/Qwen3-4B \\
@@ -33,7 +33,7 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Rows of ``data`` in the environments of ``config``; ``trajectories`` is a file to export them to."""
+    """Rows of ``data`` in the environments of ``config``; ``trajectories`` is the file of exported trajectories."""
     settings = load_settings(config)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     endpoint = attrs.evolve(endpoint, sampling=sampling)

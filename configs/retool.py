@@ -1,4 +1,4 @@
-"""Mathematics with Python as a tool, on DAPO's problems, AIME's, or yours.
+"""Mathematics with Python as a tool, on DAPO's problems, AIME's, or your own.
 
     rollouts run configs/retool.py --endpoint http://HOST:30000 --model Qwen/Qwen3-4B \\
         --data dapo-math-17k.jsonl --out runs/retool

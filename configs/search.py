@@ -29,7 +29,7 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Questions from ``data`` about the documents of ``corpus``, or a made-up world."""
+    """Questions from ``data`` about the documents of ``corpus``, or a generated world."""
     if (data is None) != (corpus is None):
         raise ConfigError.of("options data, corpus", (data, corpus), "both, or neither for a made-up world")
     documents, questions = made_up_world(seed, people=people)

@@ -1,4 +1,4 @@
-"""Writes docs/bad_inputs.md: bad inputs and faults with what is said of each, from the rows that the tests provoke."""
+"""Writes docs/bad_inputs.md: bad inputs and faults with their messages, from the rows that the tests provoke."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The calculator recipe with a witness: every call of the reward is noted in a file before the run can know of it.
+"""The calculator recipe with a witness file, which records every call of the reward before the run gets its result.
 
-Used by ``scripts/crash_test``; the witness survives the death of the run, and knows nothing of its journal.
+Used by ``scripts/crash_test``; the file survives the death of the run, and is independent of its journal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def recipe(
     prompts: int = 300,
     sampling_seed: int = 0,
 ) -> Recipe:
-    """Small groups, endless data in a fixed order, whatever is sampled."""
+    """Small groups, endless data in a fixed order, independent of the samples."""
     made = calculator(
         endpoint, batch_size=batch_size, n_samples_per_prompt=n_samples_per_prompt, prompts=prompts, epochs=None
     )

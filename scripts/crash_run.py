@@ -1,13 +1,13 @@
 """Kill a real run with SIGKILL at random moments, resume it until it is done, and count what was lost.
 
-The engine lives on; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and killed
-again and again: after a random time, or the moment its journal is seen growing. After every fourth kill the first bytes
-of a record are added to the journal, as a death inside a write leaves them. At the end the same run is made without a
-kill, and both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
+The engine keeps running; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and
+killed repeatedly: after a random time, or when its journal grows. After every fourth kill the first bytes of a record
+are added to the journal, as a kill during a write leaves them. At the end the same run is executed without a kill, and
+both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
-Whether what is kept depends on its length is tested against a third run without a kill, over the same prompts, that
-samples with another seed: nothing but chance makes the two alike. The same test of what would have been kept, had each
-kill thrown away what was in flight, is printed beside it: it tells whether the test could have failed.
+A third run without a kill, over the same prompts with another sampling seed, tests whether the stored samples are
+biased by length. The same test is printed for the samples that would remain if each kill discarded the rollouts in
+flight: it shows whether the test could have failed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process forks
 
 BIASED = 0.001
-"""A run without bias fails by chance once in 500: of the two tests each once in 1,000."""
+"""An unbiased run fails by chance once in 500: each of the two tests once in 1,000."""
 
 RECIPE = ROOT / "scripts" / "crash_recipe.py"
 
 
 @contextlib.contextmanager
 def engine(log: Path) -> Iterator[str]:
-    """The embedded engine in a process of its own; gives its URL."""
+    """Run the embedded engine in its own process; yields its URL."""
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--slots", "48", "--stop-with-stdin"]
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -73,7 +73,7 @@ def engine(log: Path) -> Iterator[str]:
 
 
 def forked(arguments: list[str], log: Path) -> int:
-    """A command of ours in a child process; its pid."""
+    """Run a ``rollouts`` command in a forked child process; returns its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -88,7 +88,7 @@ def forked(arguments: list[str], log: Path) -> int:
 
 
 def finished_in(run: Path) -> tuple[dict[int, int], RunHistory | None]:
-    """Index and token checksum of every rollout that the journal calls finished."""
+    """Index and token checksum of every rollout that is finished in the journal."""
     if not (run / "journal").is_dir():
         return {}, None
     history = RunHistory.read(run / "journal")
@@ -105,14 +105,14 @@ def stored(run: Path) -> Counter[tuple[int, int]]:
 
 
 def kill_one_life(pid: int, run: Path, rng: random.Random, longest: float) -> bool:
-    """Kill a child at a random moment; False if it had ended by itself."""
+    """Kill a child at a random moment; returns False if it had already ended."""
     at_growth = rng.random() < 0.5
     until = time.monotonic() + rng.uniform(0.05, longest)
     while time.monotonic() < until:
         if os.waitpid(pid, os.WNOHANG)[0]:
             return False
         time.sleep(0.005)
-    if at_growth:  # the moment the journal grows: between a write and what follows from it
+    if at_growth:  # when the journal grows: between a write and the action that follows it
         size, give_up = journal_size(run), time.monotonic() + 1.0
         while journal_size(run) == size and time.monotonic() < give_up:
             pass
@@ -126,9 +126,9 @@ def journal_size(run: Path) -> int:
 
 
 def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
-    """Add the beginning of a record to the journal, as a write that was cut off leaves it.
+    """Add the beginning of a record to the journal, as an interrupted write leaves it.
 
-    Not after another one (the journal is as long as that left it): whoever writes has cut off what was torn before.
+    Does nothing if the journal still ends with the last torn record: a resumed run cuts that off before it writes.
     """
     if journal_size(run) == torn_at:
         return False
@@ -181,10 +181,10 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     options = ["--set", f"witness={witness}"]
     renderer_for(str(DEMO_MODEL))  # so that what it imports is loaded before the first fork
     finished: dict[int, int] = {}
-    """Life after whose death each index was seen finished in the journal."""
+    """The number of the kill after which each index was first finished in the journal."""
     lives: dict[int, int] = {}
     caught: set[int] = set()
-    """Rollouts that a kill found in flight."""
+    """Rollouts in flight at a kill."""
     kills = torn = torn_at = going_on = 0
     began = time.monotonic()
     while kills < args.kills:
@@ -213,11 +213,11 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     assert history is not None
     batches = str(len(history.sealed) + 1)
     reference, other = folder / "reference", folder / "other"
-    afresh = [*base, "--set", f"witness={folder / 'reference_witness'}", "--batches", batches]
+    unkilled = [*base, "--set", f"witness={folder / 'reference_witness'}", "--batches", batches]
     for arguments in (
         [*base, *options, "--resume", str(run), "--batches", batches],
-        [*afresh, "--out", str(reference)],
-        [*afresh, "--set", "sampling_seed=1", "--out", str(other)],
+        [*unkilled, "--out", str(reference)],
+        [*unkilled, "--set", "sampling_seed=1", "--out", str(other)],
     ):
         _, status = os.waitpid(forked(arguments, log), 0)
         if status:
@@ -249,16 +249,16 @@ def compare(
     report = verify_run(run)
     bad = 0
 
-    def tell(what: str, count: int) -> None:
+    def report_count(what: str, count: int) -> None:
         nonlocal bad
         bad += count
         print(f"{count} {what}")
 
     history = finished_in(run)[1]
     assert history is not None
-    handed_back = {number * 4 + k for number in history.unsettled for k in range(4)}
-    tell("finished rollouts lost", len([i for i in finished if i not in copies and i not in handed_back]))
-    tell("rollouts doubled", sum(count > 1 for count in copies.values()))
+    unsettled_indices = {number * 4 + k for number in history.unsettled for k in range(4)}
+    report_count("finished rollouts lost", len([i for i in finished if i not in copies and i not in unsettled_indices]))
+    report_count("rollouts doubled", sum(count > 1 for count in copies.values()))
     again = window = 0
     seen: dict[int, int] = {}
     for line in witness.read_text().splitlines():
@@ -267,22 +267,26 @@ def compare(
         again += index in finished and life > finished[index]
         window += index in seen and not (index in finished and life > finished[index])
         seen[index] = life
-    tell("finished rollouts generated again", again)
+    report_count("finished rollouts generated again", again)
     print(f"  ({window} were scored a second time, because the kill came between their reward and their record)")
     groups = {row.data["group_index"]: row.data["prompt"] for row in rows}
     buffer = recipe(Endpoint(model=str(DEMO_MODEL)), witness=witness).data_buffer
     expected = {prompt.group_index: prompt.prompt for prompt in buffer.get_prompts(history.groups)}
     settled = set(expected) - set(history.unsettled)
-    # What came to no end must have been taken again by the last life: it was in flight when the last batch was full.
-    tell("prompts skipped", len(settled - set(groups)) + len(set(history.unsettled) - taken_in_the_last_life(run)))
-    tell("prompts repeated or exchanged", sum(expected.get(number) != prompt for number, prompt in groups.items()))
-    tell("violations found by verify", len(report.violations))
+    # The last life must have taken unsettled prompts again: they were in flight when the last batch was full.
+    report_count(
+        "prompts skipped", len(settled - set(groups)) + len(set(history.unsettled) - taken_in_the_last_life(run))
+    )
+    report_count(
+        "prompts repeated or exchanged", sum(expected.get(number) != prompt for number, prompt in groups.items())
+    )
+    report_count("violations found by verify", len(report.violations))
     print("\n".join(f"  {line}" for line in [*str(report).splitlines(), *map(str, report.violations[:5])]))
     accounting = read_info(run)["accounting"]
-    tell("by which the accounting does not add up", abs(2 * accounting["taken"] - sum(accounting.values())))
+    report_count("difference in the sum of the accounting", abs(2 * accounting["taken"] - sum(accounting.values())))
     print(f"  {accounting}")
     went_on = sum("turns_before_resume" in row.data["metrics"] for row in rows)
-    print(f"{went_on} rollouts went on from their last finished turn ({going_on} were in the middle when killed)")
+    print(f"{went_on} rollouts resumed from their last finished turn ({going_on} were within an episode when killed)")
     other = {row.data["index"]: row.data["tokens"] for row in read_rows(reference, "all")}
     both = [row for row in rows if row.data["index"] in other]
     same = sum(other[row.data["index"]] == row.data["tokens"] for row in both)
@@ -290,27 +294,27 @@ def compare(
     return bad
 
 
-# -- bias: is what is kept another set than without a kill? -----------------------------------------------------------
+# -- bias: do kills change the distribution of the kept samples? ------------------------------------------------------
 
 
 def compare_lengths(run: Path, other: Path, caught: set[int]) -> int:
-    """Whether the lengths of what the killed run has are those of a run without a kill that samples by another seed.
+    """Compare the lengths of the killed run with those of a run without a kill and with another sampling seed.
 
-    A group counts once, with the mean of its rollouts: they have a prompt in common.
+    A group counts once, with the mean of its rollouts, because they share a prompt.
     """
     mine, theirs = list(read_rows(run, "all")), list(read_rows(other, "all"))
     uncaught = [row for row in mine if row.data["index"] not in caught]
     first, second = (np.array(list(lengths_of(rows, "kept").values())) for rows in (mine, theirs))
-    bad = tell_lengths("groups kept", first, second, permutation_test(first, second), asserted=True)
+    bad = report_lengths("groups kept", first, second, permutation_test(first, second), asserted=True)
     for name, rows, asserted in (
-        ("groups played, pairs of one prompt", mine, True),
-        (f"the same without the {len(mine) - len(uncaught)} rollouts that a kill found in flight", uncaught, False),
+        ("all groups, pairs of one prompt", mine, True),
+        (f"the same without the {len(mine) - len(uncaught)} rollouts in flight at a kill", uncaught, False),
     ):
         found, wanted = lengths_of(rows), lengths_of(theirs)
         numbers = sorted(found.keys() & wanted.keys())
         first, second = (np.array([each[number] for number in numbers]) for each in (found, wanted))
-        bad += tell_lengths(name, first, second, pair_test(first - second), asserted=asserted)
-    print("  (the last line is of a run that throws away what is in flight: the test has seen that if p is small)")
+        bad += report_lengths(name, first, second, pair_test(first - second), asserted=asserted)
+    print("  (the last line simulates a run that discards rollouts in flight: the test detects that if p is small)")
     return bad
 
 
@@ -323,7 +327,7 @@ def lengths_of(rows: list[Row], outcome: str | None = None) -> dict[int, float]:
     return {number: float(np.mean(found)) for number, found in lengths.items()}
 
 
-def tell_lengths(name: str, first: np.ndarray, second: np.ndarray, p: float, *, asserted: bool) -> int:
+def report_lengths(name: str, first: np.ndarray, second: np.ndarray, p: float, *, asserted: bool) -> int:
     print(
         f"sampled tokens a rollout, {name}: {first.mean():.2f} with kills (n={len(first)}), {second.mean():.2f} by "
         f"another seed and without (n={len(second)}), permutation test p = {p:.4f}"
@@ -332,7 +336,7 @@ def tell_lengths(name: str, first: np.ndarray, second: np.ndarray, p: float, *, 
 
 
 def pair_test(differences: np.ndarray, rounds: int = 5000) -> float:
-    """Probability of a mean at least as far from 0, if the sign of each difference were a matter of chance."""
+    """Probability of a mean at least as far from 0, if the sign of each difference were random."""
     rng = np.random.default_rng(0)
     seen = abs(differences.mean())
     signs = rng.choice([-1.0, 1.0], size=(rounds, len(differences)))

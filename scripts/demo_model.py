@@ -1,9 +1,9 @@
 """Train the demo model of the embedded engine, a tokenizer and a Qwen3 of 180 000 parameters, in minutes on one core.
 
-Stage 1 learns clean demonstrations of the calculator task, until almost every problem is solved. Stage 2 goes on with
-demonstrations of which most have a mistake, so that the model which is shipped solves about a third and its samples of
-one prompt differ: something that reinforcement learning can improve. Everything is seeded; the figures in the README of
-the model are the ones that this script measured.
+Stage 1 learns clean demonstrations of the calculator task, until almost every problem is solved. Stage 2 continues with
+demonstrations, most of them with a mistake, so that the shipped model solves about a third of the problems and its
+samples of one prompt differ: reinforcement learning can improve it. Everything is seeded; this script measured the
+figures in the README of the model.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rollouts.environments.calculator import CalculatorEnvironment, calculator_p
 
 CONTEXT = 1024
 MEASURED = 777_777
-"""Seed of the problems that are measured with; training draws from others."""
+"""Seed of the evaluation problems; training uses other seeds."""
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 SPLIT = r"\p{N}{1,2}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
-"""How text falls into words: numbers in groups of two digits, so that 0 to 99 are one token each."""
+"""The word rule: numbers in groups of two digits, so that 0 to 99 are one token each."""
 
 OPERATORS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "+": ("add", lambda a, b: a + b),
@@ -97,7 +97,7 @@ TEMPLATE = """\
 # -- demonstrations ---------------------------------------------------------------------------------------------------
 
 Turn = tuple[str, str | None]
-"""What the assistant writes, and what the tool answers to it (nothing at the end)."""
+"""One assistant message, and the tool's result (none at the end)."""
 
 
 def clean_turns(prompt: Prompt) -> list[Turn]:
@@ -110,7 +110,7 @@ def clean_turns(prompt: Prompt) -> list[Turn]:
 
 
 def flawed_turns(prompt: Prompt, rng: random.Random) -> list[Turn]:
-    """The demonstration with one mistake; whatever follows the mistake is consistent with it."""
+    """The demonstration with one mistake; the following steps are consistent with it."""
     steps = prompt.metadata["steps"]
     kind = rng.choice(("operator", "swap", "digit", "answer", "guess", "short"))
     if kind == "guess" or (kind == "short" and len(steps) == 1):
@@ -163,7 +163,7 @@ def system_text() -> str:
 
 
 def opening_text(prompt: Prompt) -> str:
-    """The same text that the chat template gives, without its cost; :func:`check_template` compares them."""
+    """The text that the chat template renders, at lower cost; :func:`check_template` compares them."""
     system, user = f"<|im_start|>system\n{system_text()}<|im_end|>\n", f"<|im_start|>user\n{prompt.prompt}<|im_end|>\n"
     return f"{system}{user}<|im_start|>assistant\n"
 
@@ -183,7 +183,7 @@ def transcript(prompt: Prompt, turns: Iterable[Turn]) -> str:
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on demonstrations: every text can be encoded, and comes back as it was."""
+    """Byte-level BPE trained on demonstrations; every text survives encoding and decoding."""
     prompts = calculator_prompts(seed)
     rng = random.Random(seed)
     texts = []
@@ -217,7 +217,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def check_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """The demonstrations are, to the letter, what the chat template writes."""
+    """Exit if a demonstration differs from the rendering of the chat template."""
     tools: list[dict[Any, Any] | Callable[..., Any]] = [tool.to_chat() for tool in CalculatorEnvironment().tools]
     prompt = next(calculator_prompts(0, two_step_share=1.0))
     chat: list[dict[str, Any]] = [{"role": "system", "content": CalculatorEnvironment.system_prompt}]
@@ -288,7 +288,7 @@ def batches(
 def assistant_logprobs(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the assistant's tokens, flat, and the row that each belongs to.
 
-    Padding stands on the right, where causal attention keeps it out of sight, so no attention mask is needed.
+    Padding is on the right, where causal attention ignores it, so no attention mask is needed.
     """
     ids, mask = batch
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -354,9 +354,9 @@ def train(
 def clean_probability(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, count: int
 ) -> list[float]:
-    """How probable the clean demonstration is at temperature 1: its mean over one-step and over two-step problems.
+    """The mean probability of the clean demonstration at temperature 1, over one-step and over two-step problems.
 
-    A problem can be solved in other ways too, so each is a lower bound of the accuracy, without the noise of sampling.
+    Other solutions exist, so each is a lower bound of the accuracy, without sampling noise.
     """
     means = []
     for share in (0.0, 1.0):
@@ -380,7 +380,7 @@ NEW_TOKENS = 48
 async def episode(
     session: aiohttp.ClientSession, url: str, tokenizer: Any, prompt: Prompt, seed: int
 ) -> tuple[bool, int]:
-    """Play one problem at temperature 1: whether the answer was right, and how many tokens were sampled."""
+    """Run one problem at temperature 1; returns whether the answer was right, and the number of sampled tokens."""
     environment = CalculatorEnvironment()
     ids: list[int] = tokenizer.encode(opening_text(prompt))
     sampled = 0
@@ -399,7 +399,7 @@ async def episode(
 
 
 def read_call(text: str) -> ToolCall | None:
-    """The call that a reply consists of; any other reply is an answer."""
+    """The call that a reply consists of; ``None`` for an answer."""
     match = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text)
     if match is None:
         return None
@@ -413,7 +413,7 @@ def read_call(text: str) -> ToolCall | None:
 
 
 async def measure(folder: Path, tokenizer: Any, seed: int, groups: int, size: int) -> dict[str, float]:
-    """Play ``groups`` problems ``size`` times each, with the embedded engine."""
+    """Run ``groups`` problems ``size`` times each with the embedded engine."""
     prompts = list(itertools.islice(calculator_prompts(seed), groups))
     rewards = [[False] * size for _ in prompts]
     sampled = 0
@@ -447,7 +447,7 @@ async def measure(folder: Path, tokenizer: Any, seed: int, groups: int, size: in
     }
 
 
-# -- the whole --------------------------------------------------------------------------------------------------------
+# -- main -------------------------------------------------------------------------------------------------------------
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Writes docs/families.md: what the self-test says of each model family. With --check, says whether it is up to date.
+"""Writes docs/families.md, the verdicts of the self-test on each model family. With --check, tests if it is up to date.
 
-Needs the test assets: ROLLOUTS_TEST_ASSETS, or ../shared/assets beside the project.
+Needs the test assets: ROLLOUTS_TEST_ASSETS, or ../shared/assets next to the project.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PAGE = ROOT / "docs" / "families.md"
 HEAD = """# Model families
 
 Written by `scripts/families` from the renderer's self-test; do not edit. `rollouts check --model DIR` prints the same
-for a model of yours.
+for any model.
 
-Calls are **read** if the dialect gives back each call that the template writes (one, two in parallel, nested arguments,
-behind text) with its name and arguments; **one a turn** if the template writes no second one; else **not read**, and no
-run with tools starts unless `dialect="plain"` says that none is to be read.
+Calls are **read** if the dialect parses each call that the template writes (one, two in parallel, nested arguments,
+after text) with its name and arguments; **one a turn** if the template writes only one; else **not read**, and a run
+with tools starts only with `dialect="plain"`, which parses no calls.
 
-Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (ids appended step by
-step are the template's own rendering), **forks** (the bridge is right, and the template writes what came before it
-otherwise once it is history: `history=` says what is done then) or **refused** (a run with such steps does not start).
-The verdict is the worst of them, and **refused** where calls are not read.
+Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (the appended ids
+equal the template's own rendering), **forks** (the bridge is right, but the template rewrites earlier messages;
+`history=` sets what happens then) or **refused** (a run with such steps does not start). The verdict is the worst of
+them, and **refused** if calls are not read.
 
 """
 REAL_HEAD = """## Templates as published
@@ -44,7 +44,7 @@ REAL_HEAD = """## Templates as published
 SMALL_HEAD = """
 ## Small templates with the quirks of other families
 
-The templates of these families were not at hand, or not needed: small ones with their structure were tested instead.
+These families are tested with small templates of the same structure, because theirs were not available or not needed.
 
 | family | template | dialect | calls | stops at | verdict | forks | refused | known for |
 |---|---|---|---|---|---|---|---|---|
@@ -52,13 +52,13 @@ The templates of these families were not at hand, or not needed: small ones with
 WHY_HEAD = """
 ## Why
 
-What the self-test says of the first step that is not exact, and of calls that are not read.
+The self-test's reason for the first step that is not exact, and for calls that are not read.
 
 """
 
 
 class Assets:
-    """What pytest's ``request`` is to :mod:`tests.families`: the fixtures, without pytest."""
+    """A substitute for pytest's ``request``, for the fixtures of :mod:`tests.families`."""
 
     def __init__(self, folder: Path, unpacked: Path) -> None:
         self.folder, self.unpacked = folder, unpacked

@@ -1,14 +1,13 @@
-"""A run in a bad world: environments raise and hang, replies are lost, rewards are none, the engine dies twice.
+"""A run with faults: environments raise and hang, replies are lost, rewards are NaN, the engine dies twice.
 
-The engine, and a proxy before it that breaks replies, are processes of their own. What is measured is this process:
-whether every batch is filled, whether the sum holds, what is left over (tasks, sockets, threads), and by how much its
-event loop is late. Exits with 1 if anything of that fails, or if the loop was once late by 100 ms or more by itself.
+The engine, and a proxy that breaks its replies, run in their own processes. The checks concern this process: every
+batch is filled, the accounting adds up, no tasks, sockets or threads are left, and the event loop is on time. Exits
+with 1 if a check fails, or if the loop itself caused a lag of 100 ms or more.
 
-By itself is the lesser of two: its lag less the time that its thread stood in the machine's line for a processor, which
-Linux counts (what is left is its work, waits for a disk, and waits for the interpreter's lock while another thread of
-ours has it, even where that one stands in line itself); and the time of processors that all our threads used meanwhile,
-beyond which no loop is late on a machine that has nothing else to do. All are printed, and beside them how late an idle
-loop was in a process of its own.
+The lag that the loop itself caused is the lesser of two values. The first is its lag minus the time that its thread
+waited for a processor, which Linux counts; the rest is its work, waits for a disk, and waits for the interpreter lock
+of another thread. The second is the CPU time of all our threads in that period, which bounds the lag on an otherwise
+idle machine. All values are printed, and the lag of an idle loop in its own process.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ from rollouts.training.failures import FailurePolicy
 from rollouts.training.manager import AsyncRolloutManager
 
 ROOT = Path(__file__).resolve().parents[1]
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool of threads would stand in line behind the engine's
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool of threads would compete with the engine's
 
 BOUND = 100.0
-"""Milliseconds that the loop may be late by itself."""
+"""Maximum lag in milliseconds that the loop itself may cause."""
 
 FAULTS: Counter[str] = Counter()
 RNG = random.Random(0)
 
 
 class BadWorld(CalculatorEnvironment):
-    """Of its episodes 20 % raise, in start or step, and 5 % hang, in an await or in a thread."""
+    """An environment: 20 % of its episodes raise in start or step, and 5 % hang in an await or in a thread."""
 
     def __init__(self) -> None:
         draw = RNG.random()
@@ -94,7 +93,7 @@ class BadWorld(CalculatorEnvironment):
 
 
 def bad_reward(sample: Sample) -> float:
-    """Of its calls 3 % raise or give NaN."""
+    """A reward: 3 % of its calls raise or return NaN."""
     draw = RNG.random()
     if draw < 0.03:
         FAULTS["reward raised or NaN"] += 1
@@ -104,11 +103,11 @@ def bad_reward(sample: Sample) -> float:
     return exact_answer_reward(sample)
 
 
-# -- the engine and the proxy before it -------------------------------------------------------------------------------
+# -- the engine and its proxy -----------------------------------------------------------------------------------------
 
 
 class Engine:
-    """The embedded engine on one port, to be killed and started again."""
+    """The embedded engine on one port, which can be killed and restarted."""
 
     def __init__(self, log: Path) -> None:
         with socket.socket() as probe:
@@ -163,7 +162,7 @@ def proxy(target: str, pipe: Connection) -> None:
             return cut(request)
         if fault == "reset in body":
             response = web.StreamResponse(headers={"Content-Length": str(len(payload))})
-            with contextlib.suppress(ConnectionError):  # whoever asked has gone already
+            with contextlib.suppress(ConnectionError):  # the client has already disconnected
                 await response.prepare(request)
                 await response.write(payload[: len(payload) // 2])
             return cut(request)
@@ -206,7 +205,7 @@ def sockets() -> int:
 
 @attrs.frozen
 class Moment:
-    """Clocks of this thread, in seconds."""
+    """Scheduling times of this thread, in seconds."""
 
     now: float = attrs.field(factory=time.monotonic)
     worked: float = attrs.field(factory=time.thread_time)
@@ -215,7 +214,7 @@ class Moment:
 
 
 def stood_in_line() -> float:
-    """Seconds that this thread was ready to run and had no processor; 0 where the system does not say."""
+    """Seconds that this thread waited for a processor; 0 if the system does not report it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -224,18 +223,18 @@ def stood_in_line() -> float:
 
 @attrs.frozen
 class Lateness:
-    """What each look at a loop found, in milliseconds."""
+    """Samples of a loop's lag, in milliseconds."""
 
     lags: list[float] = attrs.field(factory=list)
     out_of_line: list[float] = attrs.field(factory=list)
-    """The lag, less the time in line for a processor."""
+    """The lag minus the wait for a processor."""
     own: list[float] = attrs.field(factory=list)
-    """The same, and no more than all threads of the process worked meanwhile."""
+    """The same, bounded by the CPU time of all threads of the process."""
     work: list[float] = attrs.field(factory=list)
-    """Time of the processor that the loop's thread used between two looks."""
+    """CPU time of the loop's thread between two samples."""
 
     async def watch(self) -> None:
-        """Look every 10 ms until cancelled."""
+        """Sample every 10 ms until cancelled."""
         before = Moment()
         while True:
             await anyio.sleep(0.01)
@@ -259,7 +258,7 @@ def _spread(numbers: list[float]) -> str:
 
 
 def control(pipe: Connection) -> None:
-    """A loop that does nothing, looked at in the same way."""
+    """The lag of an idle loop, sampled in the same way."""
 
     async def idle() -> Lateness:
         late = Lateness()
@@ -273,7 +272,7 @@ def control(pipe: Connection) -> None:
 
 
 async def restart_twice(manager: AsyncRolloutManager, engine: Engine, groups: int) -> None:
-    """Kill the engine after a quarter and after a half of the groups, and start it again."""
+    """Kill and restart the engine after a quarter and after a half of the groups."""
     for share in (0.25, 0.5):
         while manager.accounting.in_batch + manager.accounting.ready < share * groups:  # noqa: ASYNC110 - no event
             await anyio.sleep(0.05)
@@ -315,14 +314,14 @@ async def play(args: argparse.Namespace, url: str, engine: Engine, out: Path) ->
     late = Lateness()
     seen: list[AsyncRolloutManager] = []
 
-    async def beside(manager: AsyncRolloutManager) -> None:
+    async def watch(manager: AsyncRolloutManager) -> None:
         seen.append(manager)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(late.watch)
             tasks.start_soon(restart_twice, manager, engine, args.groups * args.batches)
 
     with run_journal.journal:
-        result = await run(recipe, writer, watch=beside, run_journal=run_journal)
+        result = await run(recipe, writer, watch=watch, run_journal=run_journal)
     await shared_policy(recipe.endpoint, vocab_size).aclose()
     await anyio.sleep(0.2)
     report = await anyio.to_thread.run_sync(verify_run, out)
@@ -337,7 +336,7 @@ async def play(args: argparse.Namespace, url: str, engine: Engine, out: Path) ->
     print(f"faults made here: {dict(FAULTS)}")
     print(f"attempts lost by cause: {dict(lost)}; rollouts replaced: {seen[0].failures.replaced}")
     bias = {name: round(value, 2) for name, value in seen[0].metrics.items() if name.endswith(("/sound", "/lost"))}
-    print(f"lost beside sound, in the last batch: {bias}")
+    print(f"lost and sound rollouts of the last batch: {bias}")
     print(f"verify: {len(report.violations)} violations")
     threads = f"threads {threads_before} before, {threading.active_count()} after, {len(abandoned())} abandoned"
     print(f"left over: {left}; {threads}")
@@ -362,16 +361,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fault_test_") as folder:
         engine = Engine(Path(folder) / "engine.log")
         here, there = context.Pipe()
-        beside, its = context.Pipe()
+        control_end, idle_end = context.Pipe()
         process = context.Process(target=proxy, args=(f"http://127.0.0.1:{engine.port}", there), daemon=True)
         process.start()
-        idle = context.Process(target=control, args=(its,), daemon=True)
+        idle = context.Process(target=control, args=(idle_end,), daemon=True)
         try:
             url = here.recv()
             idle.start()
             code = anyio.run(play, args, url, engine, Path(folder) / "run")
-            beside.send("stop")
-            print(f"an idle loop beside it, in ms: {beside.recv()}")
+            control_end.send("stop")
+            print(f"an idle loop in its own process, in ms: {control_end.recv()}")
             here.send("stop")
             print(f"replies: {here.recv()}")
             print("FAILED" if code else "passed")

@@ -1,6 +1,6 @@
-"""What a lesson shows: a line or a live table of steps, a CSV of everything, and the curve as a picture.
+"""The display of a training run: a line or a live table of steps, a CSV of all numbers, and the curve as a picture.
 
-Invariant: it only writes down what it is told; a column that a step did not have is empty in its row.
+Invariant: it only writes the numbers that it gets; a column that a step does not have is empty in its row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHOWN = {
     "tokens_per_second": ("tokens/s", "{:.0f}"),
     "elapsed": ("s", "{:.0f}"),
 }
-"""Columns of the display: of which number, under which head, written how."""
+"""Columns of the display: name of the number, head, format."""
 
 _ROWS = 12
 _WINDOW = 5
@@ -42,10 +42,10 @@ class Board:
     """Collects the numbers of steps while the context lasts.
 
     Args:
-        path: the CSV; rewritten with every step, so that it can be read while it grows.
+        path: the CSV; rewritten with every step, so that it can be read meanwhile.
         console: a live table on a terminal, a line a step elsewhere.
-        steps: how many there will be.
-        resume: go on with the rows that the CSV has.
+        steps: total number of steps.
+        resume: keep the rows that the CSV has.
     """
 
     def __init__(self, path: Path, console: Console, *, steps: int, resume: bool = False) -> None:
@@ -70,7 +70,7 @@ class Board:
         self._console.print(Text(text), soft_wrap=True)
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One step is done."""
+        """Add the numbers of one step."""
         self.rows.append({"step": step, **numbers})
         self._write()
         if self._live is not None:
@@ -140,7 +140,7 @@ def draw_curve(
 
 
 def draw_lessons(lessons: Mapping[str, Sequence[Path]], picture: Path) -> None:
-    """Draw lessons side by side: of each name the CSVs of some seeds, as means of five batches, in one colour."""
+    """Draw several training runs: for each name the CSVs of its seeds, as means of five batches, in one colour."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -159,6 +159,6 @@ def draw_lessons(lessons: Mapping[str, Sequence[Path]], picture: Path) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Means over the last five, or what there is of them."""
+    """Means over the last five values, or fewer at the start."""
     windows = [values[max(0, end - _WINDOW) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]

@@ -1,13 +1,13 @@
-"""GRPO on the samples of a batch: one optimizer, one model of transformers, one process, on CPU or CUDA.
+"""GRPO on the samples of a batch: one optimizer, one transformers model, one process, on CPU or CUDA.
 
     trainer = GrpoTrainer(model, GrpoConfig())
-    numbers = trainer.step(samples)          # whole groups, as the manager hands them out
+    numbers = trainer.step(samples)          # whole groups, as the manager returns them
 
-Invariant: a token has weight in the loss if and only if its mask says that the policy sampled it. The loss of a batch
-is the mean over rollouts of the mean over their trained tokens, however the batch is cut into micro-batches, and
-however many branches a rollout has. Padded or packed, the numbers are the same.
+Invariant: a token has weight in the loss if and only if the policy sampled it, as its mask records. The loss of a batch
+is the mean over rollouts of the mean over their trained tokens, whatever the micro-batches and the number of branches
+of a rollout. The layouts padded and packed return the same numbers.
 
-What is computed, for a trained token of advantage A (``rollouts.training.batch`` says how rewards become A):
+The loss of a trained token with advantage A (``rollouts.training.batch`` computes A from rewards):
 
     ratio     = exp(logprob - old)                       old: this trainer's weights before the step
     surrogate = max(-ratio A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) A)
@@ -51,24 +51,24 @@ class GrpoConfig:
     warmup_steps: int = 3
     """Optimizer steps over which the learning rate rises to ``lr``; constant from then on."""
     clip_grad: float = 1.0
-    """Largest norm of a gradient."""
+    """Maximum norm of a gradient."""
     minibatches: int = 2
-    """Optimizer steps a batch: its groups are dealt out into so many parts."""
+    """Optimizer steps for each batch, whose groups are split into so many parts."""
     eps_clip: float = 0.2
     eps_clip_high: float = 0.28
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Whose logprobs the ratio is against: the trainer's, computed anew before the step, or those of the samples."""
+    """The denominator of the ratio: the trainer's logprobs, recomputed before the step, or those of the samples."""
     tis_clip: float | None = 2.0
-    """Ceiling of the importance weight between trainer and rollout; ``None`` for no such weight. Needs the trainer's
-    own old logprobs: with ``old_logprobs="rollout"`` the ratio holds the whole difference already."""
+    """Maximum importance weight between trainer and rollout; ``None`` for no such weight. Needs the trainer's own old
+    logprobs: with ``old_logprobs="rollout"`` the ratio already contains the difference."""
     kl_coef: float = 0.0
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     temperature: float = 1.0
-    """At which the samples were drawn."""
+    """The sampling temperature of the samples."""
     layout: Literal["padded", "packed"] = "padded"
-    """Padded is faster without a kernel for variable lengths; packed where there is one."""
+    """Padded is faster without a kernel for variable lengths; packed is faster with one."""
     micro_batch_tokens: int = 4096
-    """Tokens of one forward pass, padding included; gradients add up over the passes of a minibatch."""
+    """Tokens of one forward pass, padding included; gradients accumulate over the passes of a minibatch."""
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -91,11 +91,11 @@ def policy_loss(
     """The loss over trained tokens, and sums over them for the metrics.
 
     Args:
-        logprobs: under the weights that learn, with gradient; all arguments have shape ``(M,)``.
+        logprobs: under the trained weights, with gradient; all arguments have shape ``(M,)``.
         old: under the weights before the step.
-        rollout: as the samples have them.
-        advantages: of each token's sample.
-        weights: of each token in the mean; see :func:`rollouts.training.batch.loss_weights`.
+        rollout: as stored in the samples.
+        advantages: the advantage of each token's sample.
+        weights: the weight of each token in the mean; see :func:`rollouts.training.batch.loss_weights`.
         reference: under the reference model; needed when ``kl_coef`` is not 0.
     """
     ratio = (logprobs - old).exp()
@@ -127,9 +127,9 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, kind: Literal["
 def token_logprobs(
     model: Any, samples: Sequence[Sample], *, packed: bool = False, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logprobs of the trained tokens, in the order of the samples, ``(M,)``; and the entropy of each where asked.
+    """Logprobs of the trained tokens, in the order of the samples, ``(M,)``; optionally their entropies.
 
-    One teacher-forced forward pass. The first token of a sample has no logprob: nothing stands before it.
+    One teacher-forced forward pass. The first token of a sample has no logprob, since no token precedes it.
     """
     device = model.device
     if packed:
@@ -158,16 +158,16 @@ def token_logprobs(
 
 
 class GrpoTrainer:
-    """A model that learns from batches.
+    """A trainer of one model on batches of samples.
 
     Args:
-        model: a causal language model of transformers, on the device where it is to learn.
-        config: how.
-        reference: the model that the KL is taken against; needed when ``kl_coef`` is not 0.
+        model: a causal language model of transformers, on the training device.
+        config: the hyperparameters.
+        reference: the reference model of the KL; needed when ``kl_coef`` is not 0.
 
     Attributes:
-        batches: how many were spent.
-        optimizer_steps: how often the weights moved.
+        batches: number of batches used.
+        optimizer_steps: number of optimizer steps.
     """
 
     def __init__(self, model: Any, config: GrpoConfig | None = None, *, reference: Any = None) -> None:
@@ -182,20 +182,20 @@ class GrpoTrainer:
         self.batches = 0
         self.optimizer_steps = 0
         self._random = random.Random(self.config.seed)
-        model.eval()  # no dropout: the logprobs of two passes are to be comparable
+        model.eval()  # no dropout: the logprobs of two passes must be comparable
 
     def __repr__(self) -> str:
         return f"<GrpoTrainer {self.batches} batches, {self.optimizer_steps} optimizer steps, {self.model.device}>"
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Spend one batch of whole groups: ``minibatches`` optimizer steps.
+        """Train on one batch of whole groups, in ``minibatches`` optimizer steps.
 
         Returns:
             Means over trained tokens: ``ratio``, ``clip_fraction``, ``entropy``, ``kl``, ``tis``, the difference
             between rollout and trainer logprobs; and ``loss``, ``grad_norm``, ``lr``, ``seconds``.
 
         Raises:
-            ConfigError: a sample without reward, group or logprobs; or no trained token at all.
+            ConfigError: a sample without reward, group or logprobs; or a batch without trained tokens.
         """
         began = time.perf_counter()
         if not any(sample.mask_column[1:].any() for sample in samples):
@@ -247,13 +247,13 @@ class GrpoTrainer:
         }
 
     def logprobs(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Of each sample the logprobs of its trained tokens under the weights as they are now, on the CPU."""
+        """The logprobs of each sample's trained tokens under the current weights, on the CPU."""
         return self._logprobs(samples, self.model)[0]
 
-    # -- pieces of a step --
+    # -- parts of a step --
 
     def _apply(self) -> float:
-        """One optimizer step from the gradients that are there; the norm they had."""
+        """Take one optimizer step with the current gradients; returns their norm."""
         self.optimizer_steps += 1
         warmth = min(1.0, self.optimizer_steps / max(self.config.warmup_steps, 1))
         for group in self.optimizer.param_groups:
@@ -279,7 +279,7 @@ class GrpoTrainer:
         return logprobs, entropies
 
     def _minibatches(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
-        """Rows of each optimizer step: whole groups, dealt out at random."""
+        """Rows of each optimizer step: whole groups, split at random."""
         groups: dict[int | None, list[int]] = {}
         for row, sample in enumerate(samples):
             groups.setdefault(sample.group_index, []).append(row)
@@ -290,7 +290,7 @@ class GrpoTrainer:
             yield [row for group in order[part::parts] for row in groups[group]]
 
     def _micro_batches(self, samples: Sequence[Sample], rows: Iterable[int]) -> Iterator[list[int]]:
-        """Rows of each forward pass: alike in length, and together within ``micro_batch_tokens``."""
+        """Rows of each forward pass: of similar length, and together within ``micro_batch_tokens``."""
         chosen: list[int] = []
         used = 0
         for row in sorted((row for row in rows if len(_trained(samples[row]))), key=lambda row: len(samples[row])):
@@ -306,7 +306,7 @@ class GrpoTrainer:
     # -- on disk --
 
     def save(self, folder: str | Path, *, tokenizer: Any = None) -> Path:
-        """Write model, optimizer, counters and random states; the folder appears whole or not at all."""
+        """Write model, optimizer, counters and random states to a folder, atomically."""
         folder = Path(folder)
         writing = folder.with_name(f".{folder.name}.writing")
         shutil.rmtree(writing, ignore_errors=True)
@@ -328,7 +328,7 @@ class GrpoTrainer:
         return folder
 
     def load(self, folder: str | Path) -> None:
-        """Go on where :meth:`save` was called, to the bit on the same machine. The weights are loaded in place."""
+        """Restore the state of :meth:`save`, bit for bit on the same machine. The weights are loaded in place."""
         folder = Path(folder)
         saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype, local_files_only=True)
         self.model.load_state_dict(saved.state_dict())
@@ -342,6 +342,6 @@ class GrpoTrainer:
 
 
 def _trained(sample: Sample) -> torch.Tensor:
-    """Rollout logprobs of the trained tokens, ``(m,)``; the first token of a sample is never one of them."""
+    """Rollout logprobs of the trained tokens, ``(m,)``; the first token of a sample is never trained."""
     column, mask = sample.logprob_column, sample.mask_column
     return torch.empty(0) if column is None else torch.from_numpy(np.ascontiguousarray(column[1:][mask[1:]]))

@@ -1,12 +1,12 @@
-"""Learn from rollouts: generate over HTTP, step, hand the new weights to the server, and again.
+"""Training loop: generate over HTTP, take a GRPO step, load the new weights into the server, repeat.
 
     python -m training.learn configs/calculator_grpo.py --out runs/learn
 
-Invariant: the weights that the server samples with are those that the trainer wrote under that version; versions count
-from 1 and every sampled token carries its own. Held-out prompts are never trained on.
+Invariant: the server samples with the weights that the trainer wrote under the server's version; versions count from 1,
+and every sampled token stores its version. Held-out prompts are never trained on.
 
-Synchronous, generation and training take turns, and every batch is of the newest weights. With ``--async`` generation
-goes on while the trainer steps, and batches are up to ``--max-staleness`` versions old.
+By default generation and training alternate, and every batch comes from the newest weights. With ``--async`` generation
+continues while the trainer steps, and batches are up to ``--max-staleness`` versions old.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ from training.grpo import GrpoConfig, GrpoTrainer
 __all__ = ["Ablation", "Lesson", "learn"]
 
 Ablation = Literal["mask", "advantages"]
-"""What to break, to see that it matters: every token trained; or each rollout with the reward of another."""
+"""Deliberate errors in the data: ``mask`` trains every token, ``advantages`` shuffles the rewards."""
 
 
 @attrs.frozen(kw_only=True)
 class Lesson:
-    """What to learn, from what, and how long."""
+    """Configuration of a training run."""
 
     recipe: Path
     out: Path
     model: Path = DEMO_MODEL
     options: dict[str, str] = attrs.field(factory=dict)
-    """Of the recipe, as text."""
+    """Options of the recipe, as text."""
     grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
     steps: int = 50
     held_out: int = 64
-    """Prompts that are not trained on; each is played ``held_out_rollouts`` times before and after."""
+    """Prompts that are not trained on; each gets ``held_out_rollouts`` rollouts before and after."""
     held_out_rollouts: int = 8
     asynchronous: bool = False
     max_staleness: int = 2
     policy: Literal["drop", "pace"] = "pace"
     ablation: Ablation | None = None
     save_every: int = 0
-    """Checkpoint after so many steps; 0 for one at the end."""
+    """Steps between checkpoints; 0 for one at the end."""
     keep_weights: bool = False
-    """Keep the weights of every version, and the samples of every batch, to check one against the other."""
+    """Keep the weights of every version and the samples of every batch, so that they can be compared."""
     resume: bool = False
     slots: int = 64
 
@@ -83,10 +83,10 @@ class Lesson:
 
 
 async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
-    """Do the whole lesson; returns what ``result.json`` says.
+    """Train; returns the content of ``result.json``.
 
     Raises:
-        RolloutsError: the recipe is wrong, the server does not answer, or generation came to an end.
+        RolloutsError: an invalid recipe, an unreachable server, or the end of the prompts.
     """
     began = time.monotonic()
     source = lesson.checkpoint if lesson.resume else lesson.model
@@ -137,8 +137,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         ended = time.monotonic()
         result: dict[str, Any] = {
-            "before": _told(before, lesson.held_out_rollouts),
-            "after": _told(after, lesson.held_out_rollouts),
+            "before": _describe(before, lesson.held_out_rollouts),
+            "after": _describe(after, lesson.held_out_rollouts),
             "steps": step,
             "seconds": {"total": ended - began, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
@@ -167,13 +167,13 @@ async def _batches(lesson: Lesson, manager: AsyncRolloutManager) -> AsyncGenerat
         async with contextlib.aclosing(stream) as batches:
             async for samples in batches:
                 yield samples
-        raise ConfigError.of("recipe", manager.data_buffer, "prompts for every step; the data have come to their end")
+        raise ConfigError.of("recipe", manager.data_buffer, "prompts for every step; the data are exhausted")
     while True:
         yield await manager.generate_batch()
 
 
 def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
-    torch.set_num_threads(1)  # on two cores a second thread costs the engine more than it gives here
+    torch.set_num_threads(1)  # on two cores a second thread slows the engine more than it speeds this up
     torch.manual_seed(lesson.grpo.seed)
     disable_progress_bar()
 
@@ -190,7 +190,7 @@ def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
 
 
 def _spend(trainer: GrpoTrainer, samples: Sequence[Sample], lesson: Lesson, step: int) -> dict[str, float]:
-    """One batch into the trainer, less the groups that have nothing to tell: rewards without spread."""
+    """Train on one batch, without the groups that have no spread."""
     numbers = {"reward": sum(sample.reward or 0.0 for sample in samples) / len(samples)}
     if lesson.ablation is not None:
         samples = _broken(samples, lesson.ablation, random.Random(f"{lesson.grpo.seed}/{step}"))
@@ -224,7 +224,7 @@ def _broken(samples: Sequence[Sample], ablation: Ablation, rng: random.Random) -
 async def _publish(
     lesson: Lesson, trainer: GrpoTrainer, endpoint: Endpoint, manager: AsyncRolloutManager, step: int, samples: Any
 ) -> None:
-    """Write the weights as a new version, and have the server sample with them from now on."""
+    """Write the weights as a new version, and load them into the server."""
     version = str(step)
     folder = lesson.out / "weights" / version
     await anyio.to_thread.run_sync(trainer.model.save_pretrained, folder)
@@ -243,12 +243,12 @@ async def _evaluate(
     if not prompts:
         return []
     scores = task_scores(await run_evaluation(recipe.config, prompts, lesson.held_out_rollouts))
-    told = _told(scores, lesson.held_out_rollouts)
-    board.say(f"held out, {when}: " + " · ".join(f"{name} {value['text']}" for name, value in told.items()))
+    estimates = _describe(scores, lesson.held_out_rollouts)
+    board.say(f"held out, {when}: " + " · ".join(f"{name} {value['text']}" for name, value in estimates.items()))
     return scores
 
 
-def _told(scores: Sequence[TaskScore], rollouts: int) -> dict[str, Any]:
+def _describe(scores: Sequence[TaskScore], rollouts: int) -> dict[str, Any]:
     if not scores:
         return {}
     estimates = {"reward": estimate_mean(scores)}
@@ -273,7 +273,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="training.learn", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("recipe", type=Path, help="a recipe file")
-    add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; what it holds is replaced")
+    add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; they are replaced")
     add("--model", type=Path, default=DEMO_MODEL, help="folder of the model to start from (the demo model)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
@@ -287,10 +287,10 @@ def main() -> int:
     add("--async", dest="asynchronous", action="store_true", help="generate while the trainer steps")
     add("--max-staleness", type=int, default=2)
     add("--policy", choices=("drop", "pace"), default="pace", help="what keeps batches within --max-staleness")
-    add("--ablate", choices=("mask", "advantages"), help="break the data, to see that it matters")
+    add("--ablate", choices=("mask", "advantages"), help="train on deliberately wrong masks or rewards")
     add("--save-every", type=int, default=0, metavar="STEPS")
     add("--keep-weights", action="store_true")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
     args = parser.parse_args()
     try:
         lesson = _lesson(args)
@@ -315,7 +315,9 @@ def _lesson(args: argparse.Namespace) -> Lesson:
         tis_clip=tis,
         seed=args.seed,
     )
-    ahead = {"over_sampling_factor": "2"} if args.asynchronous else {}  # a batch in work while another is trained on
+    ahead = (
+        {"over_sampling_factor": "2"} if args.asynchronous else {}
+    )  # one batch is generated while another is trained on
     options = {"seed": str(args.seed), **ahead, **options_of(args)}
     return Lesson(
         recipe=args.recipe,
@@ -336,9 +338,9 @@ def _lesson(args: argparse.Namespace) -> Lesson:
 
 
 def _make_room(lesson: Lesson) -> None:
-    """Remove what another lesson left in the folder; nothing else that lies there."""
+    """Remove the files of an earlier training run from the folder, and no others."""
     if lesson.resume and not (lesson.checkpoint / "trainer.pt").is_file():
-        raise ConfigError.of("--resume", str(lesson.checkpoint), "a checkpoint that a lesson left there")
+        raise ConfigError.of("--resume", str(lesson.checkpoint), "a checkpoint of an earlier training run")
     if not lesson.resume:
         for name in ("steps.csv", "result.json", "curve.png", "checkpoint", "weights"):
             path = lesson.out / name

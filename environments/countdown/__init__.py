@@ -1,4 +1,4 @@
-"""Countdown: make a number out of others, each used once."""
+"""Countdown: combine given numbers to a target, using each once."""
 
 from environments.countdown.task import Countdown, countdown_prompts, countdown_reward, load_countdown
 

@@ -1,7 +1,7 @@
-"""The task in three parts: rows (from a file, or made up), one reply, and a reward that works the equation out.
+"""The task in three parts: rows (from a file, or generated), one reply, and a reward that evaluates the equation.
 
-Invariant: the reward is 1 only if the answer is plain arithmetic over exactly the numbers given and its exact value, as
-a fraction, is the target. Nothing of a reply is ever evaluated as Python.
+Invariant: the reward is 1 only if the answer is arithmetic over exactly the given numbers with the target as its exact
+value. No part of a reply is evaluated as Python.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["Countdown", "countdown_prompts", "countdown_reward", "load_countdown
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 200
-"""Characters of an equation; longer ones are wrong."""
+"""Maximum number of characters of an equation; longer ones are wrong."""
 
-_ASKS = (
+_QUESTION = (
     "Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic operations "
     "(+, -, *, /) and each number must be used exactly once. Return the final equation in <answer> </answer> tags, "
     "for example <answer> (1 + 2) / 3 </answer>."
 )
 
 Countdown = SingleTurnEnvironment
-"""One reply with the equation; the prompt says all there is to say."""
+"""One reply with the equation; the prompt contains the instructions."""
 
 
 def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Rows of a JSONL file whose metadata has ``nums`` and ``target``.
+    """Load the rows of a JSONL file whose metadata has ``nums`` and ``target``.
 
     Raises:
-        ConfigError: as :func:`rollouts.training.load_prompts`; or a row without them, by its number.
+        ConfigError: as :func:`rollouts.training.load_prompts`; or a row without them, with its number.
     """
     prompts = load_prompts(path, limit=limit)
     for number, prompt in enumerate(prompts, 1):
@@ -53,7 +53,7 @@ def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Prompt
 
 
 def countdown_prompts(seed: int, *, numbers: int = 3, largest: int = 99) -> Iterator[Prompt]:
-    """Endless solvable problems, the same for the same seed; ``metadata["one_solution"]`` has a solution."""
+    """Yield solvable problems without end, the same for the same seed; ``metadata["one_solution"]`` has a solution."""
     rng = random.Random(seed)
     while True:
         nums = [rng.randint(1, largest) for _ in range(numbers)]
@@ -65,7 +65,7 @@ def countdown_prompts(seed: int, *, numbers: int = 3, largest: int = 99) -> Iter
         if 0 < value <= 1000:
             target = int(value)
             metadata = {"nums": nums, "target": target, "one_solution": text}
-            yield Prompt(_ASKS.format(nums=nums, target=target), label=str(target), metadata=metadata)
+            yield Prompt(_QUESTION.format(nums=nums, target=target), label=str(target), metadata=metadata)
 
 
 def countdown_reward(sample: Sample, *, format_reward: float = 0.0) -> float:
@@ -95,7 +95,7 @@ def _given(metadata: Any) -> tuple[list[int], Fraction]:
 
 
 def _worked_out(text: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an equation and the numbers in it; ``None`` for what is none."""
+    """The value of an equation and the numbers in it; ``None`` if the text is not an equation."""
     text = text.partition("=")[0].replace("×", "*").replace("÷", "/").replace("−", "-")
     if len(text) > _LONGEST:
         return None

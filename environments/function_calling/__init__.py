@@ -1,4 +1,4 @@
-"""Function calling: the right call with the right arguments, on tasks of the Berkeley leaderboard."""
+"""Function calling on tasks of the Berkeley leaderboard."""
 
 from environments.function_calling.task import FunctionCalling, call_reward, load_calls
 from environments.function_calling.turns import CallsInTurns, load_turns, turns_reward

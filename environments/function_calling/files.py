@@ -1,8 +1,8 @@
 """A simulated disk: the leaderboard's file system as tools, with directories in memory.
 
-Invariant: nothing outside is read or written. The tree is plain data, ``{name: {"type": "file", "content": …}}`` or
-``{name: {"type": "directory", "contents": {…}}}``, as the rows give it; only the tools change it. What cannot be done
-is a ``ValueError``, and leaves it as it was.
+Invariant: no real file is read or written. The tree is plain data, ``{name: {"type": "file", "content": …}}`` or
+``{name: {"type": "directory", "contents": {…}}}``, in the form of the rows; only the tools change it. An impossible
+operation raises a ``ValueError`` and changes nothing. The docstrings of the tools are their descriptions for the model.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Node = dict[str, Any]
 
 
 class FileTools:
-    """The tools; ``put`` gives them a disk first."""
+    """The tools; call ``put`` first to set their disk."""
 
     def put(self, root: dict[str, Node]) -> None:
-        """A disk of one's own, a copy; the way begins at its only directory."""
+        """Use a copy of a disk; the current directory is its only top-level directory."""
         (name,) = root
         self.disk: Node = copy.deepcopy(root[name])
         self.way: list[str] = []
         self.name = name
 
-    # -- finding one's way --
+    # -- navigation --
 
     @tool
     def pwd(self) -> str:
         """The path of the current directory."""
-        return _told(current_working_directory="/" + "/".join([self.name, *self.way]))
+        return _to_json(current_working_directory="/" + "/".join([self.name, *self.way]))
 
     @tool
     def ls(self, a: bool = False) -> str:
         """The names in the current directory; hidden ones, which begin with a dot, if a is true."""
-        return _told(current_directory_content=[name for name in self._here if a or not name.startswith(".")])
+        return _to_json(current_directory_content=[name for name in self._here if a or not name.startswith(".")])
 
     @tool
     def cd(self, folder: str) -> str:
@@ -52,37 +52,39 @@ class FileTools:
         elif folder != ".":
             self._directory(folder)
             self.way.append(folder)
-        return _told(current_working_directory=self.way[-1] if self.way else self.name)
+        return _to_json(current_working_directory=self.way[-1] if self.way else self.name)
 
     @tool
     def find(self, path: str = ".", name: str | None = None) -> str:
         """The paths below a directory whose last name contains a text; all paths without one."""
         start = self._here if path == "." else self._directory(path)
-        return _told(matches=[f"{path}/{found}" for found in _below(start) if (name or "") in found.rpartition("/")[2]])
+        return _to_json(
+            matches=[f"{path}/{found}" for found in _below(start) if (name or "") in found.rpartition("/")[2]]
+        )
 
     # -- reading --
 
     @tool
     def cat(self, file_name: str) -> str:
         """The content of a file of the current directory."""
-        return _told(file_content=self._text(file_name))
+        return _to_json(file_content=self._text(file_name))
 
     @tool
     def grep(self, file_name: str, pattern: str) -> str:
         """The lines of a file that contain a text."""
-        return _told(matching_lines=[line for line in self._text(file_name).splitlines() if pattern in line])
+        return _to_json(matching_lines=[line for line in self._text(file_name).splitlines() if pattern in line])
 
     @tool
     def sort(self, file_name: str) -> str:
         """The lines of a file in order; the file stays as it is."""
-        return _told(sorted_content="\n".join(sorted(self._text(file_name).splitlines())))
+        return _to_json(sorted_content="\n".join(sorted(self._text(file_name).splitlines())))
 
     @tool
     def tail(self, file_name: str, lines: int = 10) -> str:
         """The last lines of a file."""
         if lines < 1:
             raise ValueError(f"lines is {lines}; at least 1 is possible")
-        return _told(last_lines="\n".join(self._text(file_name).splitlines()[-lines:]))
+        return _to_json(last_lines="\n".join(self._text(file_name).splitlines()[-lines:]))
 
     @tool
     def wc(self, file_name: str, mode: Literal["l", "w", "c"] = "l") -> str:
@@ -94,19 +96,19 @@ class FileTools:
             "c": ("characters", len(text)),
         }
         kind, count = counted[mode]
-        return _told(count=count, type=kind)
+        return _to_json(count=count, type=kind)
 
     @tool
     def diff(self, file_name1: str, file_name2: str) -> str:
         """The lines in which two files differ."""
         first, second = (self._text(name).splitlines() for name in (file_name1, file_name2))
-        return _told(diff_lines="\n".join(line for line in difflib.ndiff(first, second) if line[0] in "+-"))
+        return _to_json(diff_lines="\n".join(line for line in difflib.ndiff(first, second) if line[0] in "+-"))
 
     @tool
     def du(self, human_readable: bool = False) -> str:
         """How many bytes the files of the current directory have, with those below."""
         size = _size({"type": "directory", "contents": self._here})
-        return _told(disk_usage=f"{size} bytes" if human_readable else str(size))
+        return _to_json(disk_usage=f"{size} bytes" if human_readable else str(size))
 
     # -- writing --
 
@@ -114,29 +116,29 @@ class FileTools:
     def echo(self, content: str, file_name: str | None = None) -> str:
         """Write a text to a file of the current directory, over what it holds; without a file, say it."""
         if file_name is None:
-            return _told(terminal_output=content)
+            return _to_json(terminal_output=content)
         self._write(file_name, content)
-        return _told(terminal_output=None)
+        return _to_json(terminal_output=None)
 
     @tool
     def touch(self, file_name: str) -> str:
         """Make an empty file in the current directory, if there is none of that name."""
         if file_name not in self._here:
             self._write(file_name, "")
-        return _told()
+        return _to_json()
 
     @tool
     def mkdir(self, dir_name: str) -> str:
         """Make a directory in the current one."""
         self._here[self._free(dir_name)] = {"type": "directory", "contents": {}}
-        return _told()
+        return _to_json()
 
     @tool
     def rm(self, file_name: str) -> str:
         """Remove a file, or a directory with all that it holds."""
         self._node(file_name)
         del self._here[file_name]
-        return _told(result=f"{file_name} removed")
+        return _to_json(result=f"{file_name} removed")
 
     @tool
     def rmdir(self, dir_name: str) -> str:
@@ -144,21 +146,21 @@ class FileTools:
         if self._directory(dir_name):
             raise ValueError(f"{dir_name} is not empty")
         del self._here[dir_name]
-        return _told(result=f"{dir_name} removed")
+        return _to_json(result=f"{dir_name} removed")
 
     @tool
     def cp(self, source: str, destination: str) -> str:
         """Copy a file or directory of the current one: into a directory that is there, else under another name."""
         place, name = self._place(source, destination)
         place[name] = copy.deepcopy(self._here[source])
-        return _told(result=f"{source} copied to {destination}")
+        return _to_json(result=f"{source} copied to {destination}")
 
     @tool
     def mv(self, source: str, destination: str) -> str:
         """Move a file or directory of the current one: into a directory that is there, else to another name."""
         place, name = self._place(source, destination)
         place[name] = self._here.pop(source)
-        return _told(result=f"{source} moved to {destination}")
+        return _to_json(result=f"{source} moved to {destination}")
 
     # -- the tree --
 
@@ -203,7 +205,7 @@ class FileTools:
             self._here[self._free(name)] = {"type": "file", "content": content}
 
     def _place(self, source: str, destination: str) -> tuple[dict[str, Node], str]:
-        """Where a copy goes, and under which name."""
+        """The directory and the name that a copy gets."""
         self._node(source)
         if source == destination:
             raise ValueError(f"{source} cannot go to itself")
@@ -215,7 +217,7 @@ class FileTools:
         return into, source
 
 
-def _told(**fields: Any) -> str:
+def _to_json(**fields: Any) -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""The leaderboard's mathematics as tools. Nothing is remembered; what cannot be computed is an error for the model."""
+"""The leaderboard's mathematics as tools, without state; an impossible computation is an error message to the model."""
 
 from __future__ import annotations
 
@@ -29,77 +29,77 @@ class MathTools:
     @tool
     def add(self, a: float, b: float) -> str:
         """Add two numbers."""
-        return _told(a + b)
+        return _to_json(a + b)
 
     @tool
     def subtract(self, a: float, b: float) -> str:
         """Subtract b from a."""
-        return _told(a - b)
+        return _to_json(a - b)
 
     @tool
     def multiply(self, a: float, b: float) -> str:
         """Multiply two numbers."""
-        return _told(a * b)
+        return _to_json(a * b)
 
     @tool
     def divide(self, a: float, b: float) -> str:
         """Divide a by b."""
-        return _told(a / b)
+        return _to_json(a / b)
 
     @tool
     def power(self, base: float, exponent: float) -> str:
         """Raise a number to a power."""
-        return _told(base**exponent)
+        return _to_json(base**exponent)
 
     @tool
     def absolute_value(self, number: float) -> str:
         """A number without its sign."""
-        return _told(abs(number))
+        return _to_json(abs(number))
 
     @tool
     def round_number(self, number: float, decimal_places: int = 0) -> str:
         """Round a number to so many decimal places."""
-        return _told(round(number, decimal_places))
+        return _to_json(round(number, decimal_places))
 
     @tool
     def square_root(self, number: float, precision: int) -> str:
         """The square root of a number, to so many decimal places."""
-        return _told(round(math.sqrt(number), precision))
+        return _to_json(round(math.sqrt(number), precision))
 
     @tool
     def logarithm(self, value: float, base: float, precision: int) -> str:
         """The logarithm of a number to a base, to so many decimal places."""
-        return _told(round(math.log(value, base), precision))
+        return _to_json(round(math.log(value, base), precision))
 
     @tool
     def percentage(self, part: float, whole: float) -> str:
         """How many percent of the whole a part is."""
-        return _told(100 * part / whole)
+        return _to_json(100 * part / whole)
 
     @tool
     def sum_values(self, numbers: list[float]) -> str:
         """The sum of numbers."""
-        return _told(math.fsum(numbers))
+        return _to_json(math.fsum(numbers))
 
     @tool
     def mean(self, numbers: list[float]) -> str:
         """The mean of numbers."""
-        return _told(statistics.fmean(numbers))
+        return _to_json(statistics.fmean(numbers))
 
     @tool
     def standard_deviation(self, numbers: list[float]) -> str:
         """The standard deviation of numbers, as a whole population."""
-        return _told(statistics.pstdev(numbers))
+        return _to_json(statistics.pstdev(numbers))
 
     @tool
     def max_value(self, numbers: list[float]) -> str:
         """The largest of numbers."""
-        return _told(max(numbers))
+        return _to_json(max(numbers))
 
     @tool
     def min_value(self, numbers: list[float]) -> str:
         """The smallest of numbers."""
-        return _told(min(numbers))
+        return _to_json(min(numbers))
 
     @tool
     def si_unit_conversion(self, value: float, unit_in: str, unit_out: str) -> str:
@@ -107,20 +107,20 @@ class MathTools:
         (factor, unit), (other_factor, other) = _unit(unit_in), _unit(unit_out)
         if unit != other:
             raise ValueError(f"{unit_in} and {unit_out} measure different things")
-        return _told(value * factor / other_factor)
+        return _to_json(value * factor / other_factor)
 
     @tool
     def imperial_si_conversion(self, value: float, unit_in: str, unit_out: str) -> str:
         """Convert between an imperial unit and its metric one, e.g. ft and m."""
         if (unit_in, unit_out) in _IMPERIAL:
-            return _told(value * _IMPERIAL[unit_in, unit_out])
+            return _to_json(value * _IMPERIAL[unit_in, unit_out])
         if (unit_out, unit_in) in _IMPERIAL:
-            return _told(value / _IMPERIAL[unit_out, unit_in])
+            return _to_json(value / _IMPERIAL[unit_out, unit_in])
         raise ValueError(f"{unit_in} to {unit_out} is not known; known are {', '.join(map(' and '.join, _IMPERIAL))}")
 
 
 def _unit(name: str) -> tuple[float, str]:
-    """A unit as a factor and the unit that it is a multiple of."""
+    """The factor and the base unit of a unit."""
     for unit in _UNITS:
         prefix = name.removesuffix(unit)
         if name.endswith(unit) and prefix in _PREFIXES:
@@ -128,7 +128,7 @@ def _unit(name: str) -> tuple[float, str]:
     raise ValueError(f"{name} is no unit that is known")
 
 
-def _told(result: float) -> str:
+def _to_json(result: float) -> str:
     if isinstance(result, complex):
         raise ValueError("there is no real number that is the result")
     return json.dumps({"result": result})

@@ -1,7 +1,7 @@
-"""The task in three parts: rows with functions of their own, one reply, and a reward that compares calls.
+"""The task in three parts: rows with their own functions, one reply, and a reward that compares calls.
 
-Invariant: the reward is 1 only if the first reply makes exactly the calls wanted, each with every argument that is not
-optional, none that the function does not have, and values among those allowed. No function is ever run.
+Invariant: the reward is 1 only if the first reply contains exactly the expected calls, each with every required
+argument, no unknown argument, and allowed values. No function is ever run.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rollouts.training import Sample, load_prompts
 __all__ = ["FunctionCalling", "call_reward", "load_calls", "tool_of"]
 
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "any": None, "int": "integer"}
-"""What the leaderboard's schemas call the types of JSON Schema."""
+"""The leaderboard's names of JSON Schema types."""
 
 _LOOSE = re.compile(r"[ ,./\-_*^]")
 _OPTIONAL = ""
-"""Among the values allowed: the argument may be left out."""
+"""Among the allowed values: the argument may be left out."""
 
 
 class FunctionCalling:
-    """Offers the prompt's own functions, and ends at the first reply.
+    """An environment with the prompt's functions as tools, which ends at the first reply.
 
     Raises:
-        ConfigError: on ``start``: the prompt's ``metadata["tools"]`` are no functions.
+        ConfigError: on ``start``: the prompt's ``metadata["tools"]`` is not a list of functions.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class FunctionCalling:
         return StepResult(done=True, metrics={"calls": len(reply.tool_calls)})
 
     async def snapshot(self) -> None:
-        """Nothing: what it offers is in the prompt."""
+        """No state: the tools are in the prompt."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         self._tools = _tools(prompt)
@@ -58,12 +58,12 @@ class FunctionCalling:
 
 
 def load_calls(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Rows of a JSONL file: ``metadata["tools"]`` are functions, ``label`` the calls with the values allowed.
+    """Load the rows of a JSONL file: ``metadata["tools"]`` has the functions, ``label`` the calls.
 
-    A label is ``[{function: {argument: [value, …]}}]``, where ``""`` among the values says that it may be left out.
+    A label is ``[{function: {argument: [value, …]}}]``; ``""`` among the values marks an optional argument.
 
     Raises:
-        ConfigError: as :func:`rollouts.training.load_prompts`; or a row that is not so, by its number.
+        ConfigError: as :func:`rollouts.training.load_prompts`; or an invalid row, with its number.
     """
     prompts = load_prompts(path, limit=limit)
     for number, prompt in enumerate(prompts, 1):
@@ -79,10 +79,10 @@ def load_calls(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
 
 
 def call_reward(sample: Sample) -> float:
-    """1.0 if the reply makes exactly the calls wanted, in any order, else 0.0.
+    """1.0 if the reply contains exactly the expected calls, in any order, else 0.0.
 
     Raises:
-        RewardFailure: the label says no calls.
+        RewardFailure: the label has no calls.
     """
     wanted = _wanted(sample.label)
     replies = [message for message in sample.messages if message["role"] == "assistant"]
@@ -92,10 +92,10 @@ def call_reward(sample: Sample) -> float:
 
 
 def tool_of(function: Any) -> Tool:
-    """A function of the leaderboard as a tool: JSON Schema's own types, and a name without dots.
+    """Convert a function of the leaderboard to a tool, with JSON Schema's types and a name without dots.
 
     Raises:
-        ConfigError: it has no name, or parameters that are no object.
+        ConfigError: a missing name, or parameters that are not an object.
     """
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError.of("tool", function, "an object with name, description and parameters")
@@ -134,7 +134,7 @@ def _wanted(label: Any) -> Wanted:
     """The label's calls.
 
     Raises:
-        RewardFailure: it says none.
+        RewardFailure: the label is invalid.
     """
     calls: Wanted = []
     for entry in label if isinstance(label, list) else ():
@@ -148,7 +148,7 @@ def _wanted(label: Any) -> Wanted:
 
 
 def _matched(wanted: Wanted, made: list[tuple[str, Any]]) -> bool:
-    """Whether each call made is one of those wanted, one for one."""
+    """Whether calls and expected calls match one to one."""
     if len(wanted) != len(made):
         return False
     if not wanted:
@@ -175,7 +175,7 @@ def _is_among(value: Any, values: Sequence[Any]) -> bool:
 
 
 def _equal(value: Any, allowed: Any) -> bool:
-    """Texts without case and punctuation, numbers by value, lists in order; objects key by key."""
+    """Compare texts without case and punctuation, numbers by value, lists in order, objects key by key."""
     if isinstance(value, bool) or isinstance(allowed, bool):
         return value is allowed
     if isinstance(value, str) and isinstance(allowed, str):

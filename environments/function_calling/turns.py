@@ -1,11 +1,11 @@
-"""Tasks of several turns: a user who asks for one thing after the other, a simulated disk, and a check after each.
+"""Tasks of several turns: a user with several requests, a simulated disk, and a check after each turn.
 
-Invariant: the user's words are the row's, in order, whatever the model says. A turn is right if, when the model says
-that it is done (a reply without calls), the disk is as the row's own calls leave it, and everything that those calls
-were told, the model was told too. The reward is 1 if all turns are right; the first that is not ends the episode.
+Invariant: the user messages are the row's, in order, whatever the model replies. A turn ends with a reply without
+calls. It is right if the disk equals the disk after the row's own calls, and the model received every result of those
+calls. The reward is 1 if all turns are right; the first wrong turn ends the episode.
 
-Both sides run on the same simulation, so a simulation that differs from the leaderboard's cannot make a right reply
-wrong where the calls are the row's own.
+The row's calls run on the same simulation, so a difference from the leaderboard's systems cannot make the row's own
+calls wrong.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
     """One row of :func:`load_turns`.
 
     Raises:
-        ConfigError: on ``start``: the prompt is none.
+        ConfigError: on ``start``: the prompt is not such a row.
     """
 
     def __init__(self) -> None:
         self.put({"root": {"type": "directory", "contents": {}}})
         self.turn = 0
-        """How many turns are over."""
+        """Number of finished turns."""
         self._turns: list[list[Message]] = []
         self._calls: list[list[ToolCall]] = []
         self._root: dict[str, Any] = {}
         self._systems: Sequence[str] = ()
-        self._told: list[str] = []
-        """What the model was told by its calls."""
+        self._results: list[str] = []
+        """The results of the model's calls. Snapshots store them under their former name."""
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -60,7 +60,7 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
 
     async def step(self, reply: Message) -> StepResult:
         result = await super().step(reply)
-        self._told += [message.content for message in result.messages if message.role == "tool"]
+        self._results += [message.content for message in result.messages if message.role == "tool"]
         return result
 
     async def answer(self, reply: Message) -> StepResult:
@@ -72,12 +72,12 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
         return StepResult(self._turns[self.turn])
 
     async def snapshot(self) -> Any:
-        return {"disk": self.disk, "way": self.way, "turn": self.turn, "told": self._told}
+        return {"disk": self.disk, "way": self.way, "turn": self.turn, "told": self._results}
 
     async def restore(self, prompt: Prompt, snapshot: Any) -> None:
         self._begin(prompt)
         self.disk, self.way = snapshot["disk"], list(snapshot["way"])
-        self.turn, self._told = snapshot["turn"], list(snapshot["told"])
+        self.turn, self._results = snapshot["turn"], list(snapshot["told"])
 
     def _begin(self, prompt: Prompt) -> None:
         self._turns, self._calls, root = _row(prompt)
@@ -86,14 +86,14 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
         self._root = root
 
     async def _right(self) -> bool:
-        """Whether the turn is: play the row's own calls on a disk of their own, up to here, and compare."""
+        """Whether the turn is right: run the row's calls up to this turn on a copy of the disk, and compare."""
         other = CallsInTurns()
         other.put(self._root)
         wanted: list[str] = []
         for calls in self._calls[: self.turn + 1]:
             result = await other.step(Message("assistant", tool_calls=calls)) if calls else StepResult()
             wanted = [message.content for message in result.messages]
-        left = list(self._told)
+        left = list(self._results)
         for text in wanted:
             if text not in left:
                 return False
@@ -102,18 +102,18 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
 
 
 def turns_reward(sample: Sample) -> float:
-    """What the environment said at the end; 0 for an episode that was cut before."""
+    """The reward of the last step; 0 for an episode that was cut before."""
     return reduced(sample.step_rewards)
 
 
 def load_turns(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Rows of the leaderboard's conversations whose systems are simulated here: files and mathematics.
+    """Load the leaderboard's conversations whose systems are simulated here: files and mathematics.
 
-    A row has ``metadata`` with ``turns`` (messages of each), ``involved_classes`` and ``initial_config``, and for a
-    label a list of calls for each turn, in Python's spelling.
+    A row has ``metadata`` with ``turns`` (the messages of each), ``involved_classes`` and ``initial_config``. Its label
+    is a list of calls for each turn, in Python's syntax.
 
     Raises:
-        ConfigError: as :func:`rollouts.training.load_prompts`; a row that is none, by its number; or not one row whose
+        ConfigError: as :func:`rollouts.training.load_prompts`; an invalid row, with its number; or no row whose
             systems are all simulated.
     """
     prompts = []
@@ -136,7 +136,7 @@ def load_turns(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
 
 
 def _row(prompt: Prompt) -> tuple[list[list[Message]], list[list[ToolCall]], dict[str, Any]]:
-    """The user's turns, the calls wanted in each, and the disk."""
+    """The user's turns, the expected calls of each, and the disk."""
     turns, label = prompt.metadata.get("turns"), prompt.label
     if not isinstance(turns, list) or not turns or not isinstance(label, list) or len(label) != len(turns):
         raise ConfigError.of("label", shortened(label), f"{_EXPECTED} ({shortened(turns)})")
@@ -151,12 +151,12 @@ def _row(prompt: Prompt) -> tuple[list[list[Message]], list[list[ToolCall]], dic
 
 
 def _call(text: Any) -> ToolCall:
-    """``mv(source='a', destination='b')`` as a call."""
+    """Parse ``mv(source='a', destination='b')`` as a call."""
     try:
         call: Any = ast.parse(text, mode="eval").body
         name = call.func.id
         method = getattr(CallsInTurns, name)
-        method.__rollouts_tool__  # noqa: B018 - an AttributeError where it is none
+        method.__rollouts_tool__  # noqa: B018 - raises AttributeError for a method that is not a tool
         by_place = zip(list(inspect.signature(method).parameters)[1:], call.args, strict=False)
         by_name = ((entry.arg, entry.value) for entry in call.keywords)
         return ToolCall(name, {key: ast.literal_eval(value) for key, value in (*by_place, *by_name)}, id="")

@@ -1,6 +1,6 @@
 """The task in three parts: rows, two environments, and an exact reward.
 
-Invariant: the reward is 1 only if the number that the last reply commits to equals the label exactly, as decimals.
+Invariant: the reward is 1 only if the final number of the last reply equals the label exactly, as decimals.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class SingleTurnGSM8K(SingleTurnEnvironment):
 
 
 class CalculatorGSM8K(CalculatorEnvironment):
-    """The calculator does the arithmetic, in as many turns as it takes."""
+    """The calculator does the arithmetic, in several turns."""
 
     system_prompt = "Solve the problem step by step. Calculate with the tools. Finish with: The answer is N."
 
 
 def load_gsm8k(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Rows of a JSONL file whose label is a number.
+    """Load the rows of a JSONL file whose label is a number.
 
     Raises:
-        ConfigError: as :func:`rollouts.training.load_prompts`; or a label that is no number, by row.
+        ConfigError: as :func:`rollouts.training.load_prompts`; or a label that is not a number, with its row.
     """
     prompts = load_prompts(path, limit=limit)
     for number, prompt in enumerate(prompts, 1):

@@ -1,7 +1,7 @@
-"""The game: the world thinks of a number, the model guesses, the world says higher or lower.
+"""The game: the environment picks a number, the model guesses, the environment replies higher or lower.
 
-Invariant: the rewards of an episode add up to at most 1: half of it is what the guesses rule out, in bits, and half is
-for finding the number. The state is two bounds and a count, and goes through a snapshot whole.
+Invariant: the rewards of an episode sum to at most 1: half for the bits that the guesses rule out, half for finding the
+number. The state is two bounds and a count; a snapshot contains all of it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class GuessEnvironment:
-    """Ends when the number is found, or the guesses are used up.
+    """A game that ends when the number is found, or the guesses are used up.
 
-    The prompt's ``label`` is the number; ``metadata`` has ``low`` and ``high``, between which it lies, and ``guesses``.
+    The prompt's ``label`` is the number; ``metadata`` has its bounds ``low`` and ``high``, and ``guesses``.
 
     Raises:
         ConfigError: on ``start``: a prompt without them, or a number that is not between them.
@@ -77,7 +77,7 @@ class GuessEnvironment:
         self.bits = math.log2(self.high - self.low + 1)
 
     def _gained(self, low: int, high: int) -> float:
-        """The share of all bits that shrinking the range to this one gains."""
+        """The share of all bits gained by shrinking the range to this one."""
         if not self.bits:
             return 1.0
         return (math.log2(self.high - self.low + 1) - math.log2(high - low + 1)) / self.bits
@@ -89,12 +89,12 @@ class GuessEnvironment:
 
 
 def guess_reward(sample: Sample) -> float:
-    """The sum of the rewards of the steps; 0 for a game that was cut before its first guess."""
+    """The sum of the step rewards; 0 for a game that was cut before its first guess."""
     return reduced(sample.step_rewards)
 
 
 def guess_prompts(seed: int, *, high: int = 100, guesses: int = 8) -> Iterator[Prompt]:
-    """Endless games, the same for the same seed."""
+    """Yield games without end, the same for the same seed."""
     rng = random.Random(seed)
     while True:
         secret = rng.randint(1, high)

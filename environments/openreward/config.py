@@ -1,7 +1,7 @@
-"""``train_config.yaml``: which environments, how their rewards are reduced, and what they may know.
+"""The settings file ``train_config.yaml``: environments, reward reduction, secrets.
 
-Invariant: settings that exist can be used; an unknown key, a value of another kind and a template that cannot be filled
-in are refused with their place in the file. A secret's value is in no repr; one without a value is named, not invented.
+Invariant: loaded settings are valid; an unknown key, a value of another type and an invalid template raise an error
+with their place in the file. A secret's value is in no repr; a secret without a value is listed by name.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _HOME = "https://openreward.ai"
 
 
 class EnvironmentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One environment. Beside the kit's fields there are ``weight``, ``base_url`` and ``group_score``."""
+    """One environment: the kit's fields, and ``weight``, ``base_url`` and ``group_score``."""
 
     splits: tuple[str, ...] = ("train",)
     num_samples: int | None = None
-    """Tasks of each split; all by default."""
+    """Number of tasks of each split; all by default."""
     nonterminal_reward: float | None = None
-    """A further reward of episodes that came to no end of their own."""
+    """An additional reward if the environment did not finish the episode."""
     reward_reduction: Literal["sum", "mean", "max", "min"] = "sum"
     min_reward: float | None = None
     max_reward: float | None = None
     secrets: dict[str, str | None] = {}
-    """By name; ``null`` reads the environment variable of that name, as it is written or in capitals."""
+    """Values by name; ``null`` reads the environment variable of that name, as written or in capitals."""
     max_turns: int = 20
     weight: float | None = None
-    """Its share of the tasks that are written, beside those of the others; by default as many as it has."""
+    """Its share of the rows, relative to the other environments; by default its number of tasks."""
     base_url: str | None = None
-    """A server of one's own."""
+    """URL of a self-hosted server."""
     group_score: bool = False
-    """Add the environment's own comparison of a group's rollouts to their rewards."""
+    """Add the environment's comparison of a group to the rewards of its rollouts."""
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__ if name != "secrets"}
@@ -62,16 +62,16 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @attrs.frozen
 class KitSettings:
-    """The whole file."""
+    """All settings of the file."""
 
     environments: Mapping[str, EnvironmentSettings]
     system_prompt_template: str | None = None
-    """Put before each task; where ``{tools}`` stands, the tools are told there and not by the chat template."""
+    """System prompt of each task; ``{tools}`` in it lists the tools, in place of the chat template."""
     thinking: bool = False
     run_name: str = "slime-training"
     _secrets: Mapping[str, str | None] = attrs.field(factory=dict, repr=False)
     renderers: dict[Any, Renderer] = attrs.field(factory=dict, init=False, repr=False, eq=False)
-    """Those in use, by tokenizer."""
+    """Renderers in use, by tokenizer."""
     _servers: dict[tuple[str, str | None], ORSServer] = attrs.field(factory=dict, init=False, repr=False, eq=False)
 
     @property
@@ -82,7 +82,7 @@ class KitSettings:
         """The settings of an environment.
 
         Raises:
-            ConfigError: it is not in the file.
+            ConfigError: the environment is not in the file.
         """
         if name not in self.environments:
             raise ConfigError.of('metadata["env_name"]', name, f"one of {', '.join(self.environments)}")
@@ -92,7 +92,7 @@ class KitSettings:
         """The server of an environment, the same for all its rollouts.
 
         Raises:
-            ConfigError: it is in a cloud, and there is no key.
+            ConfigError: the environment is in OpenReward's cloud, and no key is set.
         """
         if (name, environment) not in self._servers:
             self._servers[name, environment] = self._connected(name, environment)
@@ -116,7 +116,7 @@ class KitSettings:
         )
 
     def _resolved(self, entry: EnvironmentSettings) -> tuple[dict[str, str], list[str]]:
-        """Secrets with a value, and names of those without: the environment's own, then those of all."""
+        """Secrets with a value, and names of those without. The environment's secrets override common ones."""
         values: dict[str, str] = {}
         missing: list[str] = []
         for name, given in {**self._secrets, **entry.secrets}.items():
@@ -132,7 +132,7 @@ def load_settings(path: str | Path) -> KitSettings:
     """Read the file.
 
     Raises:
-        ConfigError: it is not there, no YAML, or not as it should be; the message says where.
+        ConfigError: a missing file, invalid YAML, or an invalid value; the message names its place.
     """
     path = Path(path)
     try:
@@ -168,7 +168,7 @@ def load_settings(path: str | Path) -> KitSettings:
 
 
 def api_url() -> str:
-    """Where trajectories are uploaded to."""
+    """URL to which trajectories are uploaded."""
     return os.environ.get("OPENREWARD_API_URL") or _below(_home(), "api")
 
 

@@ -1,9 +1,9 @@
-"""Trajectories in OpenReward's event form: to a file first, and from there to its API.
+"""Export of trajectories as OpenReward's events: to a file first, and from there to its API.
 
-Invariant: a trajectory is in the file before anything is sent, and what was not confirmed is sent again: what has
-arrived is a number of bytes in the file beside it. Nothing of it ever fails a rollout.
+Invariant: a trajectory is in the file before it is sent, and unconfirmed events are sent again: ``FILE.sent`` contains
+the number of confirmed bytes. No error here fails a rollout.
 
-    python -m environments.openreward.export trajectories.jsonl     # sends what is left
+    python -m environments.openreward.export trajectories.jsonl     # sends unconfirmed events
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _PATIENCE = 10.0
 def events_of(
     sample: Sample, calls: Sequence[CallRecord], *, run_name: str, now: int | None = None
 ) -> list[dict[str, Any]]:
-    """A rollout as events: one that begins it, then one for each thing said.
+    """Convert a rollout to events: one for its start, then one for each message, thought, call and result.
 
     Args:
-        sample: finished.
-        calls: the environment's calls, whose rewards go with their results.
-        run_name: of the training run.
+        sample: a finished sample.
+        calls: the environment's calls, with their rewards.
+        run_name: name of the training run.
         now: milliseconds since 1970.
     """
     now = int(time.time() * 1000) if now is None else now
     known = sample.metadata
     number = str(uuid.uuid4())
     name = known.get("env_name")
-    told = {key: known.get(key) for key in ("stop_reason", "num_tool_calls")}
+    counters = {key: known.get(key) for key in ("stop_reason", "num_tool_calls")}
     total = sum(call.reward for call in calls if call.reward is not None)
     begun = {
         "eventId": number,
@@ -58,10 +58,10 @@ def events_of(
         "environment": name,
         "split": known.get("split"),
         "task_spec": known.get("task_spec"),
-        "metadata": {**told, "reward_sum": total if sample.step_rewards else None, "reward": sample.reward},
+        "metadata": {**counters, "reward_sum": total if sample.step_rewards else None, "reward": sample.reward},
         "eventType": "rollout",
     }
-    said = [
+    messages = [
         {
             "eventId": str(uuid.uuid4()),
             "timestamp": now,
@@ -72,19 +72,19 @@ def events_of(
             **fields,
             "eventType": "message",
         }
-        for index, fields in enumerate(_said(sample.messages, calls))
+        for index, fields in enumerate(_messages(sample.messages, calls))
     ]
-    return [_without_nothing(event) for event in [begun, *said]]
+    return [_without_nothing(event) for event in [begun, *messages]]
 
 
-def _said(messages: Iterable[Mapping[str, Any]], calls: Sequence[CallRecord]) -> Iterable[dict[str, Any]]:
+def _messages(messages: Iterable[Mapping[str, Any]], calls: Sequence[CallRecord]) -> Iterable[dict[str, Any]]:
     by_id = {call.id: call for call in calls if call.id}
-    told: set[str] = set()
+    answered: set[str] = set()
     kinds = {"system": "system_message", "user": "user_message", "assistant": "assistant_message"}
     for chat in messages:
         number = chat.get("tool_call_id") or ""
         if chat["role"] == "tool":
-            told.add(number)
+            answered.add(number)
             yield _result(number, chat["content"], by_id.get(number))
             continue
         if chat.get("reasoning_content"):
@@ -99,8 +99,8 @@ def _said(messages: Iterable[Mapping[str, Any]], calls: Sequence[CallRecord]) ->
                 "content": arguments,
                 "callId": call["id"],
             }
-    for call in calls:  # results that no reply could answer, and what the terminal tool said
-        if call.id not in told:
+    for call in calls:  # results of the last turn, and of the terminal tool
+        if call.id not in answered:
             yield _result(call.id or "terminal", call.text, call)
 
 
@@ -125,12 +125,12 @@ def _without_nothing(event: dict[str, Any]) -> dict[str, Any]:
 
 
 class Trajectories:
-    """A file of events, and what has been sent of it.
+    """A file of events, and the number of bytes sent.
 
     Args:
         path: one event a line; appended to.
-        key: without one nothing is sent.
-        url: of the API.
+        key: API key; without it nothing is sent.
+        url: URL of the API.
     """
 
     def __init__(self, path: str | Path, *, key: str | None = None, url: str | None = None) -> None:
@@ -152,7 +152,7 @@ class Trajectories:
         return size - self._sent()
 
     async def add(self, sample: Sample, calls: Sequence[CallRecord], *, run_name: str) -> None:
-        """Write a rollout; then send what is left, if nobody is at it."""
+        """Write a rollout; then send unconfirmed events, unless another task is sending."""
         lines = b"".join(to_json(event) + b"\n" for event in events_of(sample, calls, run_name=run_name))
         async with self._writing:
             await anyio.to_thread.run_sync(self._append, lines)
@@ -161,7 +161,7 @@ class Trajectories:
                 await self.send()
 
     async def send(self) -> int:
-        """Send what is left, in batches; how many events were confirmed. A failure is in ``problem``."""
+        """Send unconfirmed events in batches; returns the number confirmed. ``problem`` has the failure."""
         if not self._key:
             self.problem = f"no key ({KEY})"
             return 0
@@ -198,7 +198,7 @@ class Trajectories:
         return int(self._mark.read_text()) if self._mark.exists() else 0
 
     def _batch(self) -> bytes:
-        """The next whole lines."""
+        """The next complete lines."""
         if not self.path.exists():
             return b""
         with self.path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""One number from the rewards of single calls, as the kit makes it.
+"""The reward of a rollout from the rewards of its calls, as in the kit.
 
-Invariant: it depends on the sample's step rewards, on whether its environment said that it is over, and on the settings
-of that environment; a failed rollout is not scored at all.
+Invariant: it depends on the step rewards, on whether the environment finished the episode, and on the settings of that
+environment; a failed rollout is not scored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["group_reward", "own_reward", "reward"]
 
 
 def reward(sample: Sample, *, settings: KitSettings) -> float:
-    """Step rewards, a further one where the episode came to no end, their reduction, and its bounds."""
+    """Reduce the step rewards (and the non-terminal reward of an unfinished episode), then apply the bounds."""
     entry = settings.of(sample.metadata.get("env_name"))
     return reduced(
         sample.step_rewards,
@@ -29,14 +29,14 @@ def reward(sample: Sample, *, settings: KitSettings) -> float:
 
 
 async def own_reward(sample: Sample, *, settings: KitSettings) -> float:
-    """:func:`reward`, on the event loop: it takes microseconds, and the way to a worker thread a hundred of them."""
+    """:func:`reward` on the event loop, since it takes microseconds and a worker thread a hundred of them."""
     return reward(sample, settings=settings)
 
 
 async def group_reward(samples: Sequence[Sample], *, settings: KitSettings) -> list[float]:
-    """The rewards of a group: each rollout's own, and where the settings ask for it the environment's comparison.
+    """The rewards of a group: each rollout's own, plus the environment's comparison with ``group_score``.
 
-    Both parts are kept in the metadata, as ``own_reward`` and ``group_score``.
+    The metadata has both parts, as ``own_reward`` and ``group_score``.
     """
     own = [reward(sample, settings=settings) for sample in samples]
     name = samples[0].metadata["env_name"]

@@ -1,4 +1,4 @@
-"""One rollout of the kit: an environment of an ORS server, its prompt as the settings say, and what came of it.
+"""One rollout of the kit: an environment of an ORS server, with the prompt of the settings.
 
 Invariant: the tokens are those of :func:`rollouts.training.agent_rollout_to_samples`; only metadata is added, under the
 kit's names. The calls of the last turn run, since they may earn the reward.
@@ -42,11 +42,11 @@ class KitEnvironment(ORSEnvironment):
         messages = await super().start(prompt)
         if self.template is None:
             return messages
-        tools = "\n".join(_told(tool) for tool in self.tools)
+        tools = "\n".join(_describe(tool) for tool in self.tools)
         return [Message("system", self.template.format(tools=tools)), *messages]
 
 
-def _told(tool: Tool) -> str:
+def _describe(tool: Tool) -> str:
     return json.dumps(
         {"name": tool.name, "arguments_schema": dict(tool.parameters), "description": tool.description},
         ensure_ascii=False,
@@ -63,15 +63,15 @@ async def generate(
     limits: Limits | None = None,
     **options: Any,
 ) -> list[Sample]:
-    """Play one prompt; ``generate_fn`` of a recipe, with ``functools.partial``.
+    """Generate the samples of one prompt; the ``generate_fn`` of a recipe, with ``functools.partial``.
 
     Args:
-        prompts: one, whose metadata is a row's.
-        settings: of the kit.
-        endpoint: where the model answers.
+        prompts: one prompt with the metadata of a row.
+        settings: settings of the kit.
+        endpoint: the inference endpoint.
         tokenizer: a tokenizer, or the name or folder to load one from.
-        trajectories: where they are exported to.
-        limits: beside ``max_turns``, which the settings have.
+        trajectories: destination of the exported trajectories.
+        limits: limits other than ``max_turns``, which the settings contain.
         **options: as for :func:`rollouts.training.agent_rollout_to_samples`.
     """
     (prompt,) = prompts
@@ -101,7 +101,7 @@ async def generate(
 
 
 async def _renderer(tokenizer: Any, settings: KitSettings) -> Renderer:
-    """The renderer of these settings, loaded in a worker thread by the first rollout that asks."""
+    """The renderer of these settings, loaded in a worker thread by the first rollout."""
     if tokenizer not in settings.renderers:
         make = functools.partial(
             renderer_for,
@@ -114,7 +114,7 @@ async def _renderer(tokenizer: Any, settings: KitSettings) -> Renderer:
 
 
 def _outcome(sample: Sample, played: KitEnvironment) -> dict[str, Any]:
-    """What the kit says of a rollout."""
+    """The kit's metadata of a rollout."""
     assert sample.stop_reason is not None
     reason = "reached_terminal_state" if played.finished else _REASONS.get(sample.stop_reason, sample.stop_reason.value)
     bad = sample.metrics.get("malformed_tool_calls", 0) + sample.metrics.get("unknown_tool_calls", 0)

@@ -1,6 +1,6 @@
-"""The tasks of all environments as rows that slime reads, and ``rollouts run`` as well.
+"""The tasks of all environments as rows for slime and ``rollouts run``.
 
-Invariant: for the same tasks and seed the rows are those of the kit, unless weights ask for others.
+Invariant: for the same tasks and seed the rows are those of the kit, unless weights are set.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ async def prepare_tasks(settings: KitSettings, *, max_tasks: int | None = None, 
     """Fetch the tasks: rows with ``prompt``, ``label`` and ``metadata`` (JSON as text), shuffled.
 
     Raises:
-        ConfigError: a split that is not there, or a key that is missing.
-        EnvironmentFailure: a server that is not there, or fails.
+        ConfigError: a missing split or key.
+        EnvironmentFailure: an unreachable or failing server.
     """
     rng = random.Random(seed)
     rows: dict[str, list[dict[str, str]]] = {}
@@ -43,7 +43,7 @@ async def prepare_tasks(settings: KitSettings, *, max_tasks: int | None = None, 
 
 
 def write_tasks(rows: list[dict[str, str]], path: Path) -> None:
-    """One row a line."""
+    """Write one row a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -64,7 +64,7 @@ def _row(name: str, environment: str, split: str, spec: Any) -> dict[str, str]:
 
 
 def _weighted(rows: dict[str, list[dict[str, str]]], settings: KitSettings) -> list[dict[str, str]]:
-    """All rows; with weights as many as there are, in these shares, the same rows again where they are too few."""
+    """All rows. With weights: the same number in these shares, with repeated rows where there are too few."""
     weights = {name: settings.of(name).weight for name in rows}
     if all(weight is None for weight in weights.values()):
         return [row for found in rows.values() for row in found]

@@ -1,7 +1,7 @@
-"""The task: problems from the data sets that people train on, and the Python tool to work with.
+"""The task: problems from common data sets, and the Python tool.
 
-Invariant: a row is a problem and a final answer, in whichever of the known shapes it comes; anything else is refused by
-its number. The reward is :func:`rollouts.training.rewards.boxed_math`, on the last reply.
+Invariant: a row is a problem and a final answer in one of the known shapes; any other row is an error with its
+number. The reward is :func:`rollouts.training.rewards.boxed_math`, on the last reply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPECTED = "prompt and label, prompt and reward_model.ground_truth (DAPO), or p
 
 
 class RetoolEnvironment(PythonToolEnvironment):
-    """Python programs in as many turns as it takes; a reply without a call is the answer."""
+    """Python programs in several turns; a reply without a call is the answer."""
 
     system_prompt = (
         "Solve the problem step by step. Run Python with the tool where it helps, and print what you want to see. "
@@ -39,17 +39,16 @@ def load_maths(source: str, *, limit: int | None = None) -> list[Prompt]:
     """Problems with final answers, from a file or the hub.
 
     Args:
-        source: a ``.jsonl`` or ``.parquet`` file; a folder of them, as a data set of the Hugging Face hub is when it is
-            downloaded; or ``hub:OWNER/DATASET/PATH`` for such a file of a data set on the hub, e.g.
+        source: a ``.jsonl`` or ``.parquet`` file; a folder of them, e.g. a downloaded data set of the Hugging Face
+            hub; or ``hub:OWNER/DATASET/PATH`` for such a file of a data set on the hub, e.g.
             ``hub:BytedTsinghua-SIA/DAPO-Math-17k/data/dapo-math-17k.parquet``.
-        limit: the first so many different problems.
+        limit: number of different problems to take, from the start.
 
     Returns:
-        Prompts whose label is the answer. What is there several times (DAPO's file has each problem 100 times) is
-        taken once.
+        Prompts whose label is the answer. Repeated problems (DAPO's file has each 100 times) are taken once.
 
     Raises:
-        ConfigError: no such file, it cannot be had from the hub, or a row of another shape, by its number.
+        ConfigError: a missing file, a failed download, or a row of another shape, with its number.
     """
     prompts: dict[str, Prompt] = {}
     for path in _files(source):

@@ -1,7 +1,7 @@
-"""Documents, and an index over them that finds by words (BM25).
+"""Documents, and a BM25 index over them.
 
-Invariant: the same query over the same documents finds the same ones, in the same order. An index is built once and
-shared by all episodes; asking it changes nothing.
+Invariant: the same query over the same documents returns the same results in the same order. An index is built once and
+shared by all episodes; queries do not change it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORD = re.compile(r"\w+")
 
 @attrs.frozen
 class Document:
-    """One text that can be found."""
+    """One searchable text."""
 
     id: str
     title: str

@@ -1,4 +1,4 @@
-"""The task: tools that find and read documents, questions with short answers, and a reward that compares them.
+"""The task: tools that find and read documents, questions with short answers, and a reward.
 
 Invariant: an episode sees the index and nothing else; a reply without a tool call is the answer and ends it.
 """
@@ -24,7 +24,7 @@ _SHOWN = 200
 """Characters of a document in a list of results."""
 _MOST = 20
 _LARGE = 20_000
-"""Documents from which on a query is long enough for the event loop to notice."""
+"""Number of documents from which queries run in a thread, because they would block the event loop."""
 
 
 class SearchEnvironment(ToolEnvironment):
@@ -55,17 +55,17 @@ class SearchEnvironment(ToolEnvironment):
         return f"{found.title}\n{found.text}"
 
     async def snapshot(self) -> None:
-        """Nothing: it remembers nothing between steps."""
+        """No state between steps."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None
 
 
 def load_questions(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Rows of a JSONL file whose label is the answer, or several that are equally right.
+    """Load the rows of a JSONL file whose label is the answer, or a list of right answers.
 
     Raises:
-        ConfigError: as :func:`rollouts.training.load_prompts`; or a row without an answer, by its number.
+        ConfigError: as :func:`rollouts.training.load_prompts`; or a row without an answer, with its number.
     """
     prompts = load_prompts(path, limit=limit)
     for number, prompt in enumerate(prompts, 1):
@@ -77,6 +77,6 @@ def load_questions(path: str | Path, *, limit: int | None = None) -> list[Prompt
 
 
 def search_reward(sample: Sample, *, partial_credit: float = 0.0) -> float:
-    """1.0 for an answer that is one of the label's, else ``partial_credit`` times the words in common (F1)."""
+    """1.0 for an answer that is one of the label's, else ``partial_credit`` times the F1 score of the words."""
     exact: Any = exact_match(sample)
     return float(exact or partial_credit * f1_score(sample))

@@ -1,6 +1,6 @@
-"""A made-up world to ask about: documents that no model has read, and questions that take one or two of them.
+"""A generated world: documents that no model has seen, and questions that need one or two of them.
 
-Invariant: everything follows from the seed; each question has one answer, and its documents say it.
+Invariant: everything follows from the seed; each question has one answer, which the documents contain.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _TRADES = ("glass", "clocks", "paper", "bells", "maps", "tea", "violins", "ropes
 
 
 def made_up_world(seed: int, *, people: int = 40) -> tuple[list[Document], list[Prompt]]:
-    """Documents about people, their employers and towns, and questions about them in a fixed order.
+    """Generate documents about people, their employers and towns, and questions in a fixed order.
 
     Raises:
-        ConfigError: more people than there are names for, or too few to have employers.
+        ConfigError: more people than names, or too few people.
     """
     if not 4 <= people <= _MOST:
         raise ConfigError.of("people", people, f"4 to {_MOST}")

@@ -1,4 +1,4 @@
-"""Benchmarks. Without a name: all that have a target; the exit code is 1 where one falls short."""
+"""Benchmarks. Without a name: all that have a target; the exit code is 1 if a target is missed."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _suite(argv: list[str]) -> None:
         given.page.write_text(page(lines, machine(), Path(tokenizer).name))
     short = [f"{line.name}: {line.value:.2f}, {line.sense} {line.target:g}" for line in lines if not line.ok]
     if short:
-        sys.exit("short of the target: " + "; ".join(short))
+        sys.exit("missed targets: " + "; ".join(short))
 
 
 OTHERS = ("engine", "turn", "fill", "gpu", "ors", "peers", "plan", "scale", "slime", "workers")
-"""``scripts/benches/NAME.py`` with ``bench_NAME`` and ``NAME_options``; imported when asked for: some take seconds."""
+"""``scripts/benches/NAME.py`` with ``bench_NAME`` and ``NAME_options``; imported on use, since some take seconds."""
 
 
 def _written(value: float | int | str) -> str:

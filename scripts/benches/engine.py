@@ -1,4 +1,4 @@
-"""How many tokens a second the embedded engine generates over HTTP."""
+"""Generation speed of the embedded engine over HTTP, in tokens a second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _serve(model: Path, slots: int, ready: Connection) -> None:
 
 @contextlib.contextmanager
 def engine_process(model: Path, slots: int) -> Iterator[str]:
-    """The engine in a process of its own; gives its URL."""
+    """Run the engine in its own process; yields its URL."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(model, slots, there), daemon=True)
@@ -44,10 +44,10 @@ def engine_process(model: Path, slots: int) -> Iterator[str]:
 
 @attrs.frozen
 class Shape:
-    """What a request looks like."""
+    """The shape of a request."""
 
     prompt: int
-    """Tokens; the first half is shared by all, as a system prompt is."""
+    """Number of tokens; all prompts share the first half, as a system prompt."""
     reply: int
 
 

@@ -1,4 +1,4 @@
-"""How long a batch takes to fill, and how many prompts it costs."""
+"""Time to fill a batch, and prompts started for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How long a batch takes to fill, and how many prompts it costs: our scheduler, and slime's algorithm, on one clock.
+"""Simulation of the time and the prompts to fill a batch: our scheduler and slime's algorithm on a virtual clock.
 
-Both play the same groups: rollout ``j`` of prompt ``i`` takes a lognormal time that depends on ``i`` and ``j`` only,
+Both run the same groups: rollout ``j`` of prompt ``i`` takes a lognormal time that depends on ``i`` and ``j`` only,
 and three prompts of every ten give rewards without spread, which the filter drops. An engine runs at most ``slots``
 rollouts at once, first come first served. The clock is virtual, so the machine's load does not matter.
 
@@ -23,15 +23,15 @@ __all__ = ["Result", "World", "run_ours", "run_slime"]
 
 @attrs.frozen
 class World:
-    """What is played."""
+    """The simulated workload."""
 
     batch_size: int = 32
     n: int = 8
     batches: int = 10
     zero_spread: int = 3
-    """Prompts of every ten whose rewards do not differ."""
+    """Prompts of every ten without spread."""
     sigma: float = 1.0
-    """Spread of the logarithm of a rollout's seconds; their median is 10."""
+    """Standard deviation of the logarithm of a rollout's seconds; their median is 10."""
     slots: int | None = None
     """Rollouts that the engine runs at once; ``None`` for no limit."""
     seed: int = 0
@@ -49,12 +49,12 @@ class World:
 
 @attrs.frozen
 class Result:
-    """What ten batches cost."""
+    """The cost of ten batches."""
 
     seconds: float
-    """To fill all batches, training left out."""
+    """Seconds to fill all batches, without training."""
     started: int
-    """Prompts whose rollouts began."""
+    """Prompts whose rollouts were started."""
     kept: int
 
     @property
@@ -63,7 +63,7 @@ class Result:
 
 
 def run_ours(world: World, over_sampling_factor: float) -> Result:
-    """Consecutive batches from the real manager; what is in flight is carried from one to the next."""
+    """Consecutive batches from the real manager; groups in flight go into the next batch."""
     filled = fill(
         world,
         batch_size=world.batch_size,
@@ -86,7 +86,7 @@ def run_slime(world: World, over_sampling_batch_size: int | None = None) -> Resu
 
 
 def _slime_batch(world: World, refill: int, first: int) -> tuple[float, int]:
-    """One call of the rollout function on an idle engine: its seconds, and the prompts it took."""
+    """Seconds and prompts of one call of the rollout function on an idle engine."""
     now, taken, accepted, remaining = 0.0, 0, 0, 0
     queue: list[tuple[int, int]] = []
     running: list[tuple[float, int]] = []

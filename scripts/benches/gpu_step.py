@@ -1,7 +1,7 @@
 """A GRPO step and the engine on a Qwen3-shaped model with random weights: tokens a second, memory, agreement.
 
-Runs on CUDA in bfloat16 where there is a device, else on the CPU in float32, where only the code is tried and no figure
-is worth quoting.
+Runs on CUDA in bfloat16 if a device exists, else on the CPU in float32, which only tests the code: its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def run_gpu(size: str, *, groups: int, n: int, longest: int, steps: int, seed: i
 
     Args:
         size: a key of ``SIZES``.
-        groups: prompts of a batch.
-        n: rollouts of each.
+        groups: number of prompts in a batch.
+        n: rollouts of each prompt.
         longest: tokens of the longest sample; lengths are spread evenly below it.
-        steps: steps that are timed, after one that is not.
-        seed: of weights and samples.
+        steps: number of timed steps, after one warm-up step.
+        seed: seed of weights and samples.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -83,7 +83,7 @@ def run_gpu(size: str, *, groups: int, n: int, longest: int, steps: int, seed: i
 
 
 def _engine(reference: Any, samples: list[Sample], reply: int, device: Any, dtype: Any) -> dict[str, Any]:
-    """Replies to the prompts of the samples, all at once; their logprobs beside the CPU's in float32."""
+    """Replies to the prompts of the samples, all at once; compares their logprobs with the CPU's in float32."""
     prompts = [sample.tokens[: max(1, len(sample) // 4)] for sample in samples]
     sampling = SamplingParams(max_new_tokens=reply)
     replies: dict[int, Completion] = {}
@@ -138,7 +138,7 @@ def _agreement(reference: Any, config: Any, samples: list[Sample], device: Any, 
 
 
 def _on(reference: Any, config: Any, device: Any, dtype: Any) -> Any:
-    """A copy; made anew, so that buffers which must stay float32 (the rotary ones) are not rounded with the weights."""
+    """A copy, newly built, so that buffers which must stay float32 (rotary) are not rounded with the weights."""
     model = transformers.Qwen3ForCausalLM(config)
     model.load_state_dict(reference.state_dict())
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What grows must not cost more by the piece: connections, the history of an episode, the samples of a run."""
+"""Unit costs that must not grow: with the connections, the history of an episode, the samples of a run."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def _allow_files(count: int) -> None:
 
 
 class _Timed:
-    """A policy that always says the same; writes its requests as a real one does, and sends none.
+    """A policy with a constant reply, which builds requests as a real one and sends none.
 
-    Notes the CPU time between two of its answers, by the length of the history.
+    It records the CPU time between two replies, by the length of the history.
     """
 
     def __init__(self, reply: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ def _turns(renderer: Renderer, longest: int) -> list[tuple[int, float]]:
 
 
 def _medians(turns: Sequence[tuple[int, float]], histories: Sequence[int]) -> list[tuple[int, float]]:
-    """How many turns there are near each history, and the median of their seconds."""
+    """The number of turns near each history length, and the median of their seconds."""
     medians = []
     for history in histories:
         near = sorted(seconds for length, seconds in turns if abs(length - history) <= max(history / 10, 1500))
@@ -131,7 +131,7 @@ def history(renderer: Renderer, rounds: int) -> Iterator[Line]:
 
 
 def history_rows(renderer: Renderer, histories: Sequence[int], episodes: int) -> list[dict[str, float | int | str]]:
-    """The same by any histories, one row each."""
+    """The same for any history lengths, one row each."""
     turns = [turn for _ in range(episodes) for turn in _turns(renderer, max(histories))]
     medians = _medians(turns, histories)
     return [

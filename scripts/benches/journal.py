@@ -1,4 +1,4 @@
-"""What the journal costs beside writing and reading the same bytes."""
+"""The cost of the journal, compared with plain writes and reads of the same bytes."""
 
 from __future__ import annotations
 

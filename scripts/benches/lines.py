@@ -1,7 +1,7 @@
-"""What the benchmarks say: one line each, with its target, and the table and the page that are made of them.
+"""The results of the benchmarks: one line each with its target, and the table and the page built from them.
 
-A line is a ratio of two things measured in one run, bytes, or milliseconds; it is the median of its rounds, beside the
-lowest and the highest of them.
+A line is a ratio of two measurements of one run, bytes, or milliseconds; it has the median of its rounds, the lowest
+and the highest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ COLUMNS = ("name", "what", "median", "lowest to highest (rounds)", "target", "me
 
 
 def machine() -> dict[str, Any]:
-    """The machine, as far as it matters."""
+    """The relevant facts of the machine."""
     return {
         "cpus": os.cpu_count(),
         "architecture": platform.machine(),
@@ -71,36 +71,36 @@ def machine() -> dict[str, Any]:
 
 
 def page(lines: Sequence[Line], where: Mapping[str, Any], tokenizer: str) -> str:
-    """``docs/performance.md``."""
+    """Build ``docs/performance.md``."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     rows += ["| " + " | ".join(line.cells()) + " |" for line in lines]
     short = [line.name for line in lines if not line.ok]
-    verdict = f"Short of its target: {', '.join(short)}." if short else "Every target is met."
+    verdict = f"Missed targets: {', '.join(short)}." if short else "Every target is met."
     about = f"{where['cpus']} CPUs ({where['architecture']}, {where['system']}), Python {where['python']}"
     return f"""# Performance
 
-Written by `scripts/bench --page docs/performance.md`; `scripts/bench` prints it, `--json` gives it to programs, and the
-exit code is 1 where a target is missed. {verdict}
+Written by `scripts/bench --page docs/performance.md`; `scripts/bench` prints it, `--json` prints JSON, and the exit
+code is 1 if a target is missed. {verdict}
 
 Measured on {about}, load {where["load"]} while it ran, tokenizer {tokenizer}. Only CPU time of the client's process is
-counted, never wall time; the server is a stub in a process of its own that answers prebuilt bytes
-(`rollouts.testing.canned`). Each number is the median of rounds that take turns, so that both sides of a ratio see the
-same machine; absolute times in the last column belong to this machine and this moment.
+counted, never wall time; the server is a stub in its own process that responds with prebuilt bytes
+(`rollouts.testing.canned`). Each number is the median of alternating rounds, so that both sides of a ratio see the same
+machine; the absolute times in the last column are valid for this machine and this run only.
 
 {chr(10).join(rows)}
 
-- `lean` is a loop by hand: aiohttp, a typed decode, arrays, kept request bytes, each new text tokenised once. It checks
-  nothing, waits without deadlines and reads no reply: it knows beforehand what others decode and parse to find out, and
-  what to answer. `naive` is httpx, `json`, lists and a file of JSON lines. Ours has everything on: parser, checks,
-  masks, metrics, deadlines and the journal. It needs no aiohttp: a request over its own connections costs a third.
+- `lean` is a hand-written loop: aiohttp, a typed decode, arrays, reused request bytes, each new text tokenised once. It
+  has no checks and no deadlines, and does not decode or parse replies: it knows their content, and the results of the
+  tools, beforehand. `naive` is httpx, `json`, lists and a file of JSON lines. Ours has everything on: parser, checks,
+  masks, metrics, deadlines and the journal. It does not use aiohttp: a request over its own connections costs a third.
 - S is 4 turns of 512 tokens, L one reply of 8,192, A 32 turns of 64, H 16 turns of 32 behind 16,000 tokens, G groups of
   eight S with a reward in a thread and a filter.
-- Texts are consecutive pages of a book, no observation is given twice, and ours begins each round as if it had rendered
-  nothing before: without openings, and without the words that it looks up instead of encoding them again. The tokenizer
-  that all the loops share keeps what it keeps.
-- The journal has the texts of a sample as they are, so with it on each response is decoded once more than the replies.
-- A rollout in flight holds ids, masks, logprobs, the request that is being sent, its task and its connection, and the
-  texts of its messages, which are as long as the model and the environment made them: told apart, and with them.
-- Counters that do not depend on a machine are tests: `tests/test_costs.py`.
-- `docs/peers.md` has the same jobs played by strands-sglang, verifiers and slime's own loop.
+- Texts are consecutive pages of a book, and no observation is used twice. Our caches are empty at the start of each
+  round: no openings, no encoded words. The tokenizer that all loops share keeps its own cache.
+- The journal stores the texts of a sample, so with the journal on each response is decoded once more than the replies.
+- The memory of a rollout in flight is its ids, masks, logprobs, the request that is being sent, its task and its
+  connection. The texts of its messages, whose length depends on model and environment, are excluded in the median, and
+  included in the last column.
+- Counters that do not depend on the machine are tests: `tests/test_costs.py`.
+- `docs/peers.md` compares the same jobs in strands-sglang, verifiers and slime's own loop.
 """

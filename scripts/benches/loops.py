@@ -1,11 +1,11 @@
-"""Three ways to play the same episodes: ours, the leanest by hand, and what people write.
+"""Three loops over the same episodes: ours, a lean hand-written one, and a naive one.
 
-``lean`` is the floor: aiohttp, a typed decode, arrays, kept request bytes, and each new text tokenised once. It checks
-nothing, retries nothing, masks by position and reads no reply. ``naive`` is httpx, the standard library's json, lists,
-and a file of JSON lines. ``ours`` is the manager with everything on: parser, checks, masks, metrics, deadlines, and the
-journal.
+``lean`` is the lower bound: aiohttp, a typed decode, arrays, reused request bytes, and each new text tokenised once. It
+has no checks and no retries, masks by position and parses no reply. ``naive`` is httpx, the standard library's json,
+lists, and a file of JSON lines. ``ours`` is the manager with everything on: parser, checks, masks, metrics, deadlines,
+and the journal.
 
-All three give the samples of one round. Only CPU time of this process is told: servers run in processes of their own.
+All three return the samples of one round. Only CPU time of this process counts: servers run in their own processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["Hand", "Round", "lean", "naive", "ours"]
 
 @attrs.frozen
 class Hand:
-    """A sample as a loop by hand has it."""
+    """A sample of a hand-written loop."""
 
     tokens: Any
     mask: Any
@@ -52,7 +52,7 @@ class Hand:
 
 @attrs.frozen
 class Round:
-    """What one loop made of a workload."""
+    """The samples and the cost of one loop."""
 
     samples: list[Any]
     cpu: float
@@ -61,14 +61,14 @@ class Round:
 
 
 def _timed(run: Callable[[], Awaitable[list[Any]]]) -> Round:
-    with calm_collector():  # as `rollouts run` has it; each of the loops gets it
+    with calm_collector():  # as in `rollouts run`, for each of the loops
         wall, cpu = time.perf_counter(), time.process_time()
         samples = anyio.run(run)
         return Round(samples, time.process_time() - cpu, time.perf_counter() - wall)
 
 
 async def _side_by_side(play: Play, one: Callable[[int], Awaitable[Any]]) -> list[Any]:
-    """All samples, so many at once as the workload says."""
+    """Run all samples, with the concurrency of the workload."""
     samples: list[Any] = [None] * play.workload.samples
     numbers = iter(range(play.workload.samples))
 
@@ -82,7 +82,7 @@ async def _side_by_side(play: Play, one: Callable[[int], Awaitable[Any]]) -> lis
     return samples
 
 
-# -- the floor --------------------------------------------------------------------------------------------------------
+# -- lean -------------------------------------------------------------------------------------------------------------
 
 
 class _Triple(msgspec.Struct, array_like=True, gc=False):
@@ -146,12 +146,12 @@ def lean(play: Play, url: str) -> Round:
     return _timed(run)
 
 
-# -- what people write ------------------------------------------------------------------------------------------------
+# -- naive -----------------------------------------------------------------------------------------------------------
 
 
 def naive(play: Play, url: str) -> Round:
-    """httpx, json, lists, a line of JSON for each sample; the new text tokenised once, which is more than most do."""
-    import httpx  # wanted by this loop only
+    """httpx, json, lists, a line of JSON for each sample; each new text is tokenised once, unlike in most loops."""
+    import httpx  # needed by this loop only
 
     params = _params(play)
     raw = play.renderer._codec._raw

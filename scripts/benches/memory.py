@@ -1,8 +1,7 @@
 """Bytes of a token, as ``tracemalloc`` counts them: of samples that are finished, and of rollouts in flight.
 
-What a rollout in flight holds is told with the texts of its messages and without: these are as long as the environment
-and the model made them, whatever holds the tokens. Everything else is in both: ids, masks, logprobs, the request that
-is being sent, the tasks, the connections.
+A rollout in flight is counted with and without the texts of its messages, whose length depends on the environment and
+the model. Both numbers include ids, masks, logprobs, the request that is being sent, the tasks and the connections.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ def memory(renderer: Renderer) -> Iterator[Line]:
 
 
 def _measured(renderer: Renderer, name: str) -> tuple[float, float, float]:
-    """Bytes a token: finished; in flight; and of these, what the texts of messages take."""
+    """Bytes a token: of finished samples; in flight; and the share of the message texts of the latter."""
     rollouts = WORKLOADS[name].in_flight
     play = Play.of(attrs.evolve(WORKLOADS[name], samples=rollouts), renderer)
     with canned_server(Canned([play.reply])) as url:
-        anyio.run(_play, play, url, None)  # what is made once is there
+        anyio.run(_play, play, url, None)  # so that one-time allocations exist
         held: dict[str, int] = {}
         tracemalloc.start()
         try:
@@ -62,7 +61,7 @@ def _traced() -> int:
 
 
 def _texts() -> int:
-    """Bytes of the texts of messages that were made while memory is traced."""
+    """Bytes of message texts created while memory is traced."""
     messages = [one for one in gc.get_objects() if type(one) is Message]
     texts = {id(text): text for one in messages for text in (one.content, one.reasoning) if text}
     return sum(sys.getsizeof(text) for text in texts.values() if tracemalloc.get_object_traceback(text))
@@ -86,7 +85,7 @@ async def _play(play: Play, url: str, held: dict[str, int] | None) -> list[Any]:
 
 
 def _count_at_the_last_request(policy: SGLangPolicy, workload: Workload, held: dict[str, int]) -> None:
-    """Hold every last request back until all are there, and count then."""
+    """Delay every last request until all have arrived, then count."""
     transport: Any = policy._transport
     post, requests, posted = transport.post, workload.samples * workload.turns, 0
     all_there = anyio.Event()

@@ -1,7 +1,7 @@
-"""What a session of the Open Reward Standard costs its client, in CPU time of a process of its own.
+"""Client CPU time of a session of the Open Reward Standard, measured in its own process.
 
-The server is the real one of ``openreward`` where it is installed, else ours; it runs in a process of its own. Beside
-our client the one of ``openreward`` is measured, on the same server, in the same run.
+The server is that of ``openreward`` if it is installed, else ours; it runs in its own process. The client of
+``openreward`` is measured too, on the same server, in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollouts.engine import DEMO_MODEL
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = 3
 ROUNDS = 4
-"""Each figure is the best of so many: other processes of the machine only ever add."""
+"""Each figure is the best of so many, because other processes only add time."""
 _HAS_PEER = importlib.util.find_spec("openreward") is not None
 _ADD: dict[str, Any] = {"amount": 1} if _HAS_PEER else {"a": 1, "b": 1}
 
@@ -35,7 +35,7 @@ Play = Callable[[int], Coroutine[Any, Any, None]]
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """A server with an ``add`` tool; gives its URL."""
+    """Run a server with an ``add`` tool; yields its URL."""
     own = ["-m", "rollouts", "serve-env", "tests/ors_recipe.py", "--port", "0"]
     line = ["tests/integration/ors_toys.py", "openreward"] if _HAS_PEER else own
     with _process(line) as url:
@@ -160,7 +160,7 @@ async def _measured(client: str, url: str, sessions: int) -> dict[str, Any]:
 
 
 def serve_replies(tokenizer: str) -> None:
-    """An engine that always asks for ``add``, in 256 tokens."""
+    """An engine that always calls ``add``, in 256 tokens."""
     from rollouts.renderer import renderer_for
     from rollouts.testing.server import StubServer
 
@@ -179,7 +179,7 @@ def serve_replies(tokenizer: str) -> None:
 
 
 def _slime(url: str, samples: int, tokenizer: str) -> dict[str, float | int | str]:
-    """Rollouts of three turns through slime's door, the kit's recipe, and an ORS server."""
+    """Rollouts of three turns through the slime integration, the kit's recipe, and an ORS server."""
     with _process(["-m", "scripts.benches.ors", "engine", tokenizer]) as engine:
         line = [sys.executable, "-m", "scripts.benches.ors", "slime", url, str(samples), engine, tokenizer]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)

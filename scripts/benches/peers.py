@@ -1,8 +1,8 @@
-"""The same job through the loops of others: 256 episodes of 3 turns of 256 tokens with a calculator. Not in CI.
+"""The same job in the loops of other packages: 256 episodes of 3 turns of 256 tokens with a calculator. Not in CI.
 
-Equal work: the same prompts with the schemas of the same tools, the same replies from the same server in a process of
-its own, calls read and run, the ids, mask and logprob of each token at hand afterwards, and a reward. No text of one
-round comes again in another. Only CPU time of the client's process is told; the loops take turns.
+Equal work: the same prompts with the schemas of the same tools, the same replies from the same server in its own
+process, calls parsed and run, the ids, mask and logprob of each token in the result, and a reward. No text is used in
+two rounds. Only CPU time of the client's process counts; the loops alternate.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ PEERS: dict[str, tuple[str, str, float | None]] = {
     "strands-sglang-async": ("strands_sglang", "strands-sglang==0.4.2", None),
     "verifiers": ("verifiers", "verifiers==0.4.0", 10.0),
 }
-"""Module, distribution, and how many times our CPU time it is to take at least."""
+"""Module, distribution, and the target: the least multiple of our CPU time."""
 
 
 @attrs.frozen
 class Played:
-    """What a loop made of a round, so that it can be seen whether all did the same."""
+    """The result of a loop in a round, which shows whether all did the same work."""
 
     cpu: float
     tokens: int
-    """Of all samples; observations differ by a digit or two."""
+    """Tokens of all samples; observations differ by a digit or two."""
     trained: int
     logprobs: int
     rewards: float
 
 
 def timed(run: Callable[[], Awaitable[list[Any]]]) -> tuple[float, list[Any]]:
-    """CPU seconds of this process, all threads, and what came of them; every loop gets the calm collector."""
+    """CPU seconds of this process, all threads, and the result; every loop runs with the calm collector."""
     with calm_collector():
         began = time.process_time()
         done = anyio.run(run)
@@ -73,7 +73,7 @@ def timed(run: Callable[[], Awaitable[list[Any]]]) -> tuple[float, list[Any]]:
 
 
 def agents(job: Job, url: str, policy: SGLangPolicy) -> GenerateFn:
-    """Our agents that play the job."""
+    """Our agents for the job."""
     return functools.partial(
         generate_rollout_batch,
         environment_cls=Calculator,
@@ -117,10 +117,10 @@ def ours(job: Job, url: str, number: int) -> Played:
 
 
 def strands(job: Job, url: str, number: int, *, waits: bool = False) -> Played:
-    """An agent of strands for each episode; client and tokenizer shared, as the README of strands-sglang says.
+    """A strands agent for each episode; client and tokenizer are shared, as in the README of strands-sglang.
 
-    Its tools are plain functions, as there and as ours are; with ``waits`` they are asynchronous, which spares it the
-    thread in which it runs the others.
+    Its tools are plain functions, as in that README and as ours; with ``waits`` they are asynchronous, so that it needs
+    no threads.
     """
     from strands import Agent
     from strands import tool as strands_tool
@@ -181,7 +181,7 @@ def verifiers(job: Job, url: str, number: int) -> Played:
 
 
 async def side_by_side(one: Callable[[str], Awaitable[Any]], prompts: list[str]) -> list[Any]:
-    """All, so many at once as the job says, in order."""
+    """Run all episodes in order, with the concurrency of the job."""
     done: list[Any] = [None] * len(prompts)
     numbers = iter(range(len(prompts)))
 
@@ -225,10 +225,10 @@ def bench_peers(options: argparse.Namespace) -> list[Row]:
                 ):  # numbers of calculations have more or fewer digits
                     raise SystemExit(f"{name} has other tokens: {played}, ours {work['ours']}")
                 times[name] += [played.cpu] * (number > 0)
-            told = ", ".join(
+            times_so_far = ", ".join(
                 f"{name} {1000 * seconds[-1] / EPISODES:.2f}" for name, seconds in times.items() if seconds
             )
-            print(f"round {number}: ms/episode {told or '(warming up)'}", file=sys.stderr)
+            print(f"round {number}: ms/episode {times_so_far or '(warming up)'}", file=sys.stderr)
     return [_row(name, seconds, times["ours"], work[name]) for name, seconds in times.items()]
 
 

@@ -1,4 +1,4 @@
-"""The job that the benchmarks of other loops share: prompts, tools, replies and reward."""
+"""The common job of the benchmarks of other packages: prompts, tools, replies and reward."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ANSWER = "The answer is 8."
 SYSTEM = "Use the tools. Finish with: The answer is N."
 
 
-_said = itertools.count()
+_CALCULATIONS = itertools.count()
 
 
 def calculated(value: float) -> str:
-    """What each loop's tools answer; never twice the same, so that nobody gains from having seen it before."""
-    return f"{value:g} (calculation {next(_said)})"
+    """The result of each loop's tools; never twice the same, so that no loop profits from a cache."""
+    return f"{value:g} (calculation {next(_CALCULATIONS)})"
 
 
 class Calculator(ToolEnvironment):
-    """Ours, and the tools' schemas of all."""
+    """Our environment, and the tool schemas of all loops."""
 
     system_prompt = SYSTEM
 
@@ -58,7 +58,7 @@ class Calculator(ToolEnvironment):
 
 
 def _described(one: Tool) -> Tool:
-    """With what strands would write into a schema that does not describe its arguments: the prompts are the same."""
+    """The schemas with strands' default descriptions of arguments, so that the prompts are the same."""
     arguments = one.parameters["properties"]
     described = {name: {**schema, "description": f"Property {name}"} for name, schema in arguments.items()}
     return attrs.evolve(one, parameters={**one.parameters, "properties": described})
@@ -69,10 +69,10 @@ TOOLS = tuple(_described(one) for one in super(Calculator, Calculator()).tools)
 
 @attrs.frozen
 class Job:
-    """What is played."""
+    """Prompts, replies and server of the job."""
 
     folder: str
-    """Of the tokenizer and its template."""
+    """Renderer of the tokenizer and its template."""
     renderer: Renderer
     canned: Canned
     """Two calls and an answer."""
@@ -91,10 +91,10 @@ class Job:
         return cls(folder, renderer, Canned(replies, texts=texts, mark=mark))
 
     def prompts(self, number: int) -> list[str]:
-        """Of one round."""
+        """The prompts of one round."""
         return [f"Problem {number}-{episode}: what is (2 + 2) * 2?" for episode in range(EPISODES)]
 
 
 def reward(text: str) -> float:
-    """By the last message."""
+    """Score the last message."""
     return float(ANSWER in text)

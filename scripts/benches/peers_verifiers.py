@@ -1,9 +1,9 @@
-"""The job of ``peers.py`` as a plug-in of verifiers: tasks, and a harness that plays them in this process.
+"""The job of ``peers.py`` as a plug-in of verifiers: tasks, and a harness that runs them in this process.
 
-All of verifiers' own is its own: environment, interception server, training client with its renderer, trace, reward.
-Two things are cheaper than what ships with it, so that it is not held against it: its stock harness starts a process
-for each episode (seconds of CPU), and runs tools in MCP servers. ``Harness.launch`` allows a loop in the process; this
-one is as thin as it can be (aiohttp, plain functions as tools).
+verifiers uses its own environment, interception server, training client with its renderer, trace and reward. Two parts
+are cheaper than its defaults, in its favour: its stock harness starts a process for each episode (seconds of CPU), and
+runs tools in MCP servers. ``Harness.launch`` allows a loop in the process; this one is minimal (aiohttp, plain
+functions as tools).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Problem(vf.Task[vf.TaskData]):
 
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
-        """By the last message."""
+        """Score the last message."""
         return reward(str(trace.branches[-1].messages[-1].content))
 
 
@@ -46,11 +46,11 @@ class Problems(vf.Taskset[Problem, vf.TasksetConfig]):
 
 
 class InProcessConfig(vf.HarnessConfig):
-    """Nothing of its own."""
+    """No further settings."""
 
 
 class InProcess(vf.Harness[InProcessConfig]):
-    """The loop: ask, run the calls, go on, until there is none."""
+    """The loop: request a reply and run its calls, until a reply has none."""
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False

@@ -1,9 +1,9 @@
 """Predicted and measured time to fill a batch, for three shapes of latency and for the embedded engine.
 
-A stub server answers each request after a time drawn from the shape. The engine runs the demo model in a process of its
-own: calculator episodes, whose times are what prefill and decoding for so many at once leave each of them. Short runs
-with factors 1 and 3 are all that the plan is told; it predicts what other factors take, and those are run beside them.
-All rounds together are one prediction and one measurement: between two runs the machine may have become another.
+A stub server responds after a random time of the given shape. The engine runs the demo model in its own process, on
+calculator episodes, where all rollouts in flight share its speed. The plan's only input is short runs with factors 1
+and 3; it predicts the time of other factors, which are measured in the same rounds. All rounds together are one
+prediction and one measurement, because the speed of the machine may change between two runs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SHAPES = ("constant:1.5", "lognormal:1,0.8", "bimodal:0.8,4,0.2")
 ENGINE = "engine"
 TOLERANCE = 0.2
 Row = dict[str, float | int | str]
-_TOLD = (1.0, 3.0)
-"""Factors of the runs that the plan is told."""
+_INPUT_FACTORS = (1.0, 3.0)
+"""Factors of the runs that are the plan's input."""
 _TIMES = {ENGINE: 2}
-"""So many times as many batches, and rounds: the engine's are filled in a second, on cores that others have use for."""
+"""Multiplier of batches and rounds: the engine fills a batch in a second, on shared cores."""
 _PROMPTS = 50
-"""So few that each run goes through all of them, and has nearly the filter's true pass rate."""
+"""Number of prompts: so few that each run uses all of them, and nearly has the filter's true pass rate."""
 _PASSES = 7
 """Prompts of every ten that the filter keeps."""
 
@@ -76,7 +76,7 @@ async def _server(latency: str, seed: str) -> AsyncIterator[str]:
 async def _run(
     latency: str, factor: float, number: int, batches: int, folder: Path, options: argparse.Namespace
 ) -> float:
-    """Seconds of a batch, without the first. Each run has latencies and an order of prompts of its own."""
+    """Seconds of a batch, without the first. Each run has its own latencies and order of prompts."""
     seed = f"{latency}/{factor}/{number}"
     environment_cls = CalculatorEnvironment if latency == ENGINE else SingleTurnEnvironment
     async with _server(latency, seed) as url:
@@ -111,24 +111,24 @@ async def _run(
 
 
 def bench_plan(options: argparse.Namespace) -> list[Row]:
-    """Seconds to fill a batch as ``rollouts plan`` predicts them from runs with two factors, and as they are."""
+    """Seconds to fill a batch, as predicted by ``rollouts plan`` from runs with two factors, and as measured."""
     rows: list[Row] = []
     for latency in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            told: list[Path] = []
+            inputs: list[Path] = []
             seconds: dict[float, list[float]] = {factor: [] for factor in options.factors}
             times = _TIMES.get(latency, 1)
-            for number in range(options.rounds * times):  # all take turns, so that they see the same machine
-                for factor in (*_TOLD, *options.factors):
+            for number in range(options.rounds * times):  # alternating, so that all run on the same machine state
+                for factor in (*_INPUT_FACTORS, *options.factors):
                     path = Path(folder) / f"{number}-{factor:g}"
-                    batches = (options.told if factor in _TOLD else options.batches) * times
+                    batches = (options.input_batches if factor in _INPUT_FACTORS else options.batches) * times
                     measured_seconds = anyio.run(_run, latency, factor, number, batches, path, options)
                     print(f"{latency}, round {number}, factor {factor:g}: {measured_seconds:.3g} s", file=sys.stderr)
-                    if factor in _TOLD:
-                        told.append(path)
+                    if factor in _INPUT_FACTORS:
+                        inputs.append(path)
                     else:
                         seconds[factor].append(measured_seconds)
-            workload = measured(told)
+            workload = measured(inputs)
             for factor in options.factors:
                 found = plan(
                     workload,
@@ -162,7 +162,7 @@ def _row(latency: str, option: Option, measured_seconds: list[float]) -> Row:
 
 
 def _error_of_mean(values: list[float]) -> float:
-    """By how much it would be another in as many other runs; nothing is known of that after a single one."""
+    """The standard error of the mean; NaN for a single run."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
@@ -171,6 +171,6 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factors", type=float, nargs="+", default=[1.5, 2.0], help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="groups (default: %(default)s)")
     parser.add_argument("--n", type=int, default=4, help="rollouts in a group (default: %(default)s)")
-    parser.add_argument("--told", type=int, default=5, help="batches of each run that is told (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=8, help="of each run that is predicted (default: %(default)s)")
+    parser.add_argument("--input-batches", type=int, default=5, help="batches of each input run (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=8, help="of each predicted run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="twice that for the engine (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Ours over the floor, and what people write over ours."""
+"""Ratios of CPU time: ours / lean, and naive / ours."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TARGETS = {"S": 1.5, "L": 1.5, "A": 1.6, "H": None}
 
 
 def played(play: Play, url: str, **options: Any) -> loops.Round:
-    """One round of ours, with its journal in a folder that is gone afterwards."""
+    """One round of ours, with its journal in a temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix="rollouts-bench-"))
-    play.renderer.forget()  # as every other loop, it meets each text of each round for the first time
+    play.renderer.forget()  # no cached texts, as in every other loop
     try:
         return loops.ours(play, url, folder / "journal", **options)
     finally:
@@ -34,7 +34,7 @@ def played(play: Play, url: str, **options: Any) -> loops.Round:
 
 
 def check(play: Play, samples: list[Any]) -> None:
-    """See that the loops did the same work: the same ids in every sample."""
+    """Exit unless the loops did the same work: the same ids in every sample."""
     for number, sample in enumerate(samples):
         index = number if not isinstance(sample, Sample) else sample.index
         assert index is not None
@@ -56,7 +56,7 @@ def against_the_floor(renderer: Renderer, name: str, rounds: int) -> Iterator[Li
 
 
 def against_naive(renderer: Renderer, rounds: int) -> Iterator[Line]:
-    """CPU time of what people write over ours, 64 connections."""
+    """CPU time of the naive loop over ours, 64 connections."""
     play = Play.of(attrs.evolve(WORKLOADS["S"], samples=128, in_flight=64), renderer)
     turns = play.workload.samples * play.workload.turns
     with canned_server(Canned([play.reply])) as url:

@@ -1,7 +1,7 @@
-"""Trajectories in flight in one process, to the end, against a stub server in a process of its own.
+"""Many trajectories in flight in one process, until all finish, against a stub server in its own process.
 
 The server answers the first request of each trajectory only when all of them have arrived, so that the number in flight
-is what it says; from then on replies come at random moments, each within ``--spread`` seconds. Batch, journal and mask
+is exact; after that, replies arrive at random times, each within ``--spread`` seconds. Batch, journal and mask
 checks are on.
 """
 
@@ -43,7 +43,7 @@ async def _serve(reply: list[int], trajectories: int, spread: float, pipe: Conne
     async def wait(request: Request) -> None:
         nonlocal seen
         seen += 1
-        server.requests.clear()  # nobody reads them, and they are long
+        server.requests.clear()  # long and unused
         if seen == trajectories:
             arrived.set()
         await arrived.wait()
@@ -78,7 +78,7 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
         model=str(DEMO_MODEL), base_url=url, sampling=SamplingParams(max_new_tokens=256), request_seconds=3600
     )
 
-    async def reward(sample: Sample) -> float:  # async, so that threads are not what is measured
+    async def reward(sample: Sample) -> float:  # async, so that no threads are measured
         return _reward(sample)
 
     generate_fn = functools.partial(
@@ -140,7 +140,7 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
 
 
 def _memory() -> float:
-    """Resident, in MB."""
+    """Resident memory in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 

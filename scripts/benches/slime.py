@@ -2,14 +2,14 @@
 
 Batches of groups of eight; 3 turns of 256 tokens with a calculator; replies after lognormal times; a reward; the filter
 on the spread of rewards, which three prompts of ten do not pass. The unit is one ``json.loads`` of one reply, measured
-before each round, one behind the other: it grows with a slow machine as all else does. It does not grow with what
-a loop meets that waits for replies, caches that others have used meanwhile; so one after a pause is told beside it, and
-``--median 0`` is the job without waiting.
+in a tight loop before each round: it scales with the speed of the machine. It does not contain the cold caches of a
+loop that waits for replies; therefore the time of one after a pause is printed too, and ``--median 0`` runs the job
+without waits.
 
-slime plays its own ``generate_rollout`` with the generate function below, which does what slime's example for tools
-does. It comes in where ``--slime`` names its source, and this Python has what it imports (torch, ray, httpx,
-transformers); SGLang is not imported. Started groups that no batch holds are in the cost of both: slime aborts them,
-ours has them in flight at the end as at the beginning of what is measured.
+slime runs its own ``generate_rollout`` with the generate function below, which works as slime's example for tools. It
+is measured if ``--slime`` names its source and its imports are installed (torch, ray, httpx, transformers); SGLang is
+not imported. The cost of both includes started groups that are in no batch: slime aborts them, ours has them in flight
+at the end as at the beginning of the measurement.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ __all__ = ["bench_slime", "custom_generate", "custom_reward", "slime_options"]
 Row = dict[str, float | int | str]
 N = 8
 AIM = 20.0
-"""``json.loads`` of a reply for each kept sample of ours, at most."""
+"""Target: ``json.loads`` of a reply for each kept sample of ours, at most."""
 
 
 def spread(number: int, index: int, text: str) -> float:
-    """The reward: three prompts of ten have no spread."""
+    """The reward, with three prompts of ten without spread."""
     return reward(text) * float(number % 10 < 3 or index % 2)
 
 
@@ -70,7 +70,7 @@ class Cost:
     started: int
     cpu: float
     loads: float
-    """Seconds of one ``json.loads`` of one reply, before it."""
+    """Seconds of one ``json.loads`` of one reply, measured before the round."""
 
     @property
     def value(self) -> float:
@@ -86,7 +86,7 @@ def prompts(number: int) -> Iterator[str]:
 
 
 def ours(job: Job, url: str, number: int, options: argparse.Namespace, loads: float) -> Cost:
-    """The manager with its journal; from the end of a first batch to the end of the last."""
+    """The manager with its journal, from the end of the first batch to the end of the last."""
 
     async def scored(sample: Sample) -> float:
         return spread(sample.group_index or 0, sample.index or 0, sample.messages[-1]["content"])
@@ -121,7 +121,7 @@ def ours(job: Job, url: str, number: int, options: argparse.Namespace, loads: fl
 
 
 class _Source:
-    """A data source as slime's loop takes one."""
+    """A data source for slime's loop."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self._texts = texts
@@ -145,7 +145,7 @@ class _Source:
 
 
 async def custom_generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """``--custom-generate-function-path``: the history's ids go on, the new text of each turn is tokenised once."""
+    """``--custom-generate-function-path``: ids are appended, the new text of each turn is tokenised once."""
     state = importlib.import_module("slime.rollout.sglang_rollout").GenerateState(args)
     post = importlib.import_module("slime.utils.http_utils").post
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -238,14 +238,14 @@ _ARGUMENTS = Namespace(
     rollout_sample_filter_path=None,
     rollout_all_samples_process_path=None,
 )
-"""What slime's parser would give, where its loop reads it."""
+"""The arguments of slime's parser that its loop reads."""
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
 def _loads(reply: str) -> float:
-    """Seconds of one, the least of some."""
+    """Seconds of one ``json.loads``, the minimum of several."""
     times = []
     for _ in range(100):
         began = time.process_time()
@@ -256,7 +256,7 @@ def _loads(reply: str) -> float:
 
 
 def _paused(reply: str) -> float:
-    """Seconds of one after a pause, in the median."""
+    """Median seconds of one ``json.loads`` after a pause."""
     times = []
     for _ in range(30):
         time.sleep(0.01)

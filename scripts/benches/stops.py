@@ -1,4 +1,4 @@
-"""How long the event loop stands still while many long replies arrive at once."""
+"""Lag of the event loop while many long replies arrive at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY = 1024
 
 
 def stops(renderer: Renderer, rounds: int) -> Iterator[Line]:
-    """The 99th percentile of what the loop is late, with 1,024 replies of 4,096 tokens that come within a second."""
+    """The 99th percentile of the loop's lag, with 1,024 replies of 4,096 tokens within a second."""
     _allow_files(2 * MANY + 256)
     play = Play.of(Workload(turns=1, reply=4096, prompt=200, samples=MANY, in_flight=MANY), renderer)
     canned = Canned([play.reply], latency=Latency(1.0, sigma=0.3))
@@ -44,7 +44,7 @@ def stops(renderer: Renderer, rounds: int) -> Iterator[Line]:
 
 
 async def _lags(play: Play, url: str) -> list[float]:
-    """Seconds that a heartbeat of a millisecond came late."""
+    """Seconds by which a heartbeat of a millisecond was late."""
     lags: list[float] = []
 
     async def beat() -> None:

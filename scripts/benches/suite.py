@@ -1,4 +1,4 @@
-"""Every benchmark that has a target, by its name."""
+"""The benchmarks with targets, by name."""
 
 from __future__ import annotations
 

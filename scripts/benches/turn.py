@@ -14,7 +14,7 @@ Row = dict[str, float | int | str]
 
 
 def bench_turn(options: argparse.Namespace) -> list[Row]:
-    """CPU time of one turn of the loop beside the server's (read, step, render, store, write the request)."""
+    """CPU time of one turn of the loop without the server (parse, step, render, store, write the request)."""
     return history_rows(renderer_for(options.tokenizer), options.history, options.episodes)
 
 

@@ -1,13 +1,13 @@
-"""What worker processes give: samples per second without any, with one and two, and what a sample costs the parent.
+"""Throughput of worker processes: samples per second with none, one and two, and the parent's cost of a sample.
 
 The parent's CPU time per sample is the serial part (Amdahl): with enough cores, workers add throughput until the parent
-is full. Episodes are calculator turns against the canned server, with so much CPU work of an environment's own in each
-turn as ``--work`` says.
+is saturated. Episodes are calculator turns against the canned server, with ``--work`` milliseconds of CPU work of the
+environment in each turn.
 
-Wall times are those of the machine as it is: other processes, the parent and the server take of its cores. So the
-kernel is asked how long each worker ran and how long it stood in line for a core (``/proc/PID/schedstat``); the rest of
-the time it had nothing to do, for lack of replies or of orders. With a core each the workers would have run for both:
-that speed, ``busy share x workers / CPU seconds a sample``, is told beside the one that was measured.
+Wall times depend on the machine: other processes, the parent and the server use its cores. Therefore the kernel's
+counts are read too: how long each worker ran, and how long it waited for a core (``/proc/PID/schedstat``); for the rest
+of the time it was idle. With a core each, the workers would have run for both: that speed, ``busy share x workers / CPU
+seconds a sample``, is printed next to the measured one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CORES = os.cpu_count() or 1
 
 
 class Worker(Calculator):
-    """A calculator that computes for so long in each turn, on the event loop, as environments do."""
+    """A calculator that computes for a given time in each turn, on the event loop."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -66,7 +66,7 @@ def scored(sample: Sample) -> float:
 
 
 def make_config(url: str, tokenizer: str, work: float, groups: int) -> RolloutConfig:
-    """In each worker."""
+    """The config of each worker."""
     generate_fn = functools.partial(
         generate_rollout_batch,
         environment_cls=functools.partial(Worker, work),
@@ -93,15 +93,15 @@ class Spent:
     """Seconds of processes so far."""
 
     cpu: float
-    """Of all their threads."""
+    """CPU time of all their threads."""
     loop: float
-    """Of the threads of their event loops, and"""
+    """CPU time of the threads of their event loops."""
     in_line: float
-    """what those waited for a core."""
+    """Time that those threads waited for a core."""
 
     @classmethod
     def by(cls, pids: Sequence[int]) -> Spent:
-        """Of processes that live."""
+        """The times of running processes."""
         cpu = loop = in_line = 0.0
         for pid in pids:
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -122,9 +122,9 @@ class Window:
     samples: int
     wall: float
     parent: float
-    """CPU seconds of the process with the manager, where there are workers beside it."""
+    """CPU seconds of the process with the manager, if there are workers."""
     players: int
-    """Processes that play: the workers, or the one that there is."""
+    """Processes that generate: the workers, or the only one."""
     played: Spent
     messages: int
     bytes: int
@@ -135,12 +135,12 @@ class Window:
 
     @property
     def busy(self) -> float:
-        """Share of the time that a player computed, or stood in line for a core."""
+        """Share of the time in which a process computed, or waited for a core."""
         return (self.played.loop + self.played.in_line) / (self.wall * self.players)
 
     @property
     def free_speed(self) -> float:
-        """Samples per second with a core for each player."""
+        """Samples per second with a core for each process."""
         return self.busy * self.players / (self.played.loop / self.samples)
 
 
@@ -187,7 +187,7 @@ async def _play(factory: Any, count: int, options: argparse.Namespace, folder: P
 
 
 def bench_workers(options: argparse.Namespace) -> list[Row]:
-    """Samples per second with worker processes, and the share of a sample's CPU time that is the parent's."""
+    """Samples per second with worker processes, and the parent's CPU time of a sample."""
     tokenizer = str(options.tokenizer or default_tokenizer())
     job = Job.of(tokenizer)
     rows: list[Row] = []

@@ -1,7 +1,7 @@
-"""What the benchmarks play: shapes of episodes, and texts, replies and an environment that have these shapes.
+"""The workloads of the benchmarks: shapes of episodes, and texts, replies and an environment with these shapes.
 
-Every loop that is compared plays the same :class:`Play`: the same prompts, the same replies from the server, the same
-words of the environment, so that only the work between them differs.
+Every compared loop runs the same :class:`Play`: the same prompts, server replies and observations, so that only the
+work of the loop differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Workload:
     prompt: int = 1000
     observation: int = 128
     samples: int = 256
-    """Played in one round."""
+    """Samples in one round."""
     in_flight: int = 64
 
 
@@ -57,7 +57,7 @@ def _numbered(text: str, number: int) -> str:
 
 
 class Looker(ToolEnvironment):
-    """Answers each call with an observation that was written before; the episode is over after so many replies."""
+    """Returns a prepared observation for each call; the episode ends after a given number of replies."""
 
     def __init__(self, observations: Sequence[str], turns: int) -> None:
         self._observations = observations
@@ -82,7 +82,7 @@ class Looker(ToolEnvironment):
 
 @attrs.frozen(eq=False)
 class Play:
-    """A workload made of words."""
+    """A workload with its texts."""
 
     workload: Workload
     renderer: Renderer
@@ -91,16 +91,16 @@ class Play:
     reply: tuple[int, ...]
     tools: tuple[Tool, ...]
     openings: tuple[str, ...]
-    """Each prompt as the template writes it."""
+    """Each prompt as rendered by the template."""
     bridges: tuple[str, ...]
-    """What stands between a reply and the next, by turn."""
+    """The tokens between two replies, by turn."""
 
     @classmethod
     def of(cls, workload: Workload, renderer: Renderer) -> Play:
         book, at = "\n".join(topics.values()), 0
 
         def text(tokens: int) -> str:
-            """What comes next in the book, which begins anew at its end."""
+            """The next text of the book, which repeats at its end."""
             nonlocal at
             length = 4 * tokens
             while len(renderer.encode(book[at : at + length])) > tokens:
@@ -115,10 +115,10 @@ class Play:
         end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
         if len(end) > workload.reply:
             raise SystemExit(f"this tokenizer writes a call in {len(end)} tokens; the workload's replies have fewer")
-        words_said = renderer.encode(text(2 * workload.reply)).tolist()
-        while len(words_said) < workload.reply:
-            words_said *= 2
-        reply = (*words_said[: workload.reply - len(end)], *end)
+        words = renderer.encode(text(2 * workload.reply)).tolist()
+        while len(words) < workload.reply:
+            words *= 2
+        reply = (*words[: workload.reply - len(end)], *end)
         tools = tuple(Looker(observations, workload.turns).tools)
         history = [Message("user", "U"), renderer.parse(reply, tools=tools)]
         results = [Message("tool", said, tool_call_id="call00000", name="look") for said in observations]
@@ -135,7 +135,7 @@ class Play:
         )
 
     def bridge(self, number: int, turn: int) -> str:
-        """What stands between a reply of a sample and the next; no two are the same."""
+        """The tokens between two replies of a sample; no two are the same."""
         return _numbered(self.bridges[turn], number)
 
     @property
@@ -144,11 +144,11 @@ class Play:
 
     @property
     def sampled_tokens(self) -> int:
-        """By one round."""
+        """Tokens sampled in one round."""
         return self.workload.samples * self.workload.turns * self.workload.reply
 
     def expected(self, number: int) -> np.ndarray:
-        """The ids that every loop must end with, of one sample."""
+        """The final ids of one sample, equal for every loop."""
         encode = self.renderer.encode
         parts = [encode(self.openings[number]), np.array(self.reply, np.int32)]
         for turn in range(self.workload.turns - 1):
@@ -168,7 +168,7 @@ def _unpacked(archive: Path) -> Path:
 
 
 def default_tokenizer() -> Path:
-    """Qwen3's where the assets of the tests are, as in ``tests/conftest.py``; else that of the demo model."""
+    """Qwen3's tokenizer if the test assets exist, as in ``tests/conftest.py``; else that of the demo model."""
     assets = Path(os.environ.get("ROLLOUTS_TEST_ASSETS") or ROOT.parent / "shared" / "assets")
     archive = assets / "tokenizers" / "qwen3.tar.xz"
     return _unpacked(archive) if archive.is_file() else DEMO_MODEL

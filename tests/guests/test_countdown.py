@@ -1,4 +1,4 @@
-"""Countdown: what counts as a solution, real and made-up rows, and rows that are none."""
+"""Countdown: solutions and their rewards, real and generated rows, and invalid rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollouts.training import Sample
 TASK: dict[str, Any] = {"nums": [3, 5, 2], "target": 4}
 
 
-def said(text: str, **metadata: Any) -> Sample:
+def reply(text: str, **metadata: Any) -> Sample:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
     return Sample(messages=messages, metadata={**TASK, **metadata})
 
@@ -43,25 +43,25 @@ def said(text: str, **metadata: Any) -> Sample:
     ],
 )
 def test_golden_rewards(text: str, reward: float) -> None:
-    """Each number once, plain arithmetic, the exact value."""
-    assert countdown_reward(said(text)) == reward
+    """A solution uses each number once and plain arithmetic, and has the exact value."""
+    assert countdown_reward(reply(text)) == reward
 
 
-def test_an_equation_that_is_merely_wrong_may_earn_its_form() -> None:
-    """And what is no equation earns nothing."""
-    assert countdown_reward(said("<answer>3 + 5 + 2</answer>"), format_reward=0.1) == 0.1
-    assert countdown_reward(said("<answer>many</answer>"), format_reward=0.1) == 0.0
+def test_a_wrong_equation_may_earn_the_format_reward() -> None:
+    """A text that is not an equation earns nothing."""
+    assert countdown_reward(reply("<answer>3 + 5 + 2</answer>"), format_reward=0.1) == 0.1
+    assert countdown_reward(reply("<answer>many</answer>"), format_reward=0.1) == 0.0
 
 
 @pytest.mark.parametrize("metadata", [{"nums": None}, {"nums": []}, {"nums": ["3"]}, {"target": "4"}], ids=repr)
-def test_a_task_that_is_none_is_a_failure(metadata: dict[str, Any]) -> None:
-    """Of the reward, not of the model; and a row of a file is refused before work starts."""
+def test_an_invalid_task_is_a_failure(metadata: dict[str, Any]) -> None:
+    """It is a failure of the reward, not of the model."""
     with pytest.raises(RewardFailure, match=f"metadata\\['{next(iter(metadata))}'\\]: got"):
-        countdown_reward(said("<answer>1</answer>", **metadata))
+        countdown_reward(reply("<answer>1</answer>", **metadata))
 
 
 def test_a_row_without_numbers_is_refused(tmp_path: Path) -> None:
-    """The message names the row."""
+    """The error names the row."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "metadata": {"nums": [1], "target": 1}}\n{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=r"row 2: metadata\['nums'\]: got None"):
@@ -69,9 +69,9 @@ def test_a_row_without_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_solution_of_every_row_is_right(asset: Callable[[str], Path]) -> None:
-    """1,000 real rows and 200 made-up ones; the made-up ones are the same for the same seed."""
+    """1,000 real rows and 200 generated ones, which are the same for the same seed."""
     made_up = list(islice(countdown_prompts(7, numbers=4), 200))
     assert made_up == list(islice(countdown_prompts(7, numbers=4), 200))
     for prompt in [*load_countdown(asset("datasets/countdown.jsonl")), *made_up]:
-        sample = said(f"<answer>{prompt.metadata['one_solution']}</answer>", **prompt.metadata)
+        sample = reply(f"<answer>{prompt.metadata['one_solution']}</answer>", **prompt.metadata)
         assert countdown_reward(sample) == 1.0

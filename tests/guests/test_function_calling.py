@@ -1,4 +1,4 @@
-"""Function calling: which calls are right, the real rows, and rows that are none."""
+"""Function calling: right and wrong calls, the real rows, and invalid rows."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def made(*calls: tuple[str, dict[str, Any]], label: Any = LABEL) -> Sample:
     ids=repr,
 )
 def test_golden_rewards_of_one_call(change: dict[str, Any], reward: float) -> None:
-    """Every argument wanted, none that is not there, values among those allowed; ``""`` allows to leave one out."""
+    """Every required argument, no unknown one, allowed values; ``""`` marks an optional argument."""
     given = {key: value for key, value in {**RIGHT, **change}.items() if value is not ...}
     assert call_reward(made(("geo_area", given))) == reward
 
 
-def test_exactly_the_calls_wanted() -> None:
-    """In any order; one too many or too few, or another function, is wrong."""
+def test_exactly_the_expected_calls() -> None:
+    """Any order is right; one call too many or too few, or another function, is wrong."""
     label = [{"f": {"a": [1, 2]}}, {"f": {"a": [1]}}]
     assert call_reward(made(("f", {"a": 1}), ("f", {"a": 2}), label=label)) == 1.0
     assert call_reward(made(("f", {"a": 2}), ("f", {"a": 2}), label=label)) == 0.0
@@ -58,14 +58,14 @@ def test_exactly_the_calls_wanted() -> None:
 
 
 @pytest.mark.parametrize("label", [None, [], "f(1)", [{"f": {"a": 1}}], [{}]], ids=repr)
-def test_a_label_that_says_no_calls_is_a_failure(label: Any) -> None:
-    """Never a reward of 0."""
+def test_a_label_without_calls_is_a_failure(label: Any) -> None:
+    """An invalid label raises; it never becomes a reward of 0."""
     with pytest.raises(RewardFailure, match="label: got"):
         call_reward(made(("f", {"a": 1}), label=label))
 
 
 async def test_the_tools_are_the_prompts_own(asset: Callable[[str], Path]) -> None:
-    """With JSON Schema's types and without dots, once the episode has begun; a right reply is scored 1."""
+    """After ``start`` the tools have JSON Schema's types and names without dots; a right reply scores 1."""
     prompt = load_calls(asset("datasets/bfcl_simple_python.jsonl"))[1]
     environment = FunctionCalling()
     assert list(environment.tools) == []
@@ -77,7 +77,7 @@ async def test_the_tools_are_the_prompts_own(asset: Callable[[str], Path]) -> No
 
 
 def test_every_real_row_can_be_solved(asset: Callable[[str], Path]) -> None:
-    """400 rows: the first value allowed for each argument is a right call, and no call is a wrong one."""
+    """In 400 rows the first allowed value of each argument makes a right call, and a reply without calls is wrong."""
     prompts = load_calls(asset("datasets/bfcl_simple_python.jsonl"))
     assert len(prompts) == 400
     for prompt in prompts:
@@ -88,7 +88,7 @@ def test_every_real_row_can_be_solved(asset: Callable[[str], Path]) -> None:
 
 
 def _first(value: Any) -> Any:
-    """A value allowed, with the first of the choices in objects."""
+    """An allowed value, with the first choice in objects."""
     if isinstance(value, dict):
         choices = {key: inner[0] if isinstance(inner, list) else inner for key, inner in value.items()}
         return {key: _first(inner) for key, inner in choices.items() if inner != ""}
@@ -104,8 +104,8 @@ def _first(value: Any) -> Any:
         ({"prompt": "a", "label": LABEL, "metadata": {"tools": [{"name": "f"}]}}, "row 1: label: got .*geo_area"),
     ],
 )
-def test_a_row_that_is_none_is_refused(row: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """Before work starts, by its number."""
+def test_an_invalid_row_is_refused(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """The error names the row, before work starts."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=words):
@@ -113,6 +113,6 @@ def test_a_row_that_is_none_is_refused(row: dict[str, Any], words: str, tmp_path
 
 
 async def test_a_prompt_without_functions_is_refused() -> None:
-    """Also where no file was read."""
+    """The check also covers prompts that come from no file."""
     with pytest.raises(ConfigError, match=r"metadata\['tools'\]"):
         await FunctionCalling().start(Prompt((Message("user", "?"),)))

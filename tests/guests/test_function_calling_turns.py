@@ -1,4 +1,4 @@
-"""Function calling in several turns: the disk, golden rewards of recorded conversations, and rows that are none."""
+"""Function calling in several turns: the disk, golden rewards of recorded conversations, and invalid rows."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def prompt() -> Prompt:
     return Prompt(given["prompt"][0]["content"], given["label"], given["metadata"])
 
 
-async def told(*calls: Message) -> list[str]:
-    """What a model reads for these calls, on the disk of the row."""
+async def results_of(*calls: Message) -> list[str]:
+    """The results of these calls on the disk of the row."""
     played = await play(CallsInTurns(), prompt(), calls)
     return [message.content for message in played.messages if message.role == "tool"]
 
 
 async def test_the_disk() -> None:
-    """Reading, writing, moving; where nothing can be done the model is told why, and nothing has changed."""
-    answers = await told(
+    """Reading, writing, moving; an impossible operation returns an error to the model and changes nothing."""
+    answers = await results_of(
         calling("ls"),
         calling("touch", file_name=".b"),
         calling("ls", a=True),
@@ -98,7 +98,7 @@ async def test_the_disk() -> None:
 
 
 async def test_a_recorded_conversation() -> None:
-    """The user's second turn comes when the first is done; another way to the same disk is as right."""
+    """The second user message follows the first finished turn; another path to the same disk is as right."""
     replies: list[Any] = [
         calling("cp", source="a", destination="old"),
         calling("rm", file_name="a"),
@@ -108,11 +108,11 @@ async def test_a_recorded_conversation() -> None:
         "Three.",
     ]
     played = await play(CallsInTurns(), prompt(), replies)
-    assert played.rewards == [0.0]  # what mv would have told it never read
+    assert played.rewards == [0.0]  # the result of mv is missing
     replies[:2] = [calling("mv", source="a", destination="old"), calling("cat", file_name="b")]
     played = await play(CallsInTurns(), prompt(), replies)
-    said = [message.content for message in played.messages if message.role == "user"]
-    assert (played.rewards, said) == ([1.0], ["Move a to old.", "How many words has it?"])
+    asked = [message.content for message in played.messages if message.role == "user"]
+    assert (played.rewards, asked) == ([1.0], ["Move a to old.", "How many words has it?"])
     assert played.steps[-1].metrics == {"turns_right": 2}
 
 
@@ -126,20 +126,20 @@ async def test_a_recorded_conversation() -> None:
     ],
 )
 async def test_a_wrong_turn_ends_it(replies: list[Any], right: int) -> None:
-    """Nothing done, another disk, nothing read, or too much done."""
+    """A turn without calls, with another disk, without the result, or with an extra file is wrong."""
     played = await play(CallsInTurns(), prompt(), replies)
     assert (played.done, played.rewards) == (True, [0.0])
     assert played.steps[-1].metrics == {"turns_right": right}
 
 
 def test_an_episode_that_was_cut_earned_nothing() -> None:
-    """It never said that it was done; that is no failure."""
+    """Its reward is 0; this is not a failure."""
     assert turns_reward(Sample()) == 0.0
     assert turns_reward(Sample(step_rewards=[1.0])) == 1.0
 
 
-async def test_it_goes_on_from_a_snapshot() -> None:
-    """In the middle of a turn, through MessagePack, in another object."""
+async def test_it_resumes_from_a_snapshot() -> None:
+    """A snapshot within a turn survives MessagePack and restores a new environment."""
     first, second = CallsInTurns(), CallsInTurns()
     await first.start(prompt())
     await first.step(calling("mv", source="a", destination="old"))
@@ -152,7 +152,7 @@ async def test_it_goes_on_from_a_snapshot() -> None:
 
 
 async def test_every_row_that_is_taken_can_be_solved(asset: Callable[[str], Path]) -> None:
-    """Its own calls earn 1 and meet no error; saying only that it is done earns 0. 25 rows of 200 are taken."""
+    """The row's own calls earn 1 without an error; a reply without calls earns 0. 25 of 200 rows are taken."""
     prompts = load_turns(asset(ROWS))
     assert len(prompts) == 25
     assert len(load_turns(asset(ROWS), limit=3)) == 3
@@ -167,8 +167,8 @@ async def test_every_row_that_is_taken_can_be_solved(asset: Callable[[str], Path
         assert (await play(CallsInTurns(), found, ["Done."])).rewards == [0.0]
 
 
-async def test_the_rows_know_how_large_their_files_are(asset: Callable[[str], Path]) -> None:
-    """Two rows' own calls write down what ``du`` says: it says that here, too."""
+async def test_the_rows_contain_the_sizes_of_their_files(asset: Callable[[str], Path]) -> None:
+    """Two rows' own calls write the output of ``du`` to a file: the simulation prints the same."""
     for found in load_turns(asset(ROWS)):
         name = found.metadata["id"]
         if name in ("multi_turn_base_28", "multi_turn_base_29"):
@@ -206,7 +206,7 @@ def test_mathematics_are_offered_where_the_row_has_them(tmp_path: Path) -> None:
     ],
 )
 async def test_mathematics(call: Message, result: float | None) -> None:
-    """A result, or an error for the model."""
+    """Each call returns a result, or an error to the model."""
     step = await CallsInTurns().step(call)
     content = step.messages[0].content
     if result is None:
@@ -225,8 +225,8 @@ async def test_mathematics(call: Message, result: float | None) -> None:
         ({"systems": ("TradingBot",)}, "no such row"),
     ],
 )
-def test_rows_that_are_none_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """Before work starts; a call is read, never run."""
+def test_invalid_rows_are_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """The error is raised before work starts; the calls of a label are parsed, never run."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row(**change)))
     with pytest.raises(ConfigError, match=words):

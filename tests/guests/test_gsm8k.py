@@ -1,4 +1,4 @@
-"""GSM8K: what counts as an answer, what counts as a row, and the recipe on a real engine with real rows."""
+"""GSM8K: final answers, valid rows, and the recipe on a real engine with real rows."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ RECIPE = str(Path(__file__).parents[2] / "configs" / "gsm8k.py")
     ],
 )
 def test_the_number_that_a_text_commits_to(text: str, answer: str | None) -> None:
-    """The last marked answer, else the last number; a mark without a number is no answer."""
+    """The answer is the last marked number, else the last number; a mark without a number is ignored."""
     assert final_number(text) == (None if answer is None else Decimal(answer))
 
 
 @pytest.mark.parametrize(
-    ("said", "label", "reward"),
+    ("reply", "label", "reward"),
     [("72", "72", 1.0), ("72.0", "72", 1.0), ("1,000", "1000", 1.0), ("721", "72", 0.0), ("-72", "72", 0.0)],
 )
-def test_the_reward_is_exact(said: str, label: str, reward: float) -> None:
-    """Equal as decimals; a number that only contains the label is wrong."""
-    messages = [{"role": "user", "content": "72?"}, {"role": "assistant", "content": f"The answer is {said}."}]
+def test_the_reward_is_exact(reply: str, label: str, reward: float) -> None:
+    """Numbers are compared as decimals; a number that only contains the label is wrong."""
+    messages = [{"role": "user", "content": "72?"}, {"role": "assistant", "content": f"The answer is {reply}."}]
     assert gsm8k_reward(Sample(messages=messages, label=label)) == reward
     assert gsm8k_reward(Sample(messages=messages[:1], label=label)) == 0.0
 
 
 def test_a_row_without_a_number_is_refused(tmp_path: Path) -> None:
-    """The message names the row and the label."""
+    """The error names the row and the label."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "label": "1"}\n{"prompt": "b", "label": "many"}\n')
     with pytest.raises(ConfigError, match="row 2: label: got 'many'; expected a number"):
@@ -69,7 +69,7 @@ def test_real_rows_load(asset: Callable[[str], Path]) -> None:
 def test_the_recipe_runs_on_the_embedded_engine(
     asset: Callable[[str], Path], engine_url: str, tmp_path: Path, variant: str
 ) -> None:
-    """Real rows through the whole flow: the demo model solves none, but every law holds on what it says."""
+    """Real rows through the whole flow: the demo model solves none, but every law holds for its replies."""
     out = tmp_path / "run"
     options = {
         "variant": variant, "keep": "all", "batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 24,

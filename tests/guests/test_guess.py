@@ -1,4 +1,4 @@
-"""Guess: the rewards of recorded games, the state through a snapshot, and prompts that are none."""
+"""Guess: the rewards of recorded games, snapshots of the state, and invalid prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def game(secret: int = 6, high: int = 8, guesses: int = 4) -> Prompt:
 
 
 async def test_a_recorded_game() -> None:
-    """Of 8 numbers, 4 leaves 4 and 7 leaves 2, each 1 of 3 bits; finding it is the last bit and the other half."""
+    """Of 8 numbers, guess 4 leaves 4 and guess 7 leaves 2: 1 of 3 bits each; the number earns the last bit and 0.5."""
     played = await play(GuessEnvironment(), game(), ["I say 4", "7", "6!"])
     assert [message.content for message in played.messages if message.role == "user"] == ["Guess.", "Higher.", "Lower."]
     assert played.rewards == pytest.approx([1 / 6, 1 / 6, 0.5 + 1 / 6])
@@ -28,20 +28,20 @@ async def test_a_recorded_game() -> None:
 
 
 async def test_the_rewards_of_a_found_number_add_up_to_one() -> None:
-    """However it is found, also at once, also when there is nothing to find out."""
+    """This holds for any guesses, also for a first hit and for a range of one number."""
     for replies in (["6"], ["1", "8", "2", "6"], ["7", "5", "6"]):
         assert sum((await play(GuessEnvironment(), game(), replies)).rewards) == pytest.approx(1)
     assert (await play(GuessEnvironment(), game(1, 1), ["1"])).rewards == [1.0]
 
 
 def test_a_game_that_was_cut_before_a_guess_earned_nothing() -> None:
-    """And is no failure; any other earned what its steps earned."""
+    """Its reward is 0, not a failure; any other game earns the sum of its steps."""
     assert guess_reward(Sample()) == 0.0
     assert guess_reward(Sample(step_rewards=[0.25, 0.5])) == 0.75
 
 
-async def test_what_is_no_guess_earns_nothing_and_costs_one() -> None:
-    """No number, or one that is ruled out already; after the last guess the game is over."""
+async def test_an_invalid_guess_earns_nothing_and_uses_a_guess() -> None:
+    """A text without a number, or a number outside the range, uses a guess; the last guess ends the game."""
     played = await play(GuessEnvironment(), game(), ["hm", "4", "3", "99"])
     assert played.rewards == pytest.approx([0, 0.5 * (1 - math.log2(4) / 3), 0, 0])
     assert played.messages[2].content == "Say one whole number."
@@ -49,8 +49,8 @@ async def test_what_is_no_guess_earns_nothing_and_costs_one() -> None:
     assert played.done
 
 
-async def test_a_game_goes_on_from_a_snapshot() -> None:
-    """Through MessagePack, in another object: the same answers and rewards."""
+async def test_a_game_resumes_from_a_snapshot() -> None:
+    """A snapshot survives MessagePack; the new environment returns the same replies and rewards."""
     first, second = GuessEnvironment(), GuessEnvironment()
     await first.start(game())
     await first.step(Message("assistant", "4"))
@@ -60,8 +60,8 @@ async def test_a_game_goes_on_from_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize("change", [{"label": None}, {"label": 9}, {"low": None}, {"guesses": 0}], ids=repr)
-async def test_a_prompt_that_is_no_game_is_refused(change: dict[str, Any]) -> None:
-    """With what was expected."""
+async def test_an_invalid_prompt_is_refused(change: dict[str, Any]) -> None:
+    """The error names the expected fields."""
     prompt = game()
     metadata = {**prompt.metadata, **{key: value for key, value in change.items() if key != "label"}}
     with pytest.raises(ConfigError, match="label, low, high, guesses: got"):
@@ -69,7 +69,7 @@ async def test_a_prompt_that_is_no_game_is_refused(change: dict[str, Any]) -> No
 
 
 def test_games_are_the_same_for_the_same_seed() -> None:
-    """And differ from one to the next."""
+    """Games are the same for the same seed and differ from each other."""
     first, second = guess_prompts(3), guess_prompts(3)
     labels = [next(first).label for _ in range(20)]
     assert labels == [next(second).label for _ in range(20)]

@@ -77,14 +77,14 @@ def kit(folder: Path, url: str, more: str = "max_turns: 4", rest: str = "") -> P
         ("max_turns: [", "", "no YAML"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said(tmp_path: Path, more: str, rest: str, words: str) -> None:
-    """With the file, the place, the value and what was expected."""
+def test_errors_in_the_file_are_named(tmp_path: Path, more: str, rest: str, words: str) -> None:
+    """The error names the file, the place, the value and what was expected."""
     with pytest.raises(ConfigError, match=words):
         load_settings(kit(tmp_path, "http://127.0.0.1:1", more, rest))
 
 
 def test_the_kits_own_file_is_read(tmp_path: Path) -> None:
-    """With its fields and its defaults."""
+    """Its fields and defaults are those of the kit."""
     path = tmp_path / "c.yaml"
     path.write_text(
         "environments:\n  GeneralReasoning/WhoDunit:\n    splits: [train]\n    nonterminal_reward: 0.0\n"
@@ -98,7 +98,7 @@ def test_the_kits_own_file_is_read(tmp_path: Path) -> None:
 
 
 def test_a_cloud_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before anything is fetched."""
+    """The error is raised before any request."""
     monkeypatch.delenv("OPENREWARD_API_KEY", raising=False)
     monkeypatch.delenv("OPENREWARD_SESSION_URL", raising=False)
     path = tmp_path / "c.yaml"
@@ -108,7 +108,7 @@ def test_a_cloud_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_secrets_are_read_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``null`` is an environment variable, in capitals too; one without a value is named in what goes wrong."""
+    """``null`` reads an environment variable, also in capitals; errors name secrets without a value."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden")
     monkeypatch.delenv("TAVILY_API_KEY", raising=False)
     rest = "secrets: {openai_api_key: null, tavily_api_key: null}"
@@ -124,7 +124,7 @@ def test_secrets_are_read_and_never_shown(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_rows_are_read_by_slime_and_by_us(tmp_path: Path, url: str) -> None:
-    """Metadata is JSON as text, which both doors read."""
+    """Metadata is JSON text, which slime and ``rollouts run`` both read."""
     settings = load_settings(kit(tmp_path, url))
     rows = await prepare_tasks(settings)
     write_tasks(rows, tmp_path / "rows.jsonl")
@@ -144,8 +144,8 @@ async def test_rows_are_read_by_slime_and_by_us(tmp_path: Path, url: str) -> Non
     assert all(isinstance(sample.metadata, dict) for sample in buffer.taken[0].group)
 
 
-async def test_weights_say_how_many_rows_each_environment_has(tmp_path: Path, url: str) -> None:
-    """As many rows as there are tasks, in those shares."""
+async def test_weights_set_the_shares_of_the_rows(tmp_path: Path, url: str) -> None:
+    """The number of rows stays that of the tasks, in the given shares."""
     path = tmp_path / "c.yaml"
     entries = "".join(f"  {name}: {{base_url: '{url}', weight: {weight}}}\n" for name, weight in (("a", 3), ("b", 1)))
     path.write_text("environments:\n" + entries)
@@ -154,8 +154,8 @@ async def test_weights_say_how_many_rows_each_environment_has(tmp_path: Path, ur
     assert (names.count("a"), names.count("b")) == (6, 2)
 
 
-async def test_a_wrong_split_and_a_dead_server_are_said(tmp_path: Path, url: str) -> None:
-    """Before any work, each as what it is."""
+async def test_a_wrong_split_and_a_dead_server_are_named(tmp_path: Path, url: str) -> None:
+    """Each raises its own error before any work."""
     with pytest.raises(ConfigError, match="split: got 'dev'; expected one of train"):
         await prepare_tasks(_other_split(tmp_path, url))
     with pytest.raises(EnvironmentFailure, match="cannot connect"):
@@ -187,8 +187,10 @@ def _other_split(folder: Path, url: str) -> Any:
         ("min_reward: 0.1", [], True, 0.1),
     ],
 )
-def test_one_number_from_many(tmp_path: Path, more: str, rewards: list[float], ended: bool, expected: float) -> None:
-    """The penalty is counted with the rewards, then they are reduced, then bounded."""
+def test_the_reduction_of_step_rewards(
+    tmp_path: Path, more: str, rewards: list[float], ended: bool, expected: float
+) -> None:
+    """The penalty joins the rewards before the reduction; bounds come last."""
     path = tmp_path / "c.yaml"
     entry = more if more.startswith("{") else f"{{{more}}}"
     path.write_text(f"environments: {{e: {entry}}}")
@@ -200,7 +202,7 @@ def test_one_number_from_many(tmp_path: Path, more: str, rewards: list[float], e
 
 
 async def test_a_groups_score_is_added_and_both_are_kept(tmp_path: Path) -> None:
-    """What the environment says of the group comes beside each rollout's own reward."""
+    """The environment's group score is added to each rollout's own reward."""
     made = ors_recipe.recipe(Endpoint(), group_rm=True)
     async with environment_server(made) as url:
         settings = load_settings(kit(tmp_path, url, "group_score: true"))
@@ -231,7 +233,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call
 
 
 async def test_a_rollout_has_the_kits_metadata(tmp_path: Path, url: str) -> None:
-    """Rewards, reason and counts; the tools are told in the system prompt and nowhere else."""
+    """The metadata has rewards, stop reason and counts; only the system prompt lists the tools."""
     rest = "system_prompt_template: 'Tools are: {tools} Call {{them}}.'"
     settings = load_settings(kit(tmp_path, url, "max_turns: 3", rest))
     (row, *_) = await prepare_tasks(settings)
@@ -301,7 +303,7 @@ def test_the_recipe_runs_on_the_embedded_engine(tmp_path: Path, url: str) -> Non
 
 
 def test_a_row_of_an_environment_that_is_not_in_the_file_is_refused(tmp_path: Path, url: str) -> None:
-    """Before the run begins."""
+    """The error is raised before the run begins."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "metadata": {"env_name": "other"}}\n')
     options = {"config": str(kit(tmp_path, url)), "data": str(tmp_path / "rows.jsonl")}
     with pytest.raises(ConfigError, match=r'metadata\["env_name"\]: got .other.; expected one of org/sums'):
@@ -328,7 +330,7 @@ def played() -> tuple[Sample, list[CallRecord]]:
 
 
 class Api:
-    """An API that refuses so many times before it takes anything."""
+    """An API that rejects a number of requests before it accepts one."""
 
     def __init__(self, refusals: int) -> None:
         self.refusals = refusals
@@ -350,8 +352,8 @@ class Api:
         return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
 
-async def test_what_was_not_confirmed_is_sent_again(tmp_path: Path) -> None:
-    """The file comes first; what an API refused, or nobody took, goes with the next."""
+async def test_unconfirmed_events_are_sent_again(tmp_path: Path) -> None:
+    """Events are in the file first; rejected and unsent events are sent with the next ones."""
     api = Api(refusals=1)
     url = await api.start()
     sample, calls = played()
@@ -368,7 +370,7 @@ async def test_what_was_not_confirmed_is_sent_again(tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_events_have_the_form_of_the_real_client(tmp_path: Path) -> None:
-    """Field for field what ``openreward`` itself posts for the same conversation."""
+    """The events equal those of ``openreward`` for the same conversation, field by field."""
     openreward = pytest.importorskip("openreward.api.rollouts.rollout", exc_type=ImportError)
     background = pytest.importorskip("openreward.api.rollouts.background")
     models = pytest.importorskip("openreward.models")

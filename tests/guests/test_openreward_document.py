@@ -1,4 +1,4 @@
-"""The training guide of OpenReward, as it is written: its settings are read, and its command fetches tasks."""
+"""The training guide of OpenReward: its settings load, and its command fetches tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def blocks(asset: Callable[[str], Path]) -> Callable[[str], list[str]]:
 
 
 def test_its_settings_are_read(blocks: Callable[[str], list[str]], tmp_path: Path) -> None:
-    """Both files: one environment with a prompt that tells the tools, and several."""
+    """Both files load: one environment with a system prompt that lists the tools, and several environments."""
     path = tmp_path / "train_config.yaml"
     whole, several = blocks("yaml")
     path.write_text(whole)
@@ -55,7 +55,7 @@ def test_its_settings_are_read(blocks: Callable[[str], list[str]], tmp_path: Pat
 async def test_its_command_fetches_tasks(
     blocks: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``python prepare_tasks.py --config … --output …``, with our module for its file and a server of our own."""
+    """``python prepare_tasks.py --config … --output …``, with our module in place of its file and a local server."""
     (tmp_path / "train_config.yaml").write_text(blocks("yaml")[0])
     (line,) = [code.strip() for code in blocks("bash") if "prepare_tasks.py" in code]
     assert line.startswith("python prepare_tasks.py ")

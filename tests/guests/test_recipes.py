@@ -1,5 +1,5 @@
 """Every ready-made environment through ``rollouts run`` on the embedded engine: the demo model solves little, but each
-law holds on what it says."""
+law holds for its replies."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def test_it_runs(name: str, asset: Callable[[str], Path], engine_url: str, tmp_p
 def test_a_mixed_batch_has_its_metrics_by_environment(
     asset: Callable[[str], Path], engine_url: str, tmp_path: Path
 ) -> None:
-    """What came of each environment is told under its name."""
+    """Shares and rewards of each environment are metrics under its name."""
     run("mixed", asset, engine_url, tmp_path / "run")
     samples = load_run(tmp_path / "run")
     names = [str(sample.metadata["environment"]) for sample in samples]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = json.loads(lines[-1])
-    told = {key: value for key, value in metrics.items() if key.startswith("environment/")}
-    assert {key.split("/")[1] for key in told} == set(names)
+    values = {key: value for key, value in metrics.items() if key.startswith("environment/")}
+    assert {key.split("/")[1] for key in values} == set(names)
     for name in set(names):
         rewards = [sample.reward or 0.0 for sample in samples if sample.metadata["environment"] == name]
-        assert told[f"environment/{name}/share"] == len(rewards) / len(samples)
-        assert told[f"environment/{name}/reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+        assert values[f"environment/{name}/share"] == len(rewards) / len(samples)
+        assert values[f"environment/{name}/reward/mean"] == pytest.approx(sum(rewards) / len(rewards))

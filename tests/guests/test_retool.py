@@ -1,4 +1,4 @@
-"""ReTool: rows in the shapes of the data sets, a recorded solution with its reward, and files that are none."""
+"""ReTool: rows in the shapes of the data sets, a recorded solution with its reward, and invalid files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OURS = {"prompt": "Find y.", "label": "\\frac12", "metadata": {"level": 1}}
 
 
 def test_rows_in_each_shape(tmp_path: Path) -> None:
-    """DAPO's, AIME's and ours; a problem that comes again is taken once; ``limit`` counts problems."""
+    """DAPO's, AIME's and our shape load; a repeated problem is taken once; ``limit`` counts problems."""
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in (DAPO, DAPO, AIME, OURS)))
     prompts = load_maths(str(path))
@@ -45,7 +45,7 @@ def test_rows_in_each_shape(tmp_path: Path) -> None:
 
 
 def test_rows_of_parquet(tmp_path: Path) -> None:
-    """As the hub has them."""
+    """Parquet files load as the hub stores them."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
@@ -57,7 +57,7 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
 
 
 def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
-    """Parts in their order beside a card that is no data; the two data sets of ReTool, by their own columns."""
+    """A folder loads its parts in order and ignores the card; the columns are those of ReTool's two data sets."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     dapo = [{"prompt": [{"role": "user", "content": f"Solve {n}"}], "label": str(n)} for n in range(5)]
@@ -81,7 +81,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
 def test_what_the_guide_writes_is_read(
     asset: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guide's own lines fetch both data sets and write them as rows; here they find them in a folder."""
+    """The guide's own code writes both data sets as rows; here it reads them from a local folder."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     pytest.importorskip("datasets")
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -118,16 +118,16 @@ def test_real_rows_load(asset: Callable[[str], Path]) -> None:
         ('{"prompt": [1], "label": "1"}', "row 1: prompt: got"),
     ],
 )
-def test_rows_that_are_none_are_refused(text: str, words: str, tmp_path: Path) -> None:
-    """By their number, before work starts."""
+def test_invalid_rows_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    """The error names the row, before work starts."""
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_maths(str(path))
 
 
-def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
-    """With what a source may be."""
+def test_an_invalid_source_is_refused(tmp_path: Path) -> None:
+    """The error lists the valid kinds of source."""
     (tmp_path / "card.md").write_text("?")
     for source in (str(tmp_path / "none.jsonl"), "hub:aime", str(tmp_path)):
         with pytest.raises(ConfigError, match="hub:OWNER/DATASET/PATH"):
@@ -135,7 +135,7 @@ def test_a_source_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_recorded_solution() -> None:
-    """A program, its output, a boxed answer: the environment runs the program, the reward reads the box."""
+    """The environment runs the program of a reply, and the reward evaluates the boxed answer."""
     pytest.importorskip("math_verify")
     replies: list[Any] = [calling("python", code="print(sum(range(5)) / 4)"), "So it is \\boxed{\\frac{5}{2}}."]
     played = await play(RetoolEnvironment(), "What is (0+1+2+3+4)/4?", replies)
@@ -146,7 +146,7 @@ async def test_a_recorded_solution() -> None:
 
 
 def test_what_the_sandbox_must_enforce_is_an_option(tmp_path: Path) -> None:
-    """The recipe's environment requires what is required by default, or what ``--set require=...`` names."""
+    """The environment has the default requirements, or those of ``--set require=...``."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(OURS))
     function = load_recipe(Path(__file__).parents[2] / "configs" / "retool.py")

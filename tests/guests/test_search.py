@@ -1,4 +1,4 @@
-"""Search: what the tools find, a recorded search and its reward, and files that are none."""
+"""Search: the results of the tools, a recorded search and its reward, and invalid files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DOCUMENTS = [
 
 
 async def test_a_recorded_search() -> None:
-    """Two hops: find the person, read the firm, answer; the reward is of the answer."""
+    """Two hops: find the person, read the firm, answer; the reward scores the answer."""
     replies = [calling("search", query="Ada Renn", count=1), calling("read", id="b"), "The answer is Loria."]
     played = await play(SearchEnvironment(Index(DOCUMENTS)), "In which town is the employer of Ada Renn?", replies)
     assert [message.content for message in played.messages if message.role == "tool"] == [
@@ -44,8 +44,8 @@ async def test_a_recorded_search() -> None:
     assert search_reward(Sample(messages=played.chat, label="Loria town"), partial_credit=0.5) == pytest.approx(1 / 3)
 
 
-async def test_what_is_not_there_is_said_to_the_model() -> None:
-    """No error of the environment: an answer that it can act on."""
+async def test_a_missing_document_is_a_message() -> None:
+    """A missing document is an error message to the model, not a failure of the environment."""
     calls = [calling("search", query="zebra"), calling("read", id="z"), calling("search", query="town", count=99)]
     played = await play(SearchEnvironment(Index(DOCUMENTS)), "?", calls)
     found = [message.content for message in played.messages if message.role == "tool"]
@@ -54,8 +54,8 @@ async def test_what_is_not_there_is_said_to_the_model() -> None:
     assert found[2].startswith("Error: count is 99")
 
 
-def test_the_made_up_world_answers_its_questions() -> None:
-    """The same for the same seed; following the documents by words gives the label of every question of two steps."""
+def test_the_generated_world_answers_its_questions() -> None:
+    """The world is the same for the same seed; its documents lead to the label of every two-step question."""
     documents, questions = made_up_world(3)
     assert (documents, questions) == made_up_world(3)
     index = Index(documents)
@@ -67,8 +67,8 @@ def test_the_made_up_world_answers_its_questions() -> None:
         assert question.label in (firm, *re.findall(r"\w+", index.search(firm, 1)[0].text))
 
 
-def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
-    """The message names file and line, or row."""
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
+    """The error names the file and line, or the row."""
     path = tmp_path / "rows.jsonl"
     for text, words in (('{"id": 1}', "line 1: 'title'"), ("x", "line 1"), ("", "at least one document")):
         path.write_text(text)

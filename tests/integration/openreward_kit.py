@@ -1,4 +1,4 @@
-"""The original kit as it is: ``openreward_kit.py FOLDER CONFIG ROWS TOKENIZER HOST PORT`` prints its samples."""
+"""The original kit, unmodified: ``openreward_kit.py FOLDER CONFIG ROWS TOKENIZER HOST PORT`` prints its samples."""
 
 import asyncio
 import importlib

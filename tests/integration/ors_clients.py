@@ -1,4 +1,4 @@
-"""Real clients against an ORS server of ours: ``python ors_clients.py openreward|ors URL NAME`` says what they saw."""
+"""Real clients against our ORS server: ``python ors_clients.py openreward|ors URL NAME`` prints their results."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ async def main() -> dict[str, Any]:
         from openreward import AsyncOpenReward
 
         client: Any = AsyncOpenReward()
-        environment = client.environments.get(name)  # bare paths, as its users have them
+        environment = client.environments.get(name)  # bare paths, as its users write them
         named = client.environments.get(name, variant=name)
     else:
         from ors.client import AsyncORS

@@ -1,7 +1,7 @@
 """Toy environments on the servers of two SDKs: ``python ors_toys.py openreward|ors`` prints its URL.
 
-``Adder``: get from ``start`` to ``target``. ``Writer``: answer in words; it has a terminal tool, tools of its task, a
-conversation for a prompt, secrets and group scores.
+``Adder``: get from ``start`` to ``target``. ``Writer``: reply in text; it has a terminal tool, tools of its task, a
+conversation as prompt, secrets and group scores.
 """
 
 import importlib
@@ -144,6 +144,6 @@ listening = socket.socket()
 listening.bind(("127.0.0.1", 0))
 listening.listen(4096)
 print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the servers log each request, and nobody reads it
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the servers' log of each request is not needed
 config = uvicorn.Config(server.app, log_level="critical", access_log=False, timeout_keep_alive=60)
 uvicorn.Server(config).run(sockets=[listening])

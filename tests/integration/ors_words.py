@@ -1,4 +1,4 @@
-"""What toys say and tests expect."""
+"""Texts that the toy environments return and the tests expect."""
 
 LONG = "".join(f"{number:>9}" for number in range(2000))
-"""Longer than a piece of a stream, with spaces at the edges of pieces."""
+"""A text longer than a chunk of a stream, with spaces at the edges of chunks."""

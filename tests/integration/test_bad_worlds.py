@@ -1,4 +1,4 @@
-"""What is wrong with one environment is a failure of its own prompt, in words, and the run goes on with the others."""
+"""A broken environment is a described failure of its own prompt, and the run continues with the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.packages import needing
 
 @pytest.mark.parametrize("bad", [needing(bad.needs, bad, bad.what) for bad in BAD])
 async def test_the_run_goes_on(bad: Bad, tmp_path: Path) -> None:
-    """The bad group is recorded with class, cause and message; the batch is of the sound ones, and the sum is right."""
+    """The failed group is stored with class, cause and message; the batch has the others, and the sum is right."""
     played = await play_with_sound_prompts(bad, tmp_path)
     assert {(failure.kind, failure.cause) for failure in played.failures} == {(bad.kind, bad.cause)}
     for failure in played.failures:

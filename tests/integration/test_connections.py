@@ -1,4 +1,4 @@
-"""The client's connections, with servers that stream, refuse, close, fall silent, or are left in the middle."""
+"""The client's connections, with servers that stream, refuse, close or stall, and with cancelled requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def transport() -> HttpClient:
 
 
 async def test_bodies_up_to_the_end_of_the_connection(transport: HttpClient) -> None:
-    """As servers of old send them; the connection is not taken for a kept one."""
+    """The body of an HTTP/1.0 server is complete; its connection does not return to the pool."""
 
     class Old(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -49,7 +49,7 @@ async def test_bodies_up_to_the_end_of_the_connection(transport: HttpClient) -> 
 
 @pytest.mark.parametrize("end", ["close", "reset", "late close"])
 async def test_a_server_that_closes_kept_connections_loses_nothing(transport: HttpClient, end: str) -> None:
-    """In 320 calls: each is answered, or was stale and is answered over a fresh connection."""
+    """Each of 320 calls gets a response, on a kept connection or, if that was stale, on a new one."""
     served = 0
 
     async def handle(visit: Visit) -> None:
@@ -85,7 +85,7 @@ async def test_a_server_that_closes_kept_connections_loses_nothing(transport: Ht
 
 
 async def test_a_thousand_cancelled_requests_are_a_thousand_ended_connections(transport: HttpClient) -> None:
-    """The server sees each of them end, and none of them meets another request."""
+    """The server sees each of them end, and none of them serves another request."""
     asked, ended = 0, 0
     all_asked, all_ended = anyio.Event(), anyio.Event()
 
@@ -119,7 +119,7 @@ async def test_a_thousand_cancelled_requests_are_a_thousand_ended_connections(tr
 
 
 async def test_a_cancelled_stream_ends_its_connection(transport: HttpClient) -> None:
-    """While its head is waited for, while a piece of it is, and when its context is left too early."""
+    """This holds before the head, between two chunks, and if its context is left early."""
     heads = [b"", answer(b"x" * 10)[:-10], answer(b"x" * 10)[:-5]]
     seen: list[int] = []
     done = anyio.Event()
@@ -147,7 +147,7 @@ async def test_a_cancelled_stream_ends_its_connection(transport: HttpClient) -> 
 
 
 async def test_a_stream_is_read_piece_by_piece_and_its_connection_kept(transport: HttpClient) -> None:
-    """Headers have names in any case, the first of several counts; what is left can be read at once."""
+    """Header names are case-insensitive, the first of several counts; the rest of the body can be read at once."""
     visits = 0
 
     async def handle(visit: Visit) -> None:
@@ -178,7 +178,7 @@ async def test_a_stream_is_read_piece_by_piece_and_its_connection_kept(transport
 
 
 async def test_a_stream_that_breaks_gives_what_came_before(transport: HttpClient) -> None:
-    """A number to resume it by may be in it."""
+    """The earlier chunks are needed, since they may contain the number to resume by."""
 
     async def handle(visit: Visit) -> None:
         await visit.request()
@@ -194,7 +194,7 @@ async def test_a_stream_that_breaks_gives_what_came_before(transport: HttpClient
 
 
 async def test_a_server_is_not_read_faster_than_its_stream_is_taken(transport: HttpClient) -> None:
-    """It has to wait; all of it comes in the end."""
+    """The server has to wait; the whole stream arrives in the end."""
     total, sent = 1 << 26, 0
     stuck = anyio.Event()
 
@@ -224,7 +224,7 @@ async def test_a_server_is_not_read_faster_than_its_stream_is_taken(transport: H
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 16, (1 << 16) + 1, 400_000, 1 << 23])
 async def test_bodies_of_any_size_go_and_come(transport: HttpClient, size: int) -> None:
-    """Twice over one connection."""
+    """Each body goes twice over one connection."""
     visits = 0
     body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
 
@@ -243,7 +243,7 @@ async def test_bodies_of_any_size_go_and_come(transport: HttpClient, size: int) 
 
 
 async def test_a_refusal_may_come_before_the_request_is_there(transport: HttpClient) -> None:
-    """It is the answer; what is left of the request is not sent, and meets nobody."""
+    """It is the response; the rest of the request is not sent."""
     visits = 0
 
     async def handle(visit: Visit) -> None:
@@ -261,7 +261,7 @@ async def test_a_refusal_may_come_before_the_request_is_there(transport: HttpCli
 
 
 async def test_connections_are_no_more_than_requests_at_once(transport: HttpClient) -> None:
-    """However often they come; the one that was used last is taken first."""
+    """This holds for repeated requests; the connection used last is taken first."""
     async with StubServer(lambda ids, params: ids) as server:
 
         async def ask(number: int) -> None:
@@ -278,7 +278,7 @@ async def test_connections_are_no_more_than_requests_at_once(transport: HttpClie
 
 
 async def test_a_server_that_says_no_more_is_not_written_to(transport: HttpClient) -> None:
-    """What is left of the request would wait for ever."""
+    """The rest of the request would never be read."""
 
     async def handle(visit: Visit) -> None:
         await visit.head()
@@ -292,7 +292,7 @@ async def test_a_server_that_says_no_more_is_not_written_to(transport: HttpClien
 
 
 def test_it_runs_on_uvloop() -> None:
-    """Where that is installed: kept connections, a name, a cancelled request, and an end without a warning."""
+    """With uvloop: kept connections, a host name, a cancelled request, and an end without a warning."""
     pytest.importorskip("uvloop")
 
     async def use() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_killed_run_resumes_without_a_difference() -> None:
     """Two kills; tokens, groups and batches are those of the run without a kill."""
     done = subprocess.run(
         [sys.executable, "-m", "scripts.crash_run", "--kills", "2", "--longest", "4"],

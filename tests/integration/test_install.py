@@ -1,4 +1,4 @@
-"""``scripts/install`` with a Python and a pip that fail when asked: a failed installation never counts as done."""
+"""``scripts/install`` with a fake Python and a fake pip: a failed installation never counts as complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ exit 3
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with the script, a Python and a pip of its own."""
+    """A project with the script, a fake Python and a fake pip."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPT, tmp_path / "scripts" / "install")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -64,7 +64,7 @@ def calls(project: Path) -> list[str]:
 
 
 def test_a_failed_installation_fails_each_time_until_it_works(project: Path) -> None:
-    """With pip's words, also where an earlier installation can be imported; then it is done once and not again."""
+    """The error has pip's message, also after an earlier installation; once it succeeds it is not repeated."""
     (project / "pip-fails").touch()
     for _ in range(2):
         failed = install(project)
@@ -81,7 +81,7 @@ def test_a_failed_installation_fails_each_time_until_it_works(project: Path) -> 
 
 
 def test_an_environment_that_was_not_finished_is_made_again(project: Path) -> None:
-    """A venv without pip, as a system without ensurepip leaves it, gives the same words the second time."""
+    """With a venv without pip, as left by a system without ensurepip, the second call prints the same error."""
     (project / "venv-fails").touch()
     for _ in range(2):
         failed = install(project)
@@ -93,7 +93,7 @@ def test_an_environment_that_was_not_finished_is_made_again(project: Path) -> No
 
 
 def test_pip_shows_its_progress_on_a_terminal_and_is_quiet_elsewhere(project: Path) -> None:
-    """It has the terminal itself; a log has no line for each package."""
+    """pip writes to the terminal directly; a log has no line for each package."""
     assert "a progress bar" not in install(project, "test").stdout
     assert "--quiet" in calls(project)[-1]
     ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""The whole loop, small: what is stored is what the weights say, through every update, and a lesson can be resumed."""
+"""The whole loop, small: stored logprobs are those of the weights, through every update, and training can resume."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stored(sample: Sample, which: Any) -> Any:
 
 
 async def test_the_trainer_finds_the_logprobs_that_were_stored() -> None:
-    """Same weights, float32: teacher-forced over the stored ids, every sampled token has its stored logprob."""
+    """With the same weights in float32, teacher forcing reproduces the stored logprob of every sampled token."""
     async with running_server(DEMO_MODEL) as url:
         config = config_at(url, batch_size=4)
         async with AsyncRolloutManager(config, DataBuffer(islice(calculator_prompts(1), 20))) as manager:
@@ -74,7 +74,7 @@ async def test_the_trainer_finds_the_logprobs_that_were_stored() -> None:
 
 
 class Gate:
-    """Lets the environments of the first episodes answer only when the first new weights are served."""
+    """Delays the environments of the first episodes until the first new weights are served."""
 
     def __init__(self) -> None:
         self.open = anyio.Event()
@@ -95,7 +95,7 @@ class GatedCalculator(CalculatorEnvironment):
 
 
 async def test_each_token_has_the_logprob_of_the_weights_that_it_names(tmp_path: Path) -> None:
-    """Five asynchronous updates, with requests in flight: stored logprobs against the saved weights of each version."""
+    """Five asynchronous updates with requests in flight: stored logprobs equal those of each version's weights."""
     trainer = GrpoTrainer(model_of(), GrpoConfig(warmup_steps=1))
     folders = {"default": DEMO_MODEL}
     seen: list[Sample] = []
@@ -132,7 +132,7 @@ async def test_each_token_has_the_logprob_of_the_weights_that_it_names(tmp_path:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: bool) -> None:
-    """Rows of the CSV, a checkpoint that loads, a result; resumed, it goes on with the next step and other prompts."""
+    """It writes CSV rows, a valid checkpoint and a result; resumed, it takes the next step with new prompts."""
     lesson = Lesson(
         recipe=ROOT / "configs" / "calculator_grpo.py",
         out=tmp_path,

@@ -1,4 +1,4 @@
-"""The guest beside the original kit: the same rewards on the same server, and exact tokens where it has others.
+"""The guest compared with the original kit: the same rewards on the same server, and exact tokens.
 
 Needs ``openreward`` and, in ``OPENREWARD_COOKBOOK``, the folder ``training/slime`` of openreward-cookbook.
 """
@@ -57,7 +57,7 @@ def url(cookbook: Path) -> Iterator[str]:
 
 
 def scripted(text: str) -> str:
-    """What the model says next: in four ways, by the task. All calls are JSON: the original breaks on others."""
+    """The model's next reply: four ways, by the task. All calls are JSON, since the original fails on others."""
     start = int(re.findall(r"Get from (\d+) to", text)[-1])
     turn = text.count("<|im_start|>assistant") - 1
 
@@ -74,7 +74,7 @@ def scripted(text: str) -> str:
 
 
 class TextEngine:
-    """An engine that is sent text, as the original sends it, and answers in odd spellings."""
+    """An engine that takes text, as the original sends it, and replies with unusual tokenisations."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -116,7 +116,7 @@ async def test_the_same_rewards_on_exact_tokens(
     tokenizer_folder: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Eight tasks in four ways of playing: equal rewards; each of our requests is the beginning of what is trained."""
+    """Eight tasks in four ways: equal rewards; each of our requests is a prefix of the trained ids."""
     for name in ("OPENREWARD_SESSION_URL", "OPENREWARD_API_URL"):
         monkeypatch.setenv(name, url)
     monkeypatch.setenv("OPENREWARD_API_KEY", "none")

@@ -1,6 +1,5 @@
-"""Independent judges of the renderer: ``renderers`` of Prime Intellect, written by hand for each family, and OpenAI's
-own ``openai-harmony``. Each is asked for the same bridge, or to read the same reply; where they disagree, the test says
-why.
+"""Independent references for the renderer: ``renderers`` of Prime Intellect, hand-written for each family, and OpenAI's
+``openai-harmony``. Each builds the same bridge, or parses the same reply; the test explains each difference.
 
 Their renderers keep thoughts here (``thinking_retention="all"``), as ``history="append"`` does.
 """
@@ -37,7 +36,7 @@ HISTORY = [Message("system", "Be brief."), Message("user", "Well?")]
 
 @pytest.fixture(scope="module")
 def harmony_files(tokenizer_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The vocabulary of harmony in the form that its library loads, made of the tokenizer at hand: no download."""
+    """The vocabulary of harmony in the form of its library, built from the local tokenizer without a download."""
     model = json.loads((tokenizer_folder("gptoss") / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -53,7 +52,7 @@ def harmony_files(tokenizer_folder: Callable[[str], Path], tmp_path_factory: pyt
 
 @pytest.fixture
 def harmony(harmony_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library, with its vocabulary where it looks for it."""
+    """The library, with its vocabulary in the expected folder."""
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(harmony_files))
     return pytest.importorskip("openai_harmony")
 
@@ -61,7 +60,7 @@ def harmony(harmony_files: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @functools.cache
 def _library() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what others warn of while they are imported is not ours
+        warnings.simplefilter("ignore")  # import warnings of other packages
         return pytest.importorskip("renderers")
 
 
@@ -72,7 +71,7 @@ def oracle(name: str, tokenizer: Any) -> Any:
 
 
 class _Loaded:
-    """``request`` for :mod:`tests.families`, remembering the tokenizer that the renderer was made of."""
+    """``request`` for :mod:`tests.families`, which records the tokenizer of the renderer."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.request, self.tokenizer = request, None
@@ -96,21 +95,22 @@ def both(name: str, request: pytest.FixtureRequest) -> tuple[Renderer, Any]:
 
 
 def explained(name: str, ours: str, theirs: str, new: list[Message], *, cut: bool) -> tuple[str, str]:
-    """Both bridges without what they are known to disagree on; ours follows the template that we were given."""
+    """Both bridges without their known differences; ours follows the given template."""
     if name == "GLM-4.6" and cut:
-        # The template has no closing mark: after a cut reply it writes the next role's. They put an end of text there.
+        # The template has no closing mark: after a cut reply it writes the next role's.
+        # ``renderers`` writes an end of text.
         theirs = theirs.removeprefix("<|endoftext|>")
     if name in ("DeepSeek-V3", "DeepSeek-R1 distill"):
         # These templates write a newline between two outputs.
         ours = ours.replace("<｜tool▁output▁end｜>\n", "<｜tool▁output▁end｜>")
     if name == "DeepSeek-R1 distill":
         # This copy of the template closes the thought that its prompt opens, and opens none after tools, where the
-        # reply goes on without a header. They open a thought at every turn.
+        # reply continues without a header. ``renderers`` opens a thought at every turn.
         theirs = theirs.removesuffix("<think>\n")
         ours = ours.removesuffix("<think>\n</think>")
     if name == "gpt-oss":
-        # The template writes results as JSON strings and leaves the channel of the reply to the model; they write the
-        # plain text and open the analysis. A cut call is closed by the template's <|call|>, by them with <|end|>.
+        # The template writes results as JSON strings and leaves the channel of the reply to the model; ``renderers``
+        # writes plain text and opens the analysis. The template closes a cut call with <|call|>, it with <|end|>.
         theirs = theirs.removesuffix("<|channel|>analysis<|message|>")
         for message in new:
             if message.role == "tool":
@@ -122,7 +122,7 @@ def explained(name: str, ours: str, theirs: str, new: list[Message], *, cut: boo
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_their_bridge_is_ours(name: str, request: pytest.FixtureRequest, harmony: Any) -> None:
-    """Id for id, after whole and after cut replies, for results and for users; where explained, as text."""
+    """Bridges are equal id by id, after whole and cut replies, for results and users; explained cases as text."""
     ours, theirs = both(name, request)
     family = FAMILIES[name]
     tools = TOOLS if family.calls else ()
@@ -149,7 +149,7 @@ def test_their_bridge_is_ours(name: str, request: pytest.FixtureRequest, harmony
 
 @pytest.mark.parametrize("name", [name for name in ORACLES if name != "gpt-oss"])
 def test_their_reading_is_ours(name: str, request: pytest.FixtureRequest, harmony: Any) -> None:
-    """The same calls with the same arguments, the same thoughts, the same content."""
+    """Calls, arguments, thoughts and content are equal."""
     ours, theirs = both(name, request)
     family = FAMILIES[name]
     tools = TOOLS if family.calls else ()
@@ -158,7 +158,7 @@ def test_their_reading_is_ours(name: str, request: pytest.FixtureRequest, harmon
     for seed in range(90):
         world = World(family, ours, tools, seed, cuts=False)
         reply, new = world.next_reply()
-        ids = speak(ours, HISTORY, reply, new, tools).tolist()  # as the tokenizer spells it: they know marks by id
+        ids = speak(ours, HISTORY, reply, new, tools).tolist()  # encoded by the tokenizer, since they find marks by id
         read, other = (
             ours.parse(ids, tools=tools, prompt=prompt),
             theirs.parse_response(ids, tools=schemas, prompt_ids=prompt),
@@ -171,7 +171,7 @@ def test_their_reading_is_ours(name: str, request: pytest.FixtureRequest, harmon
 
 
 def test_harmony_reads_what_our_dialect_reads(request: pytest.FixtureRequest, harmony: Any) -> None:
-    """gpt-oss, judged by its own library: channels, recipients and arguments, from the ids as they were sampled."""
+    """gpt-oss compared with its own library: channels, recipients and arguments, from the sampled ids."""
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     family = FAMILIES["gpt-oss"]
     ours = family.make(request)
@@ -209,14 +209,14 @@ PIECES = (
     " ",
     "\n",
 )
-"""What replies of gpt-oss are made of, good and bad."""
+"""Valid and invalid parts of gpt-oss replies."""
 
 
 def test_harmony_reads_broken_replies_as_our_dialect_does(request: pytest.FixtureRequest, harmony: Any) -> None:
-    """What the library reads, we read the same; what it refuses never runs.
+    """We parse the same calls as the library; calls that it rejects never run.
 
-    It refuses a whole reply for words behind its last message, where a sound call before them runs here; and it takes a
-    word in the header for a recipient, which is none here without ``to=``.
+    The library rejects a whole reply for text after its last message, where we run a valid call before that text. It
+    takes any word in the header as a recipient; here a recipient needs ``to=``.
     """
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     parse = FAMILIES["gpt-oss"].make(request).dialect.parse

@@ -84,7 +84,7 @@ ADD, SUBMIT = ("add", {"amount": 5}), ("submit", {})
 
 
 async def test_tasks_tools_rewards_and_the_end(adder: ORSServer) -> None:
-    """Tasks by description; each call has its reward; ``finished`` ends the episode and runs no further call."""
+    """Tasks come by description; each call has its reward; ``finished`` ends the episode and its further calls."""
     prompts = await adder.prompts("train")
     assert len(prompts) == 8
     assert prompts[2].metadata["task_spec"] == {"start": 2, "target": 7}
@@ -117,7 +117,7 @@ async def test_a_task_by_its_place_in_a_split(adder: ORSServer) -> None:
 
 
 async def test_a_call_that_is_not_run_is_a_message(adder: ORSServer) -> None:
-    """Arguments that do not fit and a tool that is not there go back to the model, and are counted."""
+    """Invalid arguments and an unknown tool are messages to the model, and are counted."""
     environment = ORSEnvironment(adder)
     await environment.start((await adder.prompts("train", limit=1))[0])
     result = await environment.step(calls(("add", {"amount": "many"}), ("fly", {}), ADD))
@@ -127,7 +127,7 @@ async def test_a_call_that_is_not_run_is_a_message(adder: ORSServer) -> None:
 
 
 async def test_a_tool_that_raises_ends_the_rollout_and_shows_no_secret(adder: ORSServer) -> None:
-    """The server's words are in the error, the secret in them is not."""
+    """The error contains the server's text without the secret."""
     environment = ORSEnvironment(adder)
     await environment.start((await adder.prompts("train", limit=1))[0])
     with pytest.raises(ORSError, match=r"tool 'explode': boom, and the key is \*\*\*"):
@@ -137,7 +137,7 @@ async def test_a_tool_that_raises_ends_the_rollout_and_shows_no_secret(adder: OR
 
 
 async def test_secrets_arrive(adder: ORSServer) -> None:
-    """In the header, and for servers that read no header in the body."""
+    """They are sent in the header, and in the body for servers that do not read the header."""
     environment = ORSEnvironment(adder)
     await environment.start((await adder.prompts("train", limit=1))[0])
     assert "openai_api_key" in (await environment.step(calls(("secret", {})))).messages[0].content
@@ -145,15 +145,15 @@ async def test_secrets_arrive(adder: ORSServer) -> None:
 
 
 async def test_long_results_arrive_whole(adder: ORSServer) -> None:
-    """Streamed in pieces of which some begin with spaces."""
+    """Results are streamed in chunks, some of which begin with spaces."""
     environment = ORSEnvironment(adder)
     await environment.start((await adder.prompts("train", limit=1))[0])
     assert (await environment.step(calls(("long", {})))).messages[0].content == LONG
     await environment.close()
 
 
-async def test_a_picture_is_told_of(adder: ORSServer) -> None:
-    """What cannot be shown is said in words, and counted."""
+async def test_an_image_becomes_a_text(adder: ORSServer) -> None:
+    """A text replaces the image, and a metric counts it."""
     environment = ORSEnvironment(adder)
     await environment.start((await adder.prompts("train", limit=1))[0])
     result = await environment.step(calls(("picture", {})))
@@ -163,13 +163,13 @@ async def test_a_picture_is_told_of(adder: ORSServer) -> None:
 
 
 async def test_a_wrong_split_is_refused_with_those_that_there_are(adder: ORSServer) -> None:
-    """Before any work."""
+    """The error is raised before any work."""
     with pytest.raises(ConfigError, match="split: got 'dev'; expected one of train, test"):
         await adder.prompts("dev")
 
 
 async def test_a_reply_without_calls_where_no_tool_takes_it(adder: ORSServer) -> None:
-    """The model is told to use its tools."""
+    """A message asks the model to use its tools."""
     environment = ORSEnvironment(adder, nudge="Use a tool.")
     await environment.start((await adder.prompts("train", limit=1))[0])
     result = await environment.step(Message("assistant", "done"))
@@ -178,7 +178,7 @@ async def test_a_reply_without_calls_where_no_tool_takes_it(adder: ORSServer) ->
 
 
 async def test_a_terminal_tool_takes_the_last_words(writer: ORSServer) -> None:
-    """It is not among the tools; the reply's text is its argument, and the episode is over."""
+    """The model's tools do not include it; the reply's text is its argument, and the episode ends."""
     (prompt,) = await writer.prompts("train", limit=1)
     environment = ORSEnvironment(writer)
     opening = await environment.start(prompt)
@@ -190,7 +190,7 @@ async def test_a_terminal_tool_takes_the_last_words(writer: ORSServer) -> None:
 
 
 async def test_tools_of_a_single_task(writer: ORSServer) -> None:
-    """What the model is told of may depend on the task; tasks that cannot be listed are fetched one by one."""
+    """Tools may depend on the task; tasks that cannot be listed are fetched one by one."""
     prompts = await writer.prompts("train")
     assert [prompt.metadata["task_spec"]["word"] for prompt in prompts] == ["a", "b", "c"]
     environment = ORSEnvironment(writer)
@@ -201,7 +201,7 @@ async def test_tools_of_a_single_task(writer: ORSServer) -> None:
 
 
 async def test_a_group_is_scored_by_the_environment(writer: ORSServer) -> None:
-    """One score for each conversation, in order."""
+    """Each conversation gets one score, in order."""
 
     class Played:
         def __init__(self, text: str, metadata: Any) -> None:
@@ -214,14 +214,14 @@ async def test_a_group_is_scored_by_the_environment(writer: ORSServer) -> None:
 
 
 async def test_an_environment_that_scores_no_groups_says_so(adder: ORSServer) -> None:
-    """No made-up zeros."""
+    """The error names the environment; no zeros are returned."""
     (prompt,) = await adder.prompts("train", limit=1)
     with pytest.raises(ORSError, match="does not score groups"):
         await GroupScore(adder)([Prompt("", metadata=prompt.metadata)])  # type: ignore[list-item]
 
 
 async def test_a_session_number_of_the_server(either: str) -> None:
-    """With a key, as in a cloud, numbers are asked for and given back."""
+    """With a key, as in the cloud, the server issues session numbers and gets them back."""
     server = ORSServer(either, api_key="any")
     environment = ORSEnvironment(server)
     await environment.start((await server.prompts("train", limit=1))[0])
@@ -231,7 +231,7 @@ async def test_a_session_number_of_the_server(either: str) -> None:
 
 
 async def test_an_agent_plays_it(adder: ORSServer) -> None:
-    """Through the loop: exact tokens, a step reward for each call, and the calls of the last turn run if asked to."""
+    """The agent loop stores exact tokens and a reward for each call, and runs the last turn's calls on request."""
     renderer = renderer_for(str(DEMO_MODEL))
     (prompt,) = await adder.prompts("train", limit=1)
 

@@ -1,4 +1,4 @@
-"""A connection that breaks at any byte of an answer: the call is answered, once, and nothing is left running."""
+"""A connection that breaks at any byte of a response: the call gets one result, and nothing is left running."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.server import StubServer
 
 RESET = struct.pack("ii", 1, 0)
-"""Linger for no time: what is closed is reset."""
+"""Set a linger time of zero, so that closing resets the connection."""
 
 How: TypeAlias = Literal["reset", "half_close"]
 
 
 @attrs.define
 class Cutting:
-    """A proxy that cuts the first connection that carries an answer to ``/generate``, after so many of its bytes."""
+    """A proxy that cuts the first connection with a response to ``/generate``, after a number of its bytes."""
 
     port: int
     how: How
-    """Reset; or say that nothing more will come, and go on listening."""
+    """Reset the connection; or close the sending half and continue to read."""
     left: int | None = None
-    """Bytes until the cut; ``None`` lets everything pass."""
+    """Bytes until the cut; ``None`` for no cut."""
     passed: int = 0
-    """Bytes of the last whole answer."""
+    """Bytes of the last complete response."""
 
     async def serve(self, client: anyio.abc.SocketStream) -> None:
         async with client, await anyio.connect_tcp("127.0.0.1", self.port) as server:
@@ -92,7 +92,7 @@ async def cutting(server: StubServer, how: How) -> AsyncIterator[tuple[Cutting, 
 
 @pytest.mark.parametrize("how", get_args(How))
 async def test_an_answer_that_is_cut_at_any_byte_is_asked_for_again(how: How) -> None:
-    """In the status line, in a header, between headers and body, in the body: one completion, and a whole one."""
+    """A cut in the status line, a header, after the headers or in the body still yields one complete result."""
     async with StubServer() as server, cutting(server, how) as (proxy, url):
         policy = SGLangPolicy(Endpoint(base_url=url, max_retries=2), backoff=lambda failures: 0.0)
         sampling = SamplingParams(max_new_tokens=8)
@@ -116,7 +116,7 @@ async def test_an_answer_that_is_cut_at_any_byte_is_asked_for_again(how: How) ->
 
 
 async def test_what_runs_at_a_worker_that_dies_is_answered_by_the_others() -> None:
-    """At once, each request under a rid of its own; later calls of its sessions go there too."""
+    """Each request is sent again at once, with its own rid; later calls of its sessions follow it."""
     arrived, lost = anyio.Event(), list[bytes]()
 
     async def never(stream: anyio.abc.SocketStream) -> None:

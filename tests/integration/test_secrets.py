@@ -1,4 +1,4 @@
-"""Keys are told to nobody: not to the folder of a run, not to logs, not to whoever prints an object."""
+"""Keys appear nowhere: not in the folder of a run, not in logs, not in a repr."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def whole_text(folder: Path) -> bytes:
-    """All bytes beneath a folder; Parquet and the like would hide them, so the run is told to write JSONL."""
+    """All bytes of the files in a folder; the run writes JSONL, since Parquet would compress the keys."""
     return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
@@ -70,7 +70,7 @@ def test_no_secret_is_in_a_run(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Played for real, with failures and their tracebacks: its folder, its logs and what it prints, byte for byte."""
+    """A real run with failures and tracebacks: no key in any byte of its folder, its logs and its output."""
     caplog.set_level(logging.DEBUG)
     url = engine_url
     if given == "password":  # a request carries one or the other
@@ -84,7 +84,7 @@ def test_no_secret_is_in_a_run(
     main(["verify", str(run)])
     out, err = capfd.readouterr()
     stored = whole_text(run)
-    assert b"refused by the world" in stored, "what fails is there with its traceback"
+    assert b"refused by the world" in stored, "the failure is stored with its traceback"
     assert b"The answer is" in stored
     for secret in (KEY, PASSWORD, TOKEN):
         assert secret.encode() not in stored
@@ -98,7 +98,7 @@ def test_no_secret_is_in_a_run(
 
 
 def test_no_secret_is_in_a_repr(recipe_file: Path) -> None:
-    """A recipe, its parts and its manager are printed in errors and at prompts."""
+    """Errors and the interpreter print a recipe, its parts and its manager."""
     endpoint = Endpoint(base_url=f"http://user:{PASSWORD}@host:1")
     keyed = Endpoint(api_key=KEY)
     recipe = load_recipe(recipe_file)(endpoint)

@@ -1,4 +1,4 @@
-"""Runs that ``rollouts run`` of 0.1.0 stored: one finished (Parquet), one killed (JSONL). They stay readable.
+"""Runs stored by ``rollouts run`` of 0.1.0: one finished (Parquet), one killed (JSONL). They stay readable.
 
 Both are of the calculator recipe on the embedded engine, in a checkout at ``/srv/rollouts``.
 """
@@ -31,7 +31,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_it_reads_and_verifies(run: Path) -> None:
-    """Samples have their completions, under the name that they have now, and the laws hold."""
+    """Samples have their completions under the current name, and the laws hold."""
     samples = list(load_run(run, "all"))
     assert len(samples) >= 8
     assert all(sample.completions for sample in samples)
@@ -42,7 +42,7 @@ def test_it_reads_and_verifies(run: Path) -> None:
 
 
 def test_its_journal_reads(run: Path) -> None:
-    """What is finished, and the turns of what is not."""
+    """The journal has the finished rollouts, and the turns of the others."""
     history = RunHistory.read(run / "journal")
     assert history.sealed
     for index in history.rollouts:
@@ -53,19 +53,19 @@ def test_its_journal_reads(run: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_it_exports(run: Path, kind: str, tmp_path: Path) -> None:
-    """In each format, with all samples of its batches."""
+    """Each format exports all samples of its batches."""
     (out,) = export_rows(run, str(tmp_path / f"out.{kind}"), kind, "kept")
     assert Path(out).stat().st_size > 0
 
 
 def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A group, and a transcript."""
+    """``show`` prints a group and a transcript."""
     assert main(["show", str(run), "--sample", "0"]) == 0
     assert "sampled" in capsys.readouterr().out
 
 
 async def test_it_resumes(run: Path) -> None:
-    """With this package's demo model, which is the same; the whole verifies, what it had is as it was."""
+    """It resumes on the same demo model; the whole run verifies, and earlier samples are unchanged."""
     before = {sample.index: list(sample.tokens) for sample in load_run(run)}
     target = RunTarget(recipe=RECIPE, batches=3)
     result = await launch(target, run, "auto", False, Console(file=io.StringIO()), resume=True)

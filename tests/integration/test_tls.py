@@ -1,4 +1,4 @@
-"""HTTPS: who is believed, and that it is the same HTTP."""
+"""HTTPS: certificates, and the same HTTP over TLS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Key and certificate in one file, for localhost."""
     openssl = shutil.which("openssl")
     if openssl is None:
-        pytest.skip("there is no openssl to make a certificate with")
+        pytest.skip("openssl is needed to create a certificate")
     folder = tmp_path_factory.mktemp("certificate")
     key, made, both = folder / "key.pem", folder / "made.pem", folder / "both.pem"
     options = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
@@ -48,10 +48,10 @@ async def refuse(visit: Visit) -> None:
     await visit.say(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 
 
-async def test_a_server_with_a_certificate_is_spoken_to(
+async def test_a_trusted_server_is_used(
     certificate: Path, server_side: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``SSL_CERT_FILE`` says whose word counts; the host's name has to be in it, and connections are kept."""
+    """``SSL_CERT_FILE`` lists the trusted certificates; the host name must match, and connections are kept."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     transport = HttpClient(connect_seconds=5.0)
     async with raw_server(echo, tls=server_side) as port:
@@ -64,8 +64,8 @@ async def test_a_server_with_a_certificate_is_spoken_to(
     gc.collect()
 
 
-async def test_a_server_that_nobody_vouches_for_gets_nothing(server_side: ssl.SSLContext) -> None:
-    """Neither one with a certificate of its own, nor one that does not speak TLS, nor the other way round."""
+async def test_an_untrusted_server_gets_no_request(server_side: ssl.SSLContext) -> None:
+    """Rejected: a self-signed certificate, a server without TLS, and plain HTTP to a TLS server."""
     transport = HttpClient(connect_seconds=5.0)
     async with raw_server(echo, tls=server_side) as port, raw_server(refuse) as plain:
         with pytest.raises(ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
@@ -79,7 +79,7 @@ async def test_a_server_that_nobody_vouches_for_gets_nothing(server_side: ssl.SS
 
 
 async def test_a_handshake_that_does_not_end_is_given_up() -> None:
-    """After the time for connecting, or when whoever asked is cancelled; the server sees the end of both."""
+    """It ends at the connect deadline, or when the caller is cancelled; the server sees both connections close."""
     ended = 0
     both = anyio.Event()
 
@@ -106,7 +106,7 @@ async def test_a_handshake_that_does_not_end_is_given_up() -> None:
 async def test_a_body_may_go_on_to_the_end(
     certificate: Path, server_side: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a connection that is ended as TLS ends them; one that is cancelled is ended at once."""
+    """The TLS shutdown ends the body; a cancelled connection is closed at once."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     asked, gone = anyio.Event(), anyio.Event()
 

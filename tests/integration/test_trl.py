@@ -1,4 +1,4 @@
-"""The real TRL, on the demo model: optimizer steps in both slots, and a loss that knows no token of the environment."""
+"""The real TRL on the demo model: optimizer steps of both trainers, and a loss without environment tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from training.trl_grpo import Job, train
 pytest.importorskip("trl", reason="trl is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # trl, accelerate and datasets warn of their own matters
+pytestmark = pytest.mark.filterwarnings("ignore")  # trl, accelerate and datasets issue warnings of their own
 
 STEPS = 5
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """The embedded engine in a process of its own, as a trainer would have it."""
+    """The embedded engine in its own process, as for a trainer."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     with anyio.from_thread.start_blocking_portal() as portal:
         with portal.wrap_async_context_manager(engine_process(DEMO_MODEL, log)) as engine:
@@ -109,7 +109,7 @@ def grpo_trainer(rollout_func: RolloutFunc, prompts: list[Prompt], out: Path, **
 def test_the_grpo_trainer_takes_steps_on_our_rollouts(
     endpoint: Endpoint, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    """Five optimizer steps through ``rollout_func``: rewards come through, and weights move."""
+    """Five optimizer steps through ``rollout_func``: rewards arrive, and weights change."""
     with RolloutFunc(config_for(endpoint), prompts, endpoint=endpoint, folder=tmp_path / "weights") as rollout_func:
         trainer = grpo_trainer(rollout_func, prompts, tmp_path)
         before = weights_of(trainer.model)
@@ -126,9 +126,9 @@ def test_the_grpo_trainer_takes_steps_on_our_rollouts(
 def test_environment_tokens_are_not_in_the_loss_of_the_grpo_trainer(
     endpoint: Endpoint, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    """What TRL's own loss is of: the last tokens of a row are the environment's; others in their place change nothing.
+    """TRL's loss does not change if the environment tokens at the end of a row are replaced.
 
-    They stand where no sampled token follows, since what follows would see them. With the mask on them the loss moves.
+    No sampled token follows them, since it would attend to them. If the mask trains them, the loss changes.
     """
     with RolloutFunc(config_for(endpoint), prompts) as rollout_func:
         trainer = grpo_trainer(rollout_func, prompts, tmp_path)
@@ -158,7 +158,7 @@ def test_environment_tokens_are_not_in_the_loss_of_the_grpo_trainer(
 
 
 def cut_after_environment(inputs: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[int, int, int]]]:
-    """The rows cut where their first stretch of environment tokens ends, and where each stretch lies."""
+    """The rows up to the end of their first environment tokens, and the range of these tokens."""
     cut = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     ends = []
     for row, mask in enumerate(cut["tool_mask"].tolist()):
@@ -192,7 +192,7 @@ def test_the_launcher_trains_on_any_recipe(endpoint: Endpoint, tmp_path: Path) -
 
 
 def test_the_launcher_refuses_sizes_that_do_not_divide(endpoint: Endpoint, tmp_path: Path) -> None:
-    """Before anything is loaded: TRL's own words come later and name none of ours."""
+    """The error is raised before anything is loaded: TRL's own error is later and names no option of ours."""
     places = {"weights": tmp_path, "out": tmp_path}
     job = Job(
         recipe=ROOT / "configs" / "calculator_grpo.py",
@@ -208,7 +208,7 @@ def test_the_launcher_refuses_sizes_that_do_not_divide(endpoint: Endpoint, tmp_p
 
 
 def test_a_prompt_that_was_not_given_is_refused(endpoint: Endpoint, prompts: list[Prompt]) -> None:
-    """TRL hands over text alone: without its prompt there is no label to score with."""
+    """TRL passes the text only: an unknown text has no label to score with."""
     with (
         RolloutFunc(config_for(endpoint), prompts) as rollout_func,
         pytest.raises(ConfigError, match="a prompt that RolloutFunc was given"),
@@ -220,7 +220,7 @@ def test_a_prompt_that_was_not_given_is_refused(endpoint: Endpoint, prompts: lis
 
 
 def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
-    """FlashAttention's variable-length causal attention, written out for the CPU: queries are the last of the keys."""
+    """FlashAttention's variable-length causal attention for the CPU: the queries are the last of the keys."""
     out = torch.empty_like(q)
     for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         queries, keys, values = q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1)
@@ -236,9 +236,9 @@ def attention(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_sca
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's asynchronous trainer asks CUDA for the name of the device, and FlashAttention 3 for its attention.
+    """Replace the calls of TRL's asynchronous trainer to CUDA (device name) and FlashAttention 3.
 
-    The one place where tests put something in the place of foreign code: there is no other way to it without a GPU.
+    This is the only test that patches other packages: without a GPU there is no other way.
     """
     from trl.experimental.async_grpo import async_grpo_trainer, packing
 
@@ -271,7 +271,7 @@ def async_trainer(worker: RolloutWorker, transfer: WeightTransfer, out: Path) ->
 
 @pytest.mark.usefixtures("without_gpu")
 def test_the_async_trainer_takes_steps_on_our_stream(endpoint: Endpoint, tmp_path: Path) -> None:
-    """Five optimizer steps from the queue: weights move and reach the engine, whose tokens carry later versions."""
+    """Five optimizer steps from the queue: weights change and reach the engine, whose tokens have later versions."""
     buffer = DataBuffer(islice(calculator_prompts(5), 400), seed=0)
     worker = RolloutWorker(config_for(endpoint), buffer, rows_ahead=32)
     seen: list[int] = []
@@ -294,14 +294,14 @@ def test_the_async_trainer_takes_steps_on_our_stream(endpoint: Endpoint, tmp_pat
     assert max(seen) > 1
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == STEPS
-    assert logged[0]["ratio"] == pytest.approx(1.0, abs=1e-3), "the trainer finds the logprobs that we stored"
+    assert logged[0]["ratio"] == pytest.approx(1.0, abs=1e-3), "the trainer computes the stored logprobs"
     with pytest.raises(RuntimeError, match="generation has ended"):
         worker.check_health(60)
 
 
 @pytest.mark.usefixtures("without_gpu")
 def test_environment_tokens_are_not_in_the_loss_of_the_async_trainer(endpoint: Endpoint, tmp_path: Path) -> None:
-    """TRL's packed loss, with other tokens in the place of the environment's last ones, is the same number."""
+    """TRL's packed loss does not change if the environment's last tokens are replaced."""
     from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
     from trl.experimental.async_grpo.packing import TreeRow
 
@@ -353,7 +353,7 @@ def test_environment_tokens_are_not_in_the_loss_of_the_async_trainer(endpoint: E
 
 
 def test_a_row_of_a_server_without_numbered_versions_is_refused() -> None:
-    """TRL counts versions: a name that is no number has no age."""
+    """TRL counts versions, so a version that is not a number is rejected."""
     from rollouts.dtypes import VersionSpan
 
     sample = Sample(

@@ -1,4 +1,4 @@
-"""A run of real episodes that dies at any moment: no turn that was finished is sampled again when it goes on."""
+"""A run of real episodes that is killed at any moment: after a resume, no finished turn is sampled again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS, SIZE = 3, 2
 
 
 class Numbered(ScriptedPolicy):
-    """Remembers the seed of each request, which no two turns of a run have in common."""
+    """A policy that records the seed of each request, which is unique for each turn of a run."""
 
     def __init__(self) -> None:
         super().__init__(script())
@@ -37,7 +37,7 @@ class Numbered(ScriptedPolicy):
 
 
 class Photographed(Journal):
-    """Copies the run's folder after each write: what a process that dies there leaves."""
+    """A journal that copies the run's folder after each write, as a process killed there would leave it."""
 
     photos = 0
 
@@ -93,7 +93,7 @@ def finished_turns(run: Path) -> int:
 
 @pytest.mark.parametrize("environment_cls", [Counting, Forgetful])
 async def test_no_finished_turn_is_sampled_again(tmp_path: Path, environment_cls: Any) -> None:
-    """Each of the others is, once; of an environment that cannot be restored, all turns of what was not finished."""
+    """Every other turn is sampled once; without ``restore``, every turn of an unfinished rollout is."""
     policy = Numbered()
     whole = await fill(tmp_path / "run", policy, environment_cls, again=False)
     assert len(set(policy.seeds)) == len(policy.seeds) == GROUPS * SIZE * TURNS

@@ -1,12 +1,12 @@
-"""Patterns that slime users bring from elsewhere, on this package's words. Copy what you need.
+"""Common patterns of slime users, written for this package. Copy what you need.
 
 1. ``generate`` and ``reward_func`` for slime's own loop, with a client that all rollouts share:
 
        --custom-generate-function-path training.slime.patterns.generate
        --custom-rm-path training.slime.patterns.reward_func
 
-2. Rewards of single steps, reduced to one number (sum, mean, max, min), with a penalty for episodes that came to no end
-   and with bounds: :func:`recipe` with ``--rollout-function-path rollouts.integrations.slime.generate_rollout_batch``.
+2. Step rewards, reduced to one number (sum, mean, max, min), with a penalty for unfinished episodes and with
+   bounds: :func:`recipe` with ``--rollout-function-path rollouts.integrations.slime.generate_rollout_batch``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollouts.trajectory import Trajectory
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """An agent in slime's place for one reply: tokens, mask and logprobs are what the engine saw and sampled."""
+    """An agent as slime's custom generate function: exact tokens, mask and logprobs of the engine."""
     policy = policy_for(args)
     sampling = attrs.evolve(
         policy.endpoint.sampling,
@@ -50,7 +50,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 
 
 async def reward_func(args: Any, sample: Any, **kwargs: Any) -> float:
-    """Scored apart from the rollout: the last message against the label."""
+    """Score the last message against the label, separately from the rollout."""
     last = sample.messages[-1]
     return float(last["role"] == "assistant" and last["content"] == f"The answer is {sample.label}.")
 
@@ -59,7 +59,7 @@ async def reward_func(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 class StepRewarded(CalculatorEnvironment):
-    """The calculator with a reward for each step: what a call cost, and what the answer was worth."""
+    """The calculator with step rewards: a cost for each call, and a reward for the answer."""
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         self.label = prompt.label
@@ -89,7 +89,7 @@ def reduced_reward(
     min_reward: float | None = None,
     max_reward: float | None = None,
 ) -> float:
-    """One number from the rewards of the steps: first the penalty, then the reduction, then the bounds."""
+    """Reduce the step rewards to one number: first the penalty, then the reduction, then the bounds."""
     return reduced(
         sample.metadata["step_rewards"],
         reduction=reduction,
@@ -110,7 +110,7 @@ def recipe(
     batch_size: int = 32,
     n_samples_per_prompt: int = 8,
 ) -> Recipe:
-    """Step rewards reduced as the options say; the prompts are the trainer's."""
+    """Step rewards with a configurable reduction; the prompts are the trainer's."""
     return Recipe(
         name="step-rewards",
         config=RolloutConfig(

@@ -1,4 +1,4 @@
-"""Write calculator problems as slime reads prompts.
+"""Write calculator problems as slime's prompts.
 
 python training/slime/prepare_calculator.py train.jsonl 8000
 """

@@ -4,7 +4,7 @@
 #   training/slime/run_qwen3.sh calculator|gsm8k|openreward [further flags of slime's train.py]
 #
 # Environment: SLIME (checkout of slime), MEGATRON (checkout of Megatron-LM), MODEL (Hugging Face folder of Qwen3-4B),
-# MODEL_DIST (the same as torch_dist, made by slime's tools/convert_hf_to_torch_dist.py), SAVE (checkpoints), DATA
+# MODEL_DIST (the same as torch_dist, written by slime's tools/convert_hf_to_torch_dist.py), SAVE (checkpoints), DATA
 # (folder of calculator_train.jsonl and calculator_test.jsonl, or gsm8k_train.jsonl and gsm8k_test.jsonl). A Ray cluster
 # with 8 GPUs must be up: ray start --head --num-gpus 8
 set -euo pipefail
