@@ -146,7 +146,7 @@ def test_packed_columns_are_read_only_copies(values: Any) -> None:
 
 
 def completion(**fields: Any) -> Completion:
-    sound: dict[str, Any] = {
+    valid: dict[str, Any] = {
         "tokens": [5, 6],
         "logprobs": [-0.1, -0.2],
         "finish_reason": "stop",
@@ -155,7 +155,7 @@ def completion(**fields: Any) -> Completion:
         "prompt_digest": 0,
         "request_id": "r",
     }
-    return Completion(**{**sound, **fields})
+    return Completion(**{**valid, **fields})
 
 
 @pytest.mark.parametrize(

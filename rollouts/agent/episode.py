@@ -377,18 +377,18 @@ class Episode:
 
     async def _run_calls(self, environment: Environment, what: str, reply: Message) -> StepResult:
         """Step with the calls that can run; each other call gets an error message in its place among the results."""
-        sound = [call for call in reply.tool_calls if call.error is None]
+        valid = [call for call in reply.tool_calls if call.error is None]
         step = StepResult()
-        if sound or not reply.tool_calls:
-            request = reply if len(sound) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=sound)
+        if valid or not reply.tool_calls:
+            request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
             step = sound_step(await self._call_environment(what, environment.step, request), what)
             if not step.done and not step.messages:
                 raise bad_step(what, "no messages and not done; expected one or the other")
-        if len(sound) == len(reply.tool_calls):
+        if len(valid) == len(reply.tool_calls):
             return step
         answered = {message.tool_call_id for message in step.messages}
-        if not step.done and not answered.issuperset(call.id for call in sound):
-            raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {sound!r}")
+        if not step.done and not answered.issuperset(call.id for call in valid):
+            raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {valid!r}")
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
 
     async def _call_environment(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:

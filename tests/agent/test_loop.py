@@ -62,8 +62,8 @@ async def test_tools_run_until_the_answer(renderer: Renderer, ids: Any) -> None:
     assert trajectory.metrics["tool_calls"] == 2
 
 
-async def test_calls_that_cannot_run_are_answered_in_their_place(renderer: Renderer, ids: Any) -> None:
-    """A broken call and an unknown tool get an error message each, between the results of the sound ones."""
+async def test_calls_that_cannot_run_are_answered_in_order(renderer: Renderer, ids: Any) -> None:
+    """A malformed call and an unknown tool get an error message each, between the results of the valid calls."""
     text = "\n".join([call("add", a=1, b=2), "<tool_call>\n{oops\n</tool_call>", call("fly"), call("add", a=2, b=2)])
     trajectory = await play(renderer, [ids(text + "<|im_end|>"), ids("ok<|im_end|>")])
     results = [message.content for message in trajectory.messages if message.role == "tool"]

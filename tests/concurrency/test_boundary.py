@@ -111,15 +111,15 @@ async def test_a_timeout_that_user_code_catches_is_no_failure() -> None:
     assert await call_foreign(RewardFailure, "judge", judge, seconds=20) == 0.5
 
 
-@pytest.mark.parametrize("swallow", [False, True])
-async def test_a_missed_deadline_is_a_failure(swallow: bool) -> None:
+@pytest.mark.parametrize("suppress", [False, True])
+async def test_a_missed_deadline_is_a_failure(suppress: bool) -> None:
     """The call fails, even if the function suppresses the cancellation and returns a result."""
 
     async def judge() -> float:
         try:
             await anyio.sleep_forever()
         except BaseException:
-            if not swallow:
+            if not suppress:
                 raise
         return 0.0
 

@@ -54,7 +54,7 @@ def test_text_around_the_calls_is_content(name: str) -> None:
     ],
 )
 def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
-    """A Llama call stands at the start, or after its tag; one of harmony in a message of its own."""
+    """A Llama call is at the start of the reply or after its tag; a harmony call is a message of its own."""
     reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS)
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
 

@@ -158,7 +158,7 @@ def brief(name: str, text: str) -> list[tuple[str, Mapping[str, Any], Fault | No
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_arguments_given_as_a_string_are_never_read_as_what_is_in_it(name: str) -> None:
+def test_arguments_as_a_string_are_never_parsed(name: str) -> None:
     """As one object they are malformed; in tags or named arguments the value stays text."""
     if name in IN_TAGS:
         ((_, arguments, _),) = brief(name, IN_TAGS[name])
