@@ -1,7 +1,7 @@
-"""The words of the house: plain values that every other module speaks in.
+"""The plain value types that all other modules use: messages, prompts, sampling parameters, completions, limits.
 
-Invariant: every value here is immutable (attrs.frozen, sequences as tuples, token columns as read-only arrays) and is
-checked when it is made, so nothing further up checks it again. This module knows no tokenizer, no network and no task.
+Invariant: every value is immutable (attrs.frozen, sequences as tuples, token columns as read-only arrays) and validated
+when it is created, so no other module validates it again. This module knows no tokenizer, no network and no task.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""By how much rounding may lift a logprob above 0; what lies further above is refused. A logprob within the tolerance
-is stored as the server gave it and not cut to 0, so that a record differs in no bit from the reply."""
+"""How far above 0 a logprob may lie because of rounding; a greater one is refused. A logprob within the tolerance is
+stored as the server sent it, not clipped to 0, so that the stored value equals the response bit by bit."""
 
 
 def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
-    """Where a column holds logprobs: finite numbers that are not above 0, but for :data:`LOGPROB_TOLERANCE`."""
+    """Mask of the valid logprobs: finite numbers of at most :data:`LOGPROB_TOLERANCE`."""
     return np.isfinite(values) & (values <= LOGPROB_TOLERANCE)
 
 
@@ -87,7 +87,7 @@ def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if given.size and given.dtype.kind not in kinds:
-        raise ValueError(f"a column of {np.dtype(dtype)} takes numbers of that kind only, got {given.dtype}")
+        raise ValueError(f"a column of {np.dtype(dtype)} accepts numbers of that kind only, got {given.dtype}")
     column = given.astype(dtype)
     if column.ndim != 1:
         raise ValueError(f"a column has one dimension, got shape {column.shape}")
@@ -100,14 +100,14 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def is_frozen(column: npt.NDArray[Any]) -> bool:
-    """Whether nobody can change a column: neither through it nor through the one that it is a view of."""
+    """Whether a column is immutable: neither it nor the array that it is a view of is writeable."""
     base = column.base
-    held = isinstance(base, bytes | None) or (isinstance(base, np.ndarray) and not base.flags.writeable)
-    return held and not column.flags.writeable
+    base_frozen = isinstance(base, bytes | None) or (isinstance(base, np.ndarray) and not base.flags.writeable)
+    return base_frozen and not column.flags.writeable
 
 
 def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    """A column, read-only from here on."""
+    """Make a column read-only, in place, and return it."""
     column.flags.writeable = False
     return column
 
@@ -118,7 +118,7 @@ def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
 def _check(
     expected: str, good: Callable[[Any], bool], *, optional: bool = False
 ) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """An attrs validator that names the class, the field, the value and what was expected."""
+    """An attrs validator whose error names the class, the field, the value and what was expected."""
 
     def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if optional and value is None:
@@ -138,13 +138,13 @@ def _is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> float | None:
-    """What foreign code gave for a number, as a float; ``None`` where it is none, or NaN, or infinite.
+    """A value from user code as a float; ``None`` if it is no number, NaN or infinite.
 
-    Whatever converts is a number, NumPy's and torch's scalars too, but no text.
+    Any value that ``float()`` accepts is a number, also NumPy and torch scalars, except text.
     """
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
-    except Exception:  # noqa: BLE001 - __float__ is foreign code: a tensor of two elements raises RuntimeError
+    except Exception:  # noqa: BLE001 - __float__ is user code: a tensor of two elements raises RuntimeError
         return None
     return number if math.isfinite(number) else None
 
@@ -154,7 +154,7 @@ def _seconds(value: Any) -> bool:
 
 
 def _texts(value: Any) -> Any:
-    """One text or several as a tuple; anything else as it is, for the validator to refuse."""
+    """One string or several as a tuple; any other value unchanged, for the validator to refuse."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, Iterable) else value
@@ -169,31 +169,31 @@ def _are_texts(value: Any) -> bool:
 Fault: TypeAlias = Literal[
     "not_json", "unclosed", "no_name", "no_arguments", "string_arguments", "bad_arguments", "bad_form"
 ]
-"""What is wrong with a call that cannot be read: its JSON; no closing mark; no name, no arguments; arguments in quotes,
-or of another kind than the schema has; anything else about its form."""
+"""Why a tool call is malformed: invalid JSON; no closing mark; no name; no arguments; arguments as a string; arguments
+that do not fit the schema; any other error of form."""
 
 
 @attrs.frozen
 class ToolCall:
-    """One call that a model asked for.
+    """One tool call of a reply.
 
-    ``arguments`` is what its text said, never repaired. A call that could not be read has ``error`` set, its text in
-    ``raw``, and is answered with a message to the model instead of being executed.
+    ``arguments`` are those of the text, never repaired. A malformed call has ``error`` set and its text in ``raw``; it
+    is answered with an error message to the model instead of being executed.
     """
 
     name: str
     arguments: Mapping[str, Any] = attrs.field(factory=dict)
     id: str = ""
-    """Unique within one rollout; the agent loop assigns it where the dialect has none."""
+    """Unique within one rollout; assigned by the agent loop if the dialect has no ids."""
     raw: str = ""
-    """The exact text that was parsed."""
+    """The exact text of the call."""
     error: str | None = None
-    """Why the text is not a call, in words that the model can act on; ``None`` for a sound call."""
+    """Why the call is malformed, written for the model; ``None`` for a valid call."""
     fault: Fault | None = None
-    """What kind of error that is, to be counted."""
+    """The kind of the error, for metrics."""
 
     def to_chat(self) -> ChatDict:
-        """The call as chat templates take it: arguments as a mapping, not as a JSON string."""
+        """The call in chat format, with arguments as a mapping, not as a JSON string."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"type": "function", "id": self.id, "function": function}
 
@@ -212,7 +212,7 @@ class Tool:
     )
 
     def to_chat(self) -> ChatDict:
-        """The tool as chat templates take it."""
+        """The tool in chat format."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -226,7 +226,7 @@ _ROLES = get_args(Role)
 
 @attrs.frozen
 class Message:
-    """One turn of a conversation, as text. Tokens are kept elsewhere: a message is a view, never the record."""
+    """One message of a conversation, as text. The tokens are the record; a message is only a view of them."""
 
     role: Role
     content: str = ""
@@ -234,11 +234,11 @@ class Message:
     tool_call_id: str | None = None
     """On a tool message: the id of the call that it answers."""
     name: str | None = None
-    """On a tool message: the name of the tool that answered."""
+    """On a tool message: the name of the tool."""
     reasoning: str | None = None
-    """On an assistant message: what stood in its thinking block, when there was one."""
+    """On an assistant message: the text of its thinking block; ``None`` if there is none."""
 
-    def __attrs_post_init__(self) -> None:  # one call for all of them: messages are made several times a turn
+    def __attrs_post_init__(self) -> None:  # one call for all fields: messages are created several times a turn
         if self.role not in _ROLES:
             raise ConfigError.of("Message.role", self.role, f"one of {_ROLES}")
         if not isinstance(self.content, str):
@@ -249,7 +249,7 @@ class Message:
                 raise ConfigError.of(f"Message.{name}", text, "a string")
 
     def to_chat(self) -> ChatDict:
-        """The message as chat templates take it; absent fields are left out."""
+        """The message in chat format; absent fields are left out."""
         chat: ChatDict = {"role": self.role, "content": self.content}
         if self.reasoning is not None:
             chat["reasoning_content"] = self.reasoning
@@ -274,14 +274,13 @@ class Message:
             if not all(isinstance(text, str) for text in texts):
                 raise ConfigError.of("message.content", content, "a string or a list of text parts")
             content = "".join(text for text in texts if text is not None)
-        asked = chat.get("tool_calls") or ()
-        if not isinstance(asked, Sequence) or isinstance(asked, str):
-            raise ConfigError.of("message.tool_calls", asked, "a list of calls")
-        calls = [_call_from_chat(call) for call in asked]
+        calls = chat.get("tool_calls") or ()
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise ConfigError.of("message.tool_calls", calls, "a list of calls")
         return cls(
-            role=chat.get("role"),  # type: ignore[arg-type]  # the validator answers a wrong one
+            role=chat.get("role"),  # type: ignore[arg-type]  # the validator refuses a wrong one
             content="" if content is None else content,
-            tool_calls=calls,
+            tool_calls=[_call_from_chat(call) for call in calls],
             tool_call_id=chat.get("tool_call_id"),
             name=chat.get("name"),
             reasoning=chat.get("reasoning_content"),
@@ -295,15 +294,15 @@ def _call_from_chat(call: Any) -> ToolCall:
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, Mapping):
         raise ConfigError.of("message.tool_calls.arguments", arguments, "a mapping")
-    name, number = function.get("name", ""), call.get("id") or ""
-    for field, value in (("name", name), ("id", number)):
+    name, call_id = function.get("name", ""), call.get("id") or ""
+    for field, value in (("name", name), ("id", call_id)):
         if not isinstance(value, str):
             raise ConfigError.of(f"message.tool_calls.{field}", value, "a string")
-    return ToolCall(name=name, arguments=arguments, id=number)
+    return ToolCall(name=name, arguments=arguments, id=call_id)
 
 
 def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Read a prompt in any of its shapes: text (one user message), messages, or chat dicts.
+    """Convert a prompt to messages: text (one user message), messages, or chat dicts.
 
     Raises:
         ConfigError: an entry is neither a message nor a chat dict.
@@ -322,16 +321,16 @@ def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Me
 
 
 def _metadata(value: Any) -> Any:
-    """What is known of a task; as JSON text too, in which some data sets keep it."""
+    """Metadata as a mapping; some data sets store it as JSON text."""
     if not isinstance(value, str):
         return value
     try:
-        found = msgspec.json.decode(value)
+        decoded = msgspec.json.decode(value)
     except msgspec.DecodeError:
-        found = None
-    if not isinstance(found, dict):
+        decoded = None
+    if not isinstance(decoded, dict):
         raise ConfigError.of("Prompt.metadata", value, "a mapping, or an object as JSON text")
-    return found
+    return decoded
 
 
 def _prompt_value(value: Any) -> str | tuple[Message, ...]:
@@ -344,20 +343,20 @@ def _prompt_value(value: Any) -> str | tuple[Message, ...]:
 
 @attrs.frozen
 class Prompt:
-    """One task: what starts an episode, and what is known about it.
+    """One task: the messages that start an episode, a label and metadata.
 
-    The data buffer sets ``group_index`` when the prompt is taken; the manager sets ``index`` for each of its rollouts.
+    The data buffer sets ``group_index`` when the prompt is taken; the manager sets ``index`` for each rollout.
     """
 
     prompt: str | tuple[Message, ...] = attrs.field(converter=_prompt_value)
     label: Any = None
-    """The reference answer, handed to the reward; the model never sees it."""
+    """The reference answer, passed to the reward function; the model never sees it."""
     metadata: Mapping[str, Any] = attrs.field(factory=dict, converter=_metadata)
-    """An object as JSON text is read."""
+    """A mapping, or a JSON object as text."""
     group_index: int | None = None
     index: int | None = None
     replacement: int = 0
-    """How many rollouts of this index were lost for good before; each is sampled anew."""
+    """How many rollouts of this index were lost before; part of the seed, so that each retry samples other tokens."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -372,43 +371,42 @@ class StopReason(enum.StrEnum):
     """Why a rollout ended."""
 
     TASK_COMPLETED = "task_completed"
-    """The environment said that the episode is over."""
+    """The environment ended the episode."""
     MAX_TURNS = "max_turns"
-    """The model had all the turns that the limits allow."""
+    """The episode used all turns that the limits allow."""
     MAX_TOOL_CALLS = "max_tool_calls"
-    """A reply asked for more tool calls than the limits of a reply or an episode allow; those calls did not run."""
+    """A reply has more tool calls than the limits of a reply or an episode allow; those calls did not run."""
     MAX_TOKENS = "max_tokens"
-    """A reply was cut by its token budget, or the sequence or the whole episode reached its own."""
+    """A reply, the sequence or the episode reached its token budget."""
     CONTEXT_OVERFLOW = "context_overflow"
     """The sequence no longer fits the model's context."""
     DEADLINE = "deadline"
-    """The episode ran out of wall time."""
+    """The episode reached its wall-time limit."""
     FORKED = "forked"
-    """The template rewrites this history for the next turn, which goes on in the rollout's next branch."""
+    """The template rewrites this history for the next turn; the episode continues in the next branch."""
     ABORTED = "aborted"
-    """The server or the caller stopped a reply half way; the partial tokens are kept."""
+    """The server or the caller aborted a reply; the partial tokens are stored."""
     FAILED = "failed"
-    """The environment or the endpoint failed; the failure is kept beside the tokens."""
+    """The environment or the endpoint failed; the failure is stored with the tokens."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why one completion ended: the model stopped, its budget ran out, or the server was told to stop."""
+"""Why one completion ended: the model stopped, it reached its token budget, or the request was aborted."""
 
 _FINISH_REASONS = get_args(FinishReason)
 
 OnRewrite: TypeAlias = Literal["append", "fork", "error"]
-"""What to do where a chat template writes the conversation so far otherwise than the model has seen it (thoughts
-stripped, tools moved): ``append`` keeps the ids and goes on; ``fork`` opens a new branch with the rewritten history;
-``error`` fails the rollout. With ``fork`` and ``error`` each step renders the whole conversation to find out."""
-
+"""The policy for a chat template that rewrites the history, i.e. renders it otherwise than the model has seen it
+(thoughts stripped, tools moved): ``append`` keeps the ids; ``fork`` opens a new branch with the rewritten history;
+``error`` fails the rollout. ``fork`` and ``error`` render the whole conversation after each turn to detect this."""
 
 Concurrency: TypeAlias = int | Literal["adaptive"] | None
-"""How many requests a server is sent at once: see :class:`Endpoint`."""
+"""Number of concurrent requests a server: see :class:`Endpoint`."""
 
 
 @attrs.frozen
 class VersionSpan:
-    """Policy version ``version`` sampled the tokens ``start`` to ``stop`` (half open)."""
+    """The policy version that sampled the tokens ``start`` to ``stop`` (half open)."""
 
     version: str
     start: int
@@ -417,9 +415,9 @@ class VersionSpan:
 
 @attrs.frozen
 class SamplingParams:
-    """How the policy samples. The defaults leave the distribution whole, so that logprobs are the policy's own.
+    """Sampling parameters. The defaults sample from the full distribution, so that logprobs are the policy's own.
 
-    With ``top_p`` below 1 or ``top_k`` set, SGLang's reported logprob is that of the untruncated distribution.
+    With ``top_p`` below 1 or ``top_k`` set, SGLang reports the logprob of the untruncated distribution.
     """
 
     temperature: float = attrs.field(default=1.0, validator=_check("a number >= 0", lambda v: _is_number(v) and v >= 0))
@@ -444,7 +442,7 @@ class SamplingParams:
 
 
 def without_password(text: str) -> str:
-    """A URL, or a text with URLs in it, as it may be printed: without user names and passwords."""
+    """A text for printing: user names and passwords in its URLs are removed."""
     return re.sub(r"//[^/@\s]*@", "//", text)
 
 
@@ -454,8 +452,8 @@ def _printed_urls(urls: Any) -> str:
 
 def _check_urls(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if not (_are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
-        told = tuple(map(without_password, value)) if _are_texts(value) else value
-        raise ConfigError.of("Endpoint.base_url", told, "one or more URLs that start with http:// or https://")
+        shown = tuple(map(without_password, value)) if _are_texts(value) else value
+        raise ConfigError.of("Endpoint.base_url", shown, "one or more URLs that start with http:// or https://")
 
 
 def _urls(value: Any) -> Any:
@@ -465,12 +463,12 @@ def _urls(value: Any) -> Any:
 
 @attrs.frozen
 class Endpoint:
-    """Where the model answers, and how it is asked.
+    """An inference endpoint: its address, its sampling parameters, its timeouts.
 
     Args:
-        provider: the protocol that the server speaks; ``"sglang"``.
-        model: its name or folder; also where the tokenizer is looked for when none is given.
-        base_url: one URL, or several workers of the same model.
+        provider: the server's protocol; ``"sglang"``.
+        model: name or folder of the model; also the default source of the tokenizer.
+        base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
     """
 
@@ -490,17 +488,17 @@ class Endpoint:
     )
     connect_seconds: float = attrs.field(default=5.0, validator=_check("a number of seconds > 0", _seconds))
     request_seconds: float = attrs.field(default=600.0, validator=_check("a number of seconds > 0", _seconds))
-    """Deadline of one completion, from sending it to its last byte."""
+    """Deadline of one completion, from sending the request to the last byte of the response."""
     max_retries: int = attrs.field(default=5, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
-    """Further attempts after one that cannot have been generated twice (refused connection, 5xx, overload)."""
+    """Retries of a request that the server cannot have generated (refused connection, 5xx, overload)."""
     concurrency: Concurrency = attrs.field(
         default=None,
         validator=_check(
             'an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or (_is_int(v) and v >= 1)
         ),
     )
-    """Requests that each server is sent at once; the others wait here. ``"adaptive"``: as many as it takes without
-    queueing or running out of KV cache, by its own word (``/v1/loads``). ``None``: all."""
+    """Concurrent requests for each server; further ones wait in the client. ``"adaptive"``: as many as the server runs
+    without queueing or running out of KV cache, as ``/v1/loads`` reports. ``None``: no limit."""
 
     def __attrs_post_init__(self) -> None:
         if self.api_key and any(url != without_password(url) for url in self.base_url):
@@ -510,31 +508,31 @@ class Endpoint:
 
 @attrs.frozen
 class Completion:
-    """What one call of the policy gave back: exactly the tokens it sampled.
+    """The result of one request to the policy: exactly the tokens that it sampled.
 
     Raises:
-        ValueError: the columns differ in length, a logprob is not finite or lies above 0, or the versions do not cover
+        ValueError: the columns differ in length, a logprob is not finite or is above 0, or the versions do not cover
             the tokens.
     """
 
     tokens: TokenColumn = attrs.field(converter=packed_tokens, eq=attrs.cmp_using(eq=np.array_equal))
-    """Sampled ids, shape ``(n,)``, the stop id included when one was sampled."""
+    """Sampled ids, shape ``(n,)``, including the stop id if one was sampled."""
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
     finish_reason: FinishReason = attrs.field(
         validator=_check(f"one of {_FINISH_REASONS}", lambda v: v in _FINISH_REASONS)
     )
     versions: Sequence[VersionSpan]
-    """Which weights sampled which tokens; covers ``0..n`` without gap or overlap."""
+    """The policy versions of the tokens; they cover ``0..n`` without gap or overlap."""
     prompt_tokens: int
-    """How many ids the server says it was given."""
+    """Number of prompt ids that the server reports."""
     prompt_digest: int
-    """CRC-32 of the ids that were sent, as little-endian int32: what ties a stored sequence to the real request."""
+    """CRC-32 of the ids that were sent, as little-endian int32; it links a stored sequence to the real request."""
     request_id: str
     cached_tokens: int = 0
-    """Prompt ids that the server took from its prefix cache."""
+    """Number of prompt ids that the server read from its prefix cache."""
     seconds: float = 0.0
-    """Wall time of the call, retries included."""
+    """Wall time of the request, retries included."""
 
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -552,35 +550,35 @@ class Completion:
 
 @attrs.frozen
 class Limits:
-    """When an episode stops. Counts stop before the useless work; seconds are wall time, and each wait has one."""
+    """When an episode ends. Counts end it before useless work; seconds are deadlines in wall time."""
 
     max_turns: int = attrs.field(default=10, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1))
-    """Replies of the model."""
+    """Replies of one episode."""
     max_tokens: int | None = attrs.field(
         default=None, validator=_check("an integer >= 2", lambda v: _is_int(v) and v >= 2, optional=True)
     )
-    """One whole sequence, prompt included; the model's context length where the server tells it."""
+    """Tokens of one sequence, prompt included. The context length that the server reports applies as well."""
     max_sampled_tokens: int | None = attrs.field(
         default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
     )
-    """What the model samples in one episode, all turns and branches together; of a turn: ``max_new_tokens``."""
+    """Sampled tokens of one episode, all turns and branches together; the limit of a turn is ``max_new_tokens``."""
     max_tool_calls: int | None = attrs.field(
         default=None, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0, optional=True)
     )
-    """Tool calls of one episode; a reply that would pass it is kept and its calls do not run."""
+    """Tool calls of one episode. A reply that exceeds it is stored, and none of its calls runs."""
     max_parallel_calls: int | None = attrs.field(
         default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
     )
-    """Tool calls of one reply; one that asks for more is kept, and none of its calls runs."""
+    """Tool calls of one reply. A reply with more is stored, and none of its calls runs."""
     on_cut: Literal["stop", "continue"] = attrs.field(
         default="stop", validator=_check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
     )
-    """A reply cut by ``max_new_tokens``: end the episode, or hand what there is to the environment."""
+    """After a reply cut by ``max_new_tokens``: end the episode, or pass the cut reply to the environment."""
     last_calls: Literal["skip", "run"] = attrs.field(
         default="skip", validator=_check('"skip" or "run"', lambda v: v in ("skip", "run"))
     )
-    """The calls of the last turn, whose results no reply can answer: not run, or run for the reward that they earn."""
+    """The tool calls of the last turn: skip them, or run them for their reward; no reply can use their results."""
     step_seconds: float = attrs.field(default=120.0, validator=_check("a number of seconds > 0", _seconds))
-    """Deadline of each start and each step of the environment."""
+    """Deadline of each start, step, snapshot and restore of the environment."""
     close_seconds: float = attrs.field(default=30.0, validator=_check("a number of seconds > 0", _seconds))
     episode_seconds: float = attrs.field(default=3600.0, validator=_check("a number of seconds > 0", _seconds))

@@ -1,4 +1,4 @@
-"""The error tree, and the record of a failure that is kept with the rollout that it ended."""
+"""The error tree, and :class:`Failure`, the record of an error that is stored with the rollout that it ended."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ __all__ = [
 
 
 CAUSES = ("endpoint", "environment_start", "environment_step", "reward", "filter", "generate", "deadline")
-"""Why rollouts fail, by the boundary that the failure came through. What a model does is none of them: a call that does
-not parse goes back to it, and a limit that cuts an episode is a stop reason."""
+"""Why rollouts fail, by the boundary in which the error was raised. The model is never the cause: a malformed tool call
+is answered with an error message, and a limit is a stop reason."""
 
 
 class RolloutsError(Exception):
-    """Root of everything that this package raises on purpose."""
+    """Root of all errors that this package raises on purpose."""
 
     what = ""
-    """What ran, where the error came out of a :func:`boundary`."""
+    """Name of the code that ran, if the error was raised by a :func:`boundary`."""
     late = False
-    """Whether it overran its deadline there."""
+    """Whether that code overran its deadline."""
 
 
 class ConfigError(RolloutsError, ValueError):
-    """Something the user gave is wrong: the message names the field, the value, and what was expected."""
+    """A value from the user is invalid. The message names the field, the value and what was expected."""
 
     @classmethod
     def of(cls, field: str, value: Any, expected: str) -> ConfigError:
-        """Make the error from its three parts."""
+        """Build the error from the three parts of its message."""
         return cls(f"{field}: got {shortened(value)}; expected {expected}")
 
 
 class EndpointError(RolloutsError):
-    """The inference endpoint did not give a completion."""
+    """The inference endpoint did not return a completion."""
 
 
 class EndpointUnavailable(EndpointError):
-    """Not reachable, overloaded or broken: worth another attempt, later or elsewhere."""
+    """The endpoint is unreachable, overloaded or broken: the request may be retried, later or on another server."""
 
 
 class EndpointRefused(EndpointError):
-    """The server understood the request and will not serve it: the same request is never sent again."""
+    """The server rejects the request; it is not retried."""
 
 
 class ContextOverflow(EndpointError):
-    """The request does not fit the model's context; the agent loop turns it into a stop reason."""
+    """The request does not fit the model's context. The agent loop turns this error into a stop reason."""
 
 
 class ForeignFailure(RolloutsError):
-    """Code that is not ours raised, or overran its deadline. ``__cause__`` is what it raised."""
+    """User code raised or overran its deadline. ``__cause__`` is the exception that it raised."""
 
 
 class EnvironmentFailure(ForeignFailure):
@@ -83,46 +83,46 @@ class EnvironmentFailure(ForeignFailure):
 
 
 class GenerateFailure(ForeignFailure):
-    """A generate function raised, or gave back something that is not a rollout."""
+    """A generate function raised, or returned something that is not a rollout."""
 
 
 class RewardFailure(ForeignFailure):
-    """A reward raised, overran its deadline, or was not a finite number."""
+    """A reward function raised, overran its deadline, or returned no finite number."""
 
 
 class FilterFailure(ForeignFailure):
-    """A filter raised, did not answer with a bool, or accepts nothing."""
+    """A filter raised, did not return a bool, or accepts no group."""
 
 
 class HistoryRewritten(RolloutsError):
-    """The chat template rewrites what the model has seen, and the rollout was told to fail there."""
+    """The chat template rewrites the history, and the rollout has ``history="error"``."""
 
 
 class DataExhausted(RolloutsError):
-    """The data buffer ran dry before a batch was full. What is finished stays with the manager."""
+    """The data buffer ran out of prompts before a batch was full. Finished groups stay with the manager."""
 
 
 class JournalError(RolloutsError):
-    """The journal of a run cannot be written (a full disk, say), or is damaged: file and offset are in the message."""
+    """The journal of a run cannot be written (e.g. a full disk), or is damaged. The message names file and offset."""
 
 
 class ReplayDiverged(RolloutsError):
-    """A rollout that is played again from its record came to something else: the message says where first."""
+    """A replayed rollout differs from its recording. The message names the first difference."""
 
 
 class TokenMismatchError(RolloutsError):
-    """A law of the house is broken: a bug of this package, always a crash, never data."""
+    """A law of this package is broken: a bug, always a crash, never data."""
 
 
 @attrs.frozen
 class Failure:
-    """The record of one failure, kept beside the rollout that it ended."""
+    """The record of one failure, stored with the rollout that it ended."""
 
     kind: str
     """The error class, e.g. ``"EnvironmentFailure"``."""
     message: str
     place: str
-    """Which rollout it was, e.g. ``"group 12 · sample 3"``."""
+    """The rollout that failed, e.g. ``"group 12 · sample 3"``."""
     traceback: str
     cause: str = ""
     """One of ``CAUSES``."""
@@ -147,13 +147,13 @@ _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", d
 
 
 def current_place() -> str:
-    """The place that :func:`at` names, ``"here"`` outside of it."""
+    """The place set by the enclosing :func:`at`, ``"here"`` outside of any."""
     return _PLACE.get()
 
 
 @contextlib.contextmanager
 def at(place: str) -> Iterator[None]:
-    """Name the place that waits and failures inside are attributed to."""
+    """Set the place that waits and failures inside are attributed to."""
     token = _PLACE.set(place)
     try:
         yield
@@ -162,7 +162,7 @@ def at(place: str) -> Iterator[None]:
 
 
 def shortened(value: Any) -> str:
-    """A value for a message: its repr, cut at 120 characters."""
+    """The repr of a value for a message, at most 120 characters."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001 - a value that cannot be printed may still be named

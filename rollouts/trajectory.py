@@ -1,12 +1,12 @@
-"""One linear sequence of tokens: what the policy saw and what it sampled, and which is which.
+"""One linear sequence of tokens: those that the policy was shown, and those that it sampled.
 
-Laws kept here:
+Laws of this module:
 
-1. Tokens: the ids of every request are a prefix of the ids stored. Each completion brings the checksum of the ids that
-   were really sent; it must equal the checksum of the ids held, or :class:`TokenMismatchError` is raised.
-2. Mask: a token is trainable if and only if a completion sampled it, and then it has a logprob and a version. One
-   method takes the three in together; the mask is true where it took something in.
-3. Once: a sequence is only ever appended to, and sealed once.
+1. Tokens: the ids of every request are a prefix of the stored ids. Each completion carries the checksum of the ids that
+   were sent; it must equal the checksum of the stored ids, or :class:`TokenMismatchError` is raised.
+2. Mask: a token is trainable if and only if a completion sampled it, and then it has a logprob and a version. Only
+   :meth:`Trajectory.add_reply` adds sampled tokens, with logprobs and versions; the mask is true exactly there.
+3. Once: a sequence is only appended to, and sealed once.
 
 This module knows no text, no tokenizer and no environment.
 """
@@ -40,20 +40,20 @@ __all__ = ["CompletionRecord", "Segment", "Trajectory", "digest"]
 
 def digest(tokens: TokenColumn, start: int = 0) -> int:
     """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
-    return zlib.crc32(np.ascontiguousarray(tokens, _ON_THE_WIRE).data, start)
+    return zlib.crc32(np.ascontiguousarray(tokens, _WIRE_DTYPE).data, start)
 
 
-_ON_THE_WIRE = np.dtype("<i4")
+_WIRE_DTYPE = np.dtype("<i4")
 
 
 @attrs.frozen
 class Segment:
-    """One run of tokens of one origin: positions ``start`` to ``stop`` (half open) of its trajectory."""
+    """Adjacent tokens of one origin: positions ``start`` to ``stop`` (half open) of the trajectory."""
 
     start: int
     stop: int
     version: str | None
-    """The policy version that sampled it; ``None`` for context, which is never trained."""
+    """The policy version that sampled the tokens; ``None`` for context, which is never trained."""
 
     @property
     def trainable(self) -> bool:
@@ -62,7 +62,7 @@ class Segment:
 
 @attrs.frozen
 class CompletionRecord:
-    """One completion: the request was the first ``start`` tokens, the reply the tokens up to ``stop``."""
+    """The record of one completion: the request was ``tokens[:start]``, the sampled tokens ``tokens[start:stop]``."""
 
     request_id: str
     start: int
@@ -74,28 +74,28 @@ class CompletionRecord:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields by name."""
-        return dict(zip(_CALL_FIELDS, _CALL_VALUES(self), strict=True))
+        """The fields by name."""
+        return dict(zip(_RECORD_FIELDS, _record_values(self), strict=True))
 
 
-_CALL_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord))
-_CALL_VALUES = operator.attrgetter(*_CALL_FIELDS)
+_RECORD_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord))
+_record_values = operator.attrgetter(*_RECORD_FIELDS)
 
 
 class Trajectory:
-    """Grows by contexts and replies until it is sealed.
+    """One token sequence of a rollout. Context and replies are appended until it is sealed.
 
-    A rollout whose history is rewritten has several: what one of them sampled is context in those after it.
+    A rollout whose history is rewritten has several; tokens sampled in one are context in the later ones.
 
     Attributes:
-        history: what was to be done where the template rewrites the history.
+        history: the policy for a history that the template rewrites.
         messages: the conversation as text; a view, never the record.
-        segments: adjacent runs of equal origin, covering all tokens.
-        calls: the completions, in order.
+        segments: adjacent tokens of equal origin, covering all tokens.
+        completions: records of the completions, in order.
         step_rewards: rewards of the environment's steps.
         metrics: numbers added up over the episode.
-        stop_reason: why it ended; ``None`` while it grows.
-        failure: what ended it when ``stop_reason`` is ``FAILED``.
+        stop_reason: why the trajectory ended; ``None`` until it is sealed.
+        failure: the failure that ended it, if ``stop_reason`` is ``FAILED``.
     """
 
     def __init__(self, history: OnRewrite = "append") -> None:
@@ -108,10 +108,10 @@ class Trajectory:
         self.stop_reason: StopReason | None = None
         self.failure: Failure | None = None
         self._tokens: TokenColumn = np.empty(0, np.int32)
-        """With room behind those that there are."""
+        """Buffer with spare capacity after the first ``_length`` tokens."""
         self._readable = frozen(self._tokens.view())
         self._replies: list[tuple[int, LogprobColumn]] = []
-        """Where each reply begins, and its logprobs; while it grows."""
+        """Start position and logprobs of each reply; empty once sealed."""
         self._sealed: tuple[npt.NDArray[np.bool_], LogprobColumn] | None = None
         self._length = 0
         self._digest = 0
@@ -126,7 +126,7 @@ class Trajectory:
 
     @property
     def tokens(self) -> TokenColumn:
-        """All ids so far, shape ``(n,)``, read-only; stays valid while the trajectory grows."""
+        """All ids so far, shape ``(n,)``, read-only. The view stays valid while the trajectory grows."""
         return self._readable[: self._length]
 
     @property
@@ -140,7 +140,7 @@ class Trajectory:
         return self.sampled(0)[0]
 
     def sampled(self, start: int) -> tuple[npt.NDArray[np.bool_], LogprobColumn]:
-        """Mask and logprobs from position ``start`` on; costs what stands behind it, not what stands before."""
+        """Mask and logprobs from position ``start`` on, read-only. Tokens before ``start`` cost nothing."""
         if self._sealed is not None:
             mask, logprobs = self._sealed
             return mask[start:], logprobs[start:]
@@ -157,7 +157,7 @@ class Trajectory:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which positions; covers exactly the mask."""
+        """The version of each range of sampled tokens; together they cover exactly the mask."""
         return tuple(
             VersionSpan(segment.version, segment.start, segment.stop)
             for segment in self.segments
@@ -165,21 +165,21 @@ class Trajectory:
         )
 
     def add_context(self, tokens: TokenColumn, messages: Sequence[Message] = ()) -> None:
-        """Append tokens that the policy is shown: a prompt, a bridge. They are never trained."""
+        """Append tokens that are shown to the policy and never trained: an opening or a bridge."""
         self._append(tokens)
         self._close_segment(len(tokens), None)
         self.messages.extend(messages)
 
     def add_reply(self, completion: Completion, message: Message) -> None:
-        """Append what the policy sampled, after checking that it was sampled from exactly these tokens.
+        """Append sampled tokens, after checking that they were sampled from exactly the stored tokens.
 
         Raises:
-            TokenMismatchError: the request held other ids than this trajectory.
+            TokenMismatchError: the request contained other ids than this trajectory.
         """
         if completion.prompt_tokens != self._length or completion.prompt_digest != self._digest:
             raise TokenMismatchError(
                 f"completion {completion.request_id} was sampled from {completion.prompt_tokens} tokens "
-                f"(digest {completion.prompt_digest:#010x}); the trajectory holds {len(self)} ({self._digest:#010x})"
+                f"(digest {completion.prompt_digest:#010x}); the trajectory has {len(self)} ({self._digest:#010x})"
             )
         start = self._length
         self._append(completion.tokens)
@@ -204,8 +204,8 @@ class Trajectory:
         self.metrics[name] = self.metrics.get(name, 0) + amount
 
     def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
-        """End it: no token can be added any more, and the columns take exactly the room they need."""
-        self._growing()
+        """End the trajectory: it becomes immutable, and the columns shrink to their exact size."""
+        self._check_not_sealed()
         self._tokens = frozen(self.tokens.copy())
         self._readable = self._tokens
         self._sealed = self.sampled(0)
@@ -214,12 +214,12 @@ class Trajectory:
         self.failure = failure
         return self
 
-    def _growing(self) -> None:
+    def _check_not_sealed(self) -> None:
         if self.stop_reason is not None:
             raise TokenMismatchError(f"a sealed trajectory cannot change: {self!r}")
 
     def _append(self, tokens: TokenColumn) -> None:
-        self._growing()
+        self._check_not_sealed()
         start, stop = self._length, self._length + len(tokens)
         if stop > len(self._tokens):
             grown = np.empty(stop + stop // 4, np.int32)

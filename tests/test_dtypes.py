@@ -1,4 +1,4 @@
-"""Plain values: immutable, checked when made, and never printing a secret."""
+"""Plain values: immutable, validated when created, and without secrets in their text."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("cls", "fields", "words"), BAD, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_bad_value_is_refused_by_field_value_and_expectation(cls: Any, fields: dict[str, Any], words: str) -> None:
-    """When it is made, so that nothing further up checks it again."""
+    """When it is created, so that no other module validates it again."""
     with pytest.raises(ConfigError) as caught:
         cls(**fields)
     assert words in str(caught.value)
 
 
-def test_the_key_is_never_printed() -> None:
-    """Not by repr, str or an error about another field."""
+def test_the_api_key_is_never_printed() -> None:
+    """Neither by repr and str nor by an error about another field."""
     endpoint = Endpoint(api_key="sk-secret", base_url=["http://a:1/", "http://b:2"])
     assert "secret" not in f"{endpoint!r} {endpoint} {[endpoint]}"
     assert endpoint.base_url == ("http://a:1", "http://b:2")
@@ -77,7 +77,7 @@ def test_the_key_is_never_printed() -> None:
 
 
 def test_values_cannot_be_changed() -> None:
-    """Frozen, with tuples inside, also when lists were given."""
+    """They are frozen, and lists become tuples."""
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         Limits().max_turns = 3  # type: ignore[misc]
     message = Message("assistant", tool_calls=[ToolCall("add")])
@@ -86,7 +86,7 @@ def test_values_cannot_be_changed() -> None:
 
 
 def test_a_stop_string_is_one_string() -> None:
-    """Not its letters."""
+    """It is not split into characters."""
     assert SamplingParams(stop="</answer>").stop == ("</answer>",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
@@ -99,13 +99,13 @@ def test_a_stop_string_is_one_string() -> None:
         Message("tool", "8", tool_call_id="c1", name="add"),
     ],
 )
-def test_a_message_comes_back_from_its_chat_dict(message: Message) -> None:
-    """Equal, whichever way it was made."""
+def test_a_message_survives_its_chat_dict(message: Message) -> None:
+    """``from_chat`` inverts ``to_chat``."""
     assert Message.from_chat(message.to_chat()) == message
 
 
 def test_messages_in_any_shape() -> None:
-    """Text, chat dicts, parts of text; nothing else."""
+    """Text, chat dicts and text parts are accepted, and nothing else."""
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert as_messages("ab") == as_messages(parts) == as_messages([Message("user", "ab")])
     with pytest.raises(ConfigError, match=r"message\.content: got"):
@@ -116,13 +116,13 @@ def test_messages_in_any_shape() -> None:
 
 @pytest.mark.parametrize("values", [[1.5], [2**31], [-(2**31) - 1], np.array([2**40]), np.array([0.5]), ["1"], [[1]]])
 def test_a_token_id_is_never_changed_in_packing(values: Any) -> None:
-    """What does not fit int32 exactly is refused, not wrapped or rounded."""
+    """A value that does not fit int32 exactly is refused, neither wrapped nor rounded."""
     with pytest.raises((ValueError, OverflowError)):
         packed_tokens(values)
 
 
-def test_a_column_of_bytes_is_taken_as_it_is() -> None:
-    """Nobody can change them; a view of what somebody can is copied."""
+def test_a_column_over_bytes_is_not_copied() -> None:
+    """Bytes are immutable; a view of a writeable buffer is copied."""
     column = np.frombuffer(np.arange(3, dtype=np.int32).tobytes(), np.int32)
     assert packed_tokens(column) is column
     for buffer in (bytearray(column.tobytes()), memoryview(bytearray(column.tobytes())), np.arange(3, dtype=np.int32)):
@@ -146,7 +146,7 @@ def test_packed_columns_are_read_only_copies(values: Any) -> None:
 
 
 def completion(**fields: Any) -> Completion:
-    sound: dict[str, Any] = {
+    valid: dict[str, Any] = {
         "tokens": [5, 6],
         "logprobs": [-0.1, -0.2],
         "finish_reason": "stop",
@@ -155,7 +155,7 @@ def completion(**fields: Any) -> Completion:
         "prompt_digest": 0,
         "request_id": "r",
     }
-    return Completion(**{**sound, **fields})
+    return Completion(**{**valid, **fields})
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def completion(**fields: Any) -> Completion:
         {"finish_reason": "tool_calls"},
     ],
 )
-def test_a_completion_without_a_logprob_and_a_version_for_each_token_is_none(fields: dict[str, Any]) -> None:
-    """Law 2 begins where tokens enter the house."""
+def test_a_completion_needs_a_logprob_and_a_version_for_each_token(fields: dict[str, Any]) -> None:
+    """Law 2 is checked where tokens enter the package."""
     with pytest.raises(ValueError, match=r"\S"):
         completion(**fields)
 
 
 def test_completions_compare_and_pickle() -> None:
-    """Columns are arrays, and equality still gives a bool."""
+    """The columns are arrays, and equality still returns a bool."""
     assert completion() == completion()
     assert completion() != completion(tokens=[5, 7])
     assert pickle.loads(pickle.dumps(completion())) == completion()

@@ -18,7 +18,7 @@ def test_every_error_has_one_root() -> None:
 
 
 def test_a_config_error_names_field_value_and_expectation() -> None:
-    """And stays short when the value is long, and whole when the value cannot be printed."""
+    """A long value is shortened, and a value whose ``repr`` raises is named by its type."""
     assert str(ConfigError.of("A.b", 3, "a string")) == "A.b: got 3; expected a string"
     assert len(str(ConfigError.of("A.b", "x" * 10_000, "a string"))) < 200
 

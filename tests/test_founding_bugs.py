@@ -1,6 +1,6 @@
-"""The bugs that this project was founded on: each was measured in the manager that came before it, and fails here.
+"""Regression tests for the bugs of the rollout manager that this project replaces.
 
-One test a bug, in plain shapes, so that it reads as the bug did. The law books test the same laws against everything.
+One simple test a bug; its docstring describes the bug. Other test files check the same laws exhaustively.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ def config(**options: Any) -> RolloutConfig:
 
 
 async def test_a_filter_sees_the_rollouts_of_one_prompt() -> None:
-    """Groups were slices of the results in the order of their arrival: 12 of 12 held more than one prompt."""
+    """Groups were slices of the results in order of arrival: 12 of 12 contained more than one prompt."""
     seen: list[set[Any]] = []
 
-    def note(samples: list[Sample]) -> bool:
+    def record(samples: list[Sample]) -> bool:
         seen.append({sample.prompt for sample in samples})
         return True
 
-    await AsyncRolloutManager(config(filter_fn=note), DataBuffer(PROMPTS)).generate_batch()
+    await AsyncRolloutManager(config(filter_fn=record), DataBuffer(PROMPTS)).generate_batch()
     assert len(seen) >= 8
     assert all(len(prompts) == 1 for prompts in seen)
 
 
 async def test_a_batch_takes_whole_groups() -> None:
-    """Single samples were taken: 10 of 11 prompts of a batch had fewer than their four."""
+    """Batches were filled with single samples: 10 of 11 prompts of a batch had fewer than four."""
     batch = await AsyncRolloutManager(config(), DataBuffer(PROMPTS)).generate_batch()
     prompts = [sample.prompt for sample in batch]
     assert len(batch) == 32
     assert all(prompts.count(prompt) == 4 for prompt in prompts)
 
 
-async def test_a_group_index_belongs_to_one_prompt_for_ever() -> None:
-    """It began at 0 again with each refill: in the second batch 6 of 11 ids held several prompts."""
+async def test_a_group_index_belongs_to_one_prompt() -> None:
+    """The index restarted at 0 with each refill: in the second batch 6 of 11 ids had several prompts."""
     manager = AsyncRolloutManager(config(), DataBuffer(PROMPTS, seed=3))
     async with manager:
         samples = [sample for _ in range(4) for sample in await manager.generate_batch()]
@@ -86,33 +86,33 @@ async def test_a_group_index_belongs_to_one_prompt_for_ever() -> None:
 
 
 async def test_the_filter_runs_after_the_reward() -> None:
-    """It saw [0.0, 0.0] where the batch had 0.2 and 0.84, so a filter on spread would have dropped everything."""
+    """The filter received [0.0, 0.0] for rewards 0.2 and 0.84: a filter on spread would have dropped all groups."""
     seen: list[float | None] = []
 
-    def note(samples: list[Sample]) -> bool:
+    def record(samples: list[Sample]) -> bool:
         seen.extend(sample.reward for sample in samples)
         return check_reward_nonzero_std(samples)
 
-    await AsyncRolloutManager(config(filter_fn=note), DataBuffer(PROMPTS)).generate_batch()
+    await AsyncRolloutManager(config(filter_fn=record), DataBuffer(PROMPTS)).generate_batch()
     assert None not in seen
     assert len(set(seen)) > 4
 
 
 async def test_a_filter_that_rejects_everything_ends_the_run() -> None:
-    """It was an endless loop."""
+    """The run looped for ever."""
     manager = AsyncRolloutManager(config(filter_fn=lambda samples: False, patience=20), DataBuffer(PROMPTS))
     with pytest.raises(FilterFailure, match=r"accepted none of the last 2\d groups"):
         await manager.generate_batch()
 
 
 def test_spread_of_one_sample_is_refused_at_once() -> None:
-    """The deviation of one value is NaN: every group was dropped, without end."""
+    """The standard deviation of one value is NaN: every group was dropped, for ever."""
     with pytest.raises(ConfigError, match="n_samples_per_prompt: got 1; expected at least 2"):
         config(n_samples_per_prompt=1, filter_fn=check_reward_nonzero_std)
 
 
-async def test_a_failing_rollout_takes_nobody_along() -> None:
-    """One exception cancelled the whole nursery."""
+async def test_a_failing_rollout_fails_alone() -> None:
+    """One exception cancelled all rollouts."""
     manager = AsyncRolloutManager(config(generate_fn=generator(failing=0.3), max_attempts=4), DataBuffer(PROMPTS))
     batch = await manager.generate_batch()
     assert len(batch) == 32
@@ -121,13 +121,15 @@ async def test_a_failing_rollout_takes_nobody_along() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 @pytest.mark.parametrize("system", ["You are careful.", ""])
-async def test_the_mask_is_what_was_sampled(tokenizer_folder: Callable[[str], Path], name: str, system: str) -> None:
-    """Each message was templated alone: headers and tool results were trained, last words and stops were not."""
+async def test_the_mask_marks_the_sampled_tokens(
+    tokenizer_folder: Callable[[str], Path], name: str, system: str
+) -> None:
+    """Each message was rendered alone: headers and tool results were trained, final words and stop tokens were not."""
     tokenizer = load_tokenizer(tokenizer_folder(name))
     renderer = renderer_for(tokenizer)
-    said = ['<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call><|im_end|>',
+    texts = ['<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call><|im_end|>',
             "The answer is 8<|im_end|>"]  # fmt: skip
-    policy = ScriptedPolicy([tokenizer.encode(text, add_special_tokens=False) for text in said])
+    policy = ScriptedPolicy([tokenizer.encode(text, add_special_tokens=False) for text in texts])
 
     class Calculator(CalculatorEnvironment):
         system_prompt = system
@@ -136,12 +138,12 @@ async def test_the_mask_is_what_was_sampled(tokenizer_folder: Callable[[str], Pa
     trajectory = await run_agent(prompt, Calculator, policy, renderer, sampling=SamplingParams())
     sample = trajectory_to_sample(trajectory, prompt, renderer.decode)
     trained = [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight]
-    assert tokenizer.decode(trained) == "".join(said)
+    assert tokenizer.decode(trained) == "".join(texts)
     assert "<tool_response>\n8\n</tool_response>" in sample.response
 
 
-async def test_a_sample_says_what_happened() -> None:
-    """Logprobs were left out, response_length was 0, and every status was COMPLETED."""
+async def test_a_sample_has_status_length_and_logprobs() -> None:
+    """Logprobs were missing, response_length was 0, and every status was COMPLETED."""
     renderer = renderer_for(load_tokenizer(DEMO_MODEL))
     words = list(renderer.opening([Message("user", "one two three four")]))
     prompt = Prompt("?", index=0)
@@ -155,6 +157,6 @@ async def test_a_sample_says_what_happened() -> None:
 
 
 def test_filters_need_no_torch() -> None:
-    """They imported it."""
+    """The filters imported torch."""
     code = "import sys, rollouts.training.filters; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

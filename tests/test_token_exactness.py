@@ -1,12 +1,12 @@
-"""The law book of tokens: what the policy saw and sampled is what is stored, and the mask is exactly what it sampled.
+"""The token laws: the stored ids are those that the policy was sent and sampled, and the mask marks the sampled ones.
 
 Every test plays whole episodes with a real tokenizer and its real template. The model spells its replies in ids that no
-tokenizer would choose, so anything that encodes a text twice is found out.
+tokenizer would choose, so the tests detect any text that is encoded twice.
 
 1. Law 1: the ids of each request are a prefix of the ids stored.
-2. Law 2: mask, logprobs and versions lie exactly on what was sampled.
+2. Law 2: mask, logprobs and versions cover exactly the sampled tokens.
 3. Law 3: each sampled token is stored once.
-4. Over HTTP the same holds: what arrived at the server is what is stored.
+4. The same over HTTP: the ids that the server received are the stored ids.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def play(tokenizer: Any, seed: int, **limits: Any) -> tuple[Trajectory, ScriptedPolicy, list[list[int]]]:
-    """One episode in which everything is random: what is said, how it is spelled, where it is cut."""
+    """Play one episode with random texts, random spelling and random cuts."""
     rng = random.Random(seed)
     renderer = renderer_for(tokenizer)
     speller = Speller(tokenizer, renderer.stop_token_ids[0], seed)
@@ -66,7 +66,7 @@ def play(tokenizer: Any, seed: int, **limits: Any) -> tuple[Trajectory, Scripted
 
 
 def assert_exact(trajectory: Trajectory, requests: list[np.ndarray], sampled: list[list[int]]) -> None:
-    """Laws 1 to 3, from what the other side saw."""
+    """Check laws 1 to 3 against the requests and replies of the policy."""
     stored = trajectory.tokens.tolist()
     mask = trajectory.mask
     expected = np.zeros(len(stored), bool)
@@ -104,7 +104,7 @@ def test_random_conversations_are_stored_as_they_were_sampled(tokenizer: Any, se
 def test_cut_replies_keep_their_ids_and_their_closing_mark_is_not_trained(
     tokenizer: Any, seed: int, budget: int
 ) -> None:
-    """A reply cut anywhere, also inside a character, stays as it is; the stop put after it is context."""
+    """A reply cut anywhere, also inside a character, stays unchanged; the stop token after it is context."""
     trajectory, policy, replies = play(tokenizer, seed, max_new_tokens=budget, on_cut="continue")
     assert_exact(trajectory, policy.requests, replies)
     stops = renderer_for(tokenizer).stop_token_ids
@@ -118,7 +118,7 @@ def test_cut_replies_keep_their_ids_and_their_closing_mark_is_not_trained(
 @EXAMPLES
 @given(seed=st.integers(0, 2**32))
 def test_the_whole_text_reads_as_the_template_writes_it(tokenizer: Any, seed: int) -> None:
-    """Between a reply and the next stands exactly what the template puts there: no separator is lost or doubled."""
+    """Between two replies are exactly the template's tokens: no separator is lost or doubled."""
     trajectory, _, _ = play(tokenizer, seed)
     text = renderer_for(tokenizer).decode(trajectory.tokens)
     for call in trajectory.completions[:-1]:
@@ -131,7 +131,7 @@ def test_the_whole_text_reads_as_the_template_writes_it(tokenizer: Any, seed: in
 @EXAMPLES
 @given(seed=st.integers(0, 2**32))
 def test_a_sample_carries_the_trajectory_unchanged(tokenizer: Any, seed: int) -> None:
-    """Flattening loses nothing, and the check that reads from disk finds nothing to say."""
+    """The sample has all columns of the trajectory, and ``check_sample`` finds no broken law."""
     trajectory, _, _ = play(tokenizer, seed)
     sample = trajectory_to_sample(trajectory, Prompt("q", index=1, group_index=0), renderer_for(tokenizer).decode)
     assert sample.tokens == trajectory.tokens.tolist()
@@ -141,7 +141,7 @@ def test_a_sample_carries_the_trajectory_unchanged(tokenizer: Any, seed: int) ->
 
 
 def test_odd_spelling_is_odd() -> None:
-    """The speller of this file does what the tests rely on: same text, other ids."""
+    """The speller of these tests returns other ids than the tokenizer, for the same text."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     speller = Speller(tokenizer, 0, seed=1, odd=1.0)
     text = "What is the answer? The answer is 12."
@@ -151,7 +151,7 @@ def test_odd_spelling_is_odd() -> None:
 
 
 def test_a_reply_to_other_tokens_is_refused() -> None:
-    """A completion that was sampled from anything but the stored ids never enters a trajectory."""
+    """A completion that was sampled from other than the stored ids is never added to a trajectory."""
     trajectory = Trajectory()
     trajectory.add_context(np.array([1, 2, 3], np.int32))
     for sent in ([1, 2, 4], [1, 2], [1, 2, 3, 4]):
@@ -174,7 +174,7 @@ def test_a_reply_to_other_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_what_arrives_at_the_server_is_what_is_stored(tokenizer: Any, seed: int) -> None:
-    """Over real HTTP, with versions and logprobs as the server sent them."""
+    """Over real HTTP, with the versions and logprobs of the server."""
     renderer = renderer_for(tokenizer)
     speller = Speller(tokenizer, renderer.stop_token_ids[0], seed)
     replies: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Laws 1 to 3 where they are kept: a trajectory takes only what was sampled from its own ids, and only at its end."""
+"""Laws 1 to 3 in Trajectory: it accepts only tokens that were sampled from its own ids, and only at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLY = Message("assistant", "ok")
 
 
 def sampled_from(ids: list[int], tokens: list[int], *, versions: Any = None, **fields: Any) -> Completion:
-    """What a policy would answer to ``ids``; the digest is computed here by other means than the house's."""
+    """The completion of a policy for ``ids``; its digest is computed independently of the package."""
     return Completion(
         **{
             "tokens": tokens,
@@ -53,7 +53,7 @@ pieces = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(pieces=pieces)
 def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[int], str, int]]) -> None:
-    """Ids as they came, masked iff sampled, a logprob iff masked, a version iff masked, segments without a gap."""
+    """Ids are unchanged; the mask, logprobs and versions cover exactly the sampled tokens; segments have no gap."""
     trajectory = Trajectory()
     ids: list[int] = []
     mask: list[bool] = []
@@ -82,8 +82,8 @@ def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[in
         assert trajectory.mask.tolist() == mask
         assert trajectory.logprobs.tolist() == logprobs
         for start in range(len(ids) + 1):
-            behind = tuple(column.tolist() for column in trajectory.sampled(start))
-            assert behind == (mask[start:], logprobs[start:])
+            columns = tuple(column.tolist() for column in trajectory.sampled(start))
+            assert columns == (mask[start:], logprobs[start:])
         assert [
             segment.version for segment in trajectory.segments for _ in range(segment.start, segment.stop)
         ] == versions
@@ -94,7 +94,7 @@ def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[in
             assert digest(trajectory.tokens[: call.start]) == call.prompt_digest
             assert trajectory.mask[call.start : call.stop].all()
         for view, expected in views:
-            assert view.tolist() == expected, "a view taken earlier stays what it was"
+            assert view.tolist() == expected, "an earlier view stays unchanged"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[in
     [([1, 2], "fewer"), ([1, 2, 3, 4], "more"), ([1, 2, 4], "another id"), ([3, 2, 1], "another order"), ([], "none")],
 )
 def test_a_completion_sampled_from_other_ids_is_refused(ids: list[int], why: str) -> None:
-    """Law 1, by count and by checksum; the trajectory is as it was."""
+    """Law 1, by count and by checksum; the trajectory is unchanged."""
     trajectory = opened([1, 2, 3])
     with pytest.raises(TokenMismatchError, match="was sampled from"):
         trajectory.add_reply(sampled_from(ids, [9]), REPLY)
@@ -112,8 +112,8 @@ def test_a_completion_sampled_from_other_ids_is_refused(ids: list[int], why: str
     assert trajectory.tokens.tolist() == [1, 2, 3, 9]
 
 
-def test_the_same_completion_is_not_taken_twice() -> None:
-    """Law 3: after the first time its request no longer is what is held."""
+def test_the_same_completion_is_not_added_twice() -> None:
+    """Law 3: after the first time its request no longer equals the stored ids."""
     trajectory = opened([1])
     answer = sampled_from([1], [9])
     trajectory.add_reply(answer, REPLY)
@@ -143,7 +143,7 @@ def test_a_sealed_trajectory_never_changes() -> None:
 
 
 def test_runs_of_one_origin_are_one_segment() -> None:
-    """Two contexts join, two replies of one version join, another version starts anew."""
+    """Adjacent contexts join, as do replies of one version; another version begins a new segment."""
     trajectory = opened([1])
     trajectory.add_context(packed_tokens([2]))
     trajectory.add_reply(sampled_from([1, 2], [3]), REPLY)
@@ -155,7 +155,7 @@ def test_runs_of_one_origin_are_one_segment() -> None:
 
 
 def test_a_trajectory_of_any_length_costs_nine_bytes_a_token() -> None:
-    """Sealed, the columns take exactly the room they need."""
+    """Sealed columns have no spare capacity."""
     trajectory = opened(list(range(1000)))
     trajectory.add_context(packed_tokens([1]))
     trajectory.seal(StopReason.DEADLINE)

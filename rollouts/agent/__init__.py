@@ -1,4 +1,4 @@
-"""Agents: one episode of an environment and a policy, turn by turn."""
+"""The agent loop: one episode of an environment and a policy, turn by turn."""
 
 from rollouts.agent.episode import OnStep, Past
 from rollouts.agent.loop import run_agent, run_branches

@@ -1,18 +1,16 @@
-"""The one loop: an environment and a policy take turns until one of them, or a limit, ends the episode.
+"""The agent loop around one episode: create the environment, play, close the environment, seal the trajectories.
 
-Invariant: whatever happens, the environment is closed and sealed trajectories come back, with what there is and why it
-ended. The policy is only ever sent a trajectory's own tokens (law 1), and every wait has a deadline (law 7).
+Invariant: the environment is always closed, and sealed trajectories with a stop reason always come back, also after a
+failure. The policy only ever receives a trajectory's own tokens (law 1), and every wait has a deadline (law 7).
 
-Where a log of turns is handed down and the environment can be resumed, each finished turn is kept in it before the next
-begins, and an episode that has turns there goes on from the last of them. One that may fork, or that goes on from a
-past, keeps none, and starts anew.
+With a turn log and a resumable environment, each finished turn is logged before the next begins, and an interrupted
+episode resumes after its last logged turn. An episode that may fork, or that continues a past, is not logged; after an
+interruption it starts from the beginning.
 
-This module knows no sample, no reward and no group.
+This module knows no sample, no reward and no group. The turns themselves are :meth:`Episode.play`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import anyio
 
@@ -38,6 +36,58 @@ from rollouts.trajectory import Trajectory
 __all__ = ["OnStep", "Past", "run_agent", "run_branches"]
 
 
+async def run_agent(
+    prompt: Prompt,
+    environment_cls: EnvironmentFactory,
+    policy: Policy,
+    renderer: Renderer,
+    *,
+    sampling: SamplingParams,
+    limits: Limits | None = None,
+    max_context: int | None = None,
+    on_step: OnStep | None = None,
+    history: OnRewrite = "append",
+    past: Past | None = None,
+) -> Trajectory:
+    """Play one episode as one token sequence.
+
+    Args:
+        prompt: the task that the environment starts with.
+        environment_cls: creates the environment of this episode.
+        policy: samples the replies.
+        renderer: converts messages to tokens and back.
+        sampling: parameters of each request. A ``seed`` is mixed with the rollout's index and the turn.
+        limits: when to stop; the defaults of :class:`Limits` if ``None``.
+        max_context: context length of the model in tokens, prompt and reply together; ``None``: unlimited.
+        on_step: called after each reply and each result of the environment.
+        history: what to do where the template rewrites the history: ``"append"`` or ``"error"``.
+        past: a conversation to continue. The environment starts with it, up to the reply that it answers next; the
+            messages that its ``start`` returns are ignored.
+
+    Returns:
+        The sealed trajectory. A failure of the environment or the endpoint ends it with ``StopReason.FAILED``.
+
+    Raises:
+        ConfigError: the chat template failed its self-test for the environment's tools, or ``history`` is ``"fork"``.
+        TokenMismatchError: a law was broken.
+    """
+    if history == "fork":
+        raise ConfigError.of("history", history, '"append" or "error"; run_branches returns several trajectories')
+    (trajectory,) = await run_branches(
+        prompt,
+        environment_cls,
+        policy,
+        renderer,
+        sampling=sampling,
+        limits=limits,
+        max_context=max_context,
+        on_step=on_step,
+        history=history,
+        past=past,
+    )
+    return trajectory
+
+
 async def run_branches(
     prompt: Prompt,
     environment_cls: EnvironmentFactory,
@@ -51,24 +101,11 @@ async def run_branches(
     history: OnRewrite = "append",
     past: Past | None = None,
 ) -> list[Trajectory]:
-    """Play one episode.
-
-    Args:
-        prompt: what the environment starts with.
-        environment_cls: makes a fresh environment.
-        policy: samples the replies.
-        renderer: messages to tokens and back.
-        sampling: of each reply; a ``seed`` is mixed with the rollout's index and the turn.
-        limits: when to stop.
-        max_context: tokens that the model can hold, prompt and reply together.
-        on_step: an observer.
-        history: what to do where the template rewrites what the model has seen.
-        past: a conversation to go on with. The environment is started with all of it that it is not asked about, and
-            what its start returns is not shown.
+    """Play one episode that may fork. Parameters as in :func:`run_agent`; ``history`` may be ``"fork"`` too.
 
     Returns:
         The sealed branches, in order; one unless ``history`` is ``"fork"``. All but the last end with
-        ``StopReason.FORKED``. Failures of the environment or the endpoint end the last with ``StopReason.FAILED``.
+        ``StopReason.FORKED``. A failure of the environment or the endpoint ends the last with ``StopReason.FAILED``.
 
     Raises:
         ConfigError: the chat template failed its self-test for the environment's tools.
@@ -76,8 +113,9 @@ async def run_branches(
     """
     limits = limits or Limits()
     log = await claim_turn_log()
-    plain = history == "append" and past is None
-    episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history, log if plain else None)
+    if history != "append" or past is not None:
+        log = None
+    episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history, log)
     environment: Environment | None = None
     failure: Failure | None = None
     stop_reason = StopReason.DEADLINE
@@ -97,22 +135,14 @@ async def run_branches(
     if failure is None and past is None and not episode.branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {stop_reason.value}"))
         stop_reason = StopReason.FAILED
-    return _sealed(episode.branches, stop_reason, failure)
+    return _seal(episode.branches, stop_reason, failure)
 
 
-async def run_agent(*arguments: Any, **options: Any) -> Trajectory:
-    """Play one episode in one sequence, and give it: with what :func:`run_branches` takes but ``history="fork"``."""
-    if options.get("history") == "fork":
-        raise ConfigError.of("history", "fork", '"append" or "error" here: run_branches gives several')
-    (trajectory,) = await run_branches(*arguments, **options)
-    return trajectory
-
-
-def _sealed(branches: list[Trajectory], stop_reason: StopReason, failure: Failure | None) -> list[Trajectory]:
-    """End them all. A branch in which the model never spoke is none: the one before it was the last."""
+def _seal(branches: list[Trajectory], stop_reason: StopReason, failure: Failure | None) -> list[Trajectory]:
+    """Seal all branches. A last branch without a completion is removed; its messages go to the branch before it."""
     if len(branches) > 1 and not branches[-1].completions:
-        *branches, silent = branches
-        branches[-1].messages = silent.messages
+        *branches, empty = branches
+        branches[-1].messages = empty.messages
     for branch in branches[:-1]:
         branch.seal(StopReason.FORKED)
     branches[-1].seal(stop_reason, failure)
@@ -120,7 +150,7 @@ def _sealed(branches: list[Trajectory], stop_reason: StopReason, failure: Failur
 
 
 async def _close(environment: Environment, name: str, trajectory: Trajectory, limits: Limits) -> None:
-    """Close in any case, also while being cancelled; what close raises is counted and costs nobody a rollout."""
+    """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
     with anyio.CancelScope(shield=True):
         try:
             await call_foreign(EnvironmentFailure, f"{name}.close", environment.close, seconds=limits.close_seconds)

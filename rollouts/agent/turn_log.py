@@ -1,8 +1,8 @@
-"""What an episode leaves behind after each turn, so that another process can go on with it.
+"""The turn log: what an episode stores after each turn, so that another process can resume it.
 
-Invariant: a trajectory made again from its turns is the one that was played: every reply is checked against the tokens
-that it was sampled from, as when it was first stored, and turns that hold what no turn can have make none. Turns are
-kept for one episode of a rollout; where a rollout plays several, none is kept, since nobody could tell them apart.
+Invariant: a trajectory that is rebuilt from its turns equals the one that was played. Each reply is checked against the
+tokens that it was sampled from, as when it was first stored, and turns with impossible values are refused. Only one
+episode of a rollout is logged; if a rollout plays several, none is, because their turns could not be distinguished.
 
 This module knows no file, no environment and no group.
 """
@@ -47,20 +47,20 @@ __all__ = [
 
 @attrs.frozen(eq=False)
 class Turn:
-    """What a trajectory gained since the turn before, and how far the episode is."""
+    """What one turn added to a trajectory, and the state of the episode after it."""
 
     number: int
-    """Replies so far."""
+    """Number of replies so far."""
     tokens: TokenColumn
     mask: npt.NDArray[np.bool_]
     logprobs: LogprobColumn
     fields: Mapping[str, Any]
-    """Plain values: the ``completions``, ``versions`` and ``messages`` gained; ``metrics`` and ``step_rewards`` so far;
-    what the loop adds; ``snapshot`` of the environment where it gives one."""
+    """Plain values: the new ``completions`` and ``messages``; ``versions``, ``metrics`` and ``step_rewards`` so far;
+    fields that the loop adds; the environment's ``snapshot`` if it returned one."""
 
     @classmethod
     def since(cls, trajectory: Trajectory, start: int, completions: int, messages: int, **fields: Any) -> Turn:
-        """The turn that began when the trajectory had so many tokens, completions and messages."""
+        """The turn that began when the trajectory had these numbers of tokens, completions and messages."""
         mask, logprobs = trajectory.sampled(start)
         return cls(
             number=len(trajectory.completions),
@@ -79,20 +79,20 @@ class Turn:
 
     @property
     def resumable(self) -> bool:
-        """Whether the environment told its state."""
+        """Whether the turn has a snapshot of the environment."""
         return "snapshot" in self.fields
 
 
 def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory:
-    """The trajectory that these turns, from the first on, were taken of.
+    """Rebuild a trajectory from its turns.
 
     Args:
-        turns: as they were kept.
-        vocab_size: ids must be below it; ``None`` where it is not known.
+        turns: all turns so far, from the first.
+        vocab_size: upper bound of the token ids, exclusive; ``None`` if unknown.
 
     Raises:
-        TokenMismatchError: a reply was sampled from other tokens than those that stand before it.
-        ValueError: an id, a logprob, a version, a reward or a metric is none that a turn can have.
+        TokenMismatchError: a reply was sampled from other tokens than those before it.
+        ValueError: an id, a logprob, a version, a reward or a metric is invalid.
     """
     tokens = np.concatenate([turn.tokens for turn in turns])
     logprobs = np.concatenate([turn.logprobs for turn in turns])
@@ -105,24 +105,26 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
             raise ValueError(f"turns: got {name} {list(numbers)}; expected finite numbers")
     spans = [VersionSpan(*span) for span in last["versions"]]
     trajectory = Trajectory()
-    for call in [CompletionRecord(**fields) for turn in turns for fields in turn.fields["completions"]]:
-        trajectory.add_context(tokens[len(trajectory) : call.start])
+    for record in [CompletionRecord(**fields) for turn in turns for fields in turn.fields["completions"]]:
+        trajectory.add_context(tokens[len(trajectory) : record.start])
         completion = Completion(
-            tokens=tokens[call.start : call.stop],
-            logprobs=logprobs[call.start : call.stop],
-            finish_reason=call.finish_reason,
+            tokens=tokens[record.start : record.stop],
+            logprobs=logprobs[record.start : record.stop],
+            finish_reason=record.finish_reason,
             versions=[
                 VersionSpan(
-                    span.version, max(span.start, call.start) - call.start, min(span.stop, call.stop) - call.start
+                    span.version,
+                    max(span.start, record.start) - record.start,
+                    min(span.stop, record.stop) - record.start,
                 )
                 for span in spans
-                if span.start < call.stop and span.stop > call.start
+                if span.start < record.stop and span.stop > record.start
             ],
-            prompt_tokens=call.start,
-            prompt_digest=call.prompt_digest,
-            request_id=call.request_id,
-            cached_tokens=call.cached_tokens,
-            seconds=call.seconds,
+            prompt_tokens=record.start,
+            prompt_digest=record.prompt_digest,
+            request_id=record.request_id,
+            cached_tokens=record.cached_tokens,
+            seconds=record.seconds,
         )
         trajectory.add_reply(completion, Message("assistant"))
     if len(trajectory.completions) != turns[-1].number:
@@ -137,12 +139,12 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
 
 
 def prompt_digest(prompt: Prompt) -> int:
-    """Tells the episodes of different prompts apart."""
+    """CRC-32 of a prompt, to recognise the turns of another prompt."""
     return zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
 
 
 def message_to_dict(message: Message) -> ChatDict:
-    """A message as plain data, with everything that it holds."""
+    """A message as plain data, all fields included."""
     calls = [dict(zip(_CALL_FIELDS, _of_call(call), strict=True)) for call in message.tool_calls]
     return {**dict(zip(_MESSAGE_FIELDS, _of_message(message), strict=True)), "tool_calls": calls}
 
@@ -152,20 +154,20 @@ _of_message, _of_call = operator.attrgetter(*_MESSAGE_FIELDS), operator.attrgett
 
 
 def message_from_dict(fields: ChatDict) -> Message:
-    """What :func:`message_to_dict` wrote."""
+    """The message of a dict from :func:`message_to_dict`."""
     calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
     return Message(**{**fields, "tool_calls": calls})
 
 
-# -- handing a log down -----------------------------------------------------------------------------------------------
+# -- passing a log to the episode -------------------------------------------------------------------------------------
 
 
 class TurnLog:
-    """Takes the turns of one rollout.
+    """The log of the turns of one rollout.
 
     Args:
-        save: writes a turn where it lasts; ``None`` says that those saved so far are worth nothing.
-        turns: what an earlier process saved of this rollout.
+        save: stores a turn; ``None`` voids the turns stored so far.
+        turns: turns of this rollout that an earlier process stored.
     """
 
     def __init__(self, save: Callable[[Turn | None], Awaitable[None]], turns: Sequence[Turn] = ()) -> None:
@@ -174,7 +176,7 @@ class TurnLog:
         self.turns = tuple(turns)
 
     async def claim(self) -> TurnLog | None:
-        """Be the episode that this log is of; the second to ask ends the keeping for both."""
+        """Reserve the log for one episode. A second claim voids the log and returns ``None``."""
         self._claims += 1
         if self._claims == 2:
             await self._save(None)
@@ -190,7 +192,7 @@ _LOG: contextvars.ContextVar[TurnLog | None] = contextvars.ContextVar("rollouts_
 
 @contextlib.contextmanager
 def keeping_turns(log: TurnLog | None) -> Iterator[None]:
-    """Let the episode that is played inside keep its turns in ``log``."""
+    """Let the episode that runs inside store its turns in ``log``."""
     token = _LOG.set(log)
     try:
         yield
@@ -199,6 +201,6 @@ def keeping_turns(log: TurnLog | None) -> Iterator[None]:
 
 
 async def claim_turn_log() -> TurnLog | None:
-    """The log that whoever called us wants turns in, if there is one."""
+    """Claim the log of the enclosing :func:`keeping_turns`, if there is one."""
     log = _LOG.get()
     return None if log is None else await log.claim()

@@ -271,10 +271,10 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
             if self._episode is None:
                 self._renderer.self_test(tools).raise_if_refused()
                 self._episode = self._begun()
-                await self._episode.open(opening_of(messages, system_prompt), tools)
+                await self._episode.open_conversation(opening_of(messages, system_prompt), tools)
             else:
-                await self._episode.show(self._new(messages), tools)
-            reply, reason = await self._episode.speak(0, tools)
+                await self._episode.append_messages(self._new(messages), tools)
+            reply, reason = await self._episode.request_reply(0, tools)
         except ContextOverflow as error:
             raise ContextWindowOverflowException(str(error)) from error
         except EndpointRefused as error:

@@ -1,1 +1,1 @@
-"""Deadlines, cancellation and the boundary that runs user code."""
+"""Deadlines, cancellation, and the boundary that runs user code."""

@@ -1,11 +1,10 @@
-"""The boundary that foreign code runs inside.
+"""The boundary around user code: environments, rewards, filters and generate functions.
 
-Invariant: whatever an environment, a reward, a filter or a generate function raises leaves :func:`boundary` as a typed
-failure with its place and its cause, within its deadline; a broken law of our own passes through unchanged, and so does
-a cancellation that is ours. The result of a function that swallowed its deadline or its cancellation is not used.
-While something runs inside a boundary, :func:`waits` lists it.
+Invariant: any exception of user code leaves :func:`boundary` as a typed failure with its place and its cause, within
+its deadline. A :class:`RolloutsError` and a cancellation from outside pass through unchanged. The result of a function
+that suppressed its deadline or its cancellation is discarded. :func:`waits` lists all code inside a boundary.
 
-This module knows nothing of what runs inside.
+This module does not know what runs inside.
 """
 
 from __future__ import annotations
@@ -32,34 +31,34 @@ __all__ = ["Wait", "WorkerThread", "abandoned", "boundary", "call_foreign", "fun
 
 @attrs.define(eq=False)
 class WorkerThread:
-    """A thread that runs foreign code."""
+    """A thread that runs user code."""
 
     ident: int | None = None
     ended: bool = False
-    given_up: bool = False
-    """Nobody takes its answer any more."""
-    answer: Any = None
+    abandoned: bool = False
+    """Whether its result is no longer used."""
+    result: Any = None
 
-    def discard(self) -> None:
-        """Close an answer that nobody takes: a coroutine that was never awaited would complain."""
-        if self.given_up and inspect.iscoroutine(self.answer):
-            self.answer.close()
+    def close_unused(self) -> None:
+        """Close a coroutine that an abandoned thread returned: without an await it would cause a warning."""
+        if self.abandoned and inspect.iscoroutine(self.result):
+            self.result.close()
 
 
 @attrs.frozen
 class Wait:
-    """Something that is being waited for at this moment."""
+    """A wait in progress: code that is running inside a boundary."""
 
     place: str
     what: str
     since: float
-    """``time.monotonic()`` when it began."""
+    """``time.monotonic()`` at its start."""
     deadline: float | None
-    """``time.monotonic()`` when it is given up, or ``None``."""
+    """``time.monotonic()`` at its deadline; ``None`` without one."""
     task: asyncio.Task[Any] | None = attrs.field(default=None, repr=False, eq=False)
-    """Who waits."""
+    """The task that waits."""
     thread: WorkerThread | None = attrs.field(default=None, repr=False, eq=False)
-    """Where it is done, if in a thread."""
+    """The thread that runs the code, if any."""
 
     def __str__(self) -> str:
         now = time.monotonic()
@@ -67,38 +66,37 @@ class Wait:
         return f"{self.place}: {self.what} for {now - self.since:.1f} s{left}"
 
 
-_OPEN: dict[boundary, None] = {}
-"""Those that something runs inside now."""
-
+_ENTERED: dict[boundary, None] = {}
+"""The boundaries that code is running inside, in order of entry."""
 
 _ABANDONED: dict[boundary, None] = {}
 
 
 def abandoned() -> list[Wait]:
     """Threads that overran their deadline and still run, oldest first."""
-    for left in list(_ABANDONED):
-        if left.thread is None or left.thread.ended:
-            _ABANDONED.pop(left, None)
-    return [left.wait() for left in list(_ABANDONED)]
+    for entered in list(_ABANDONED):
+        if entered.thread is None or entered.thread.ended:
+            _ABANDONED.pop(entered, None)
+    return [entered.wait() for entered in list(_ABANDONED)]
 
 
 def waits() -> list[Wait]:
-    """Everything that this process waits for now, oldest first."""
-    return sorted((entered.wait() for entered in list(_OPEN)), key=lambda wait: wait.since)
+    """All waits in progress in this process, oldest first."""
+    return sorted((entered.wait() for entered in list(_ENTERED)), key=lambda wait: wait.since)
 
 
-class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place of a generator, as a deadline is
-    """Run foreign code: what escapes becomes ``failure``, attributed, and nothing runs longer than ``seconds``.
+class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like deadline
+    """Run user code: convert its exceptions to ``failure`` with place and cause, and end it after ``seconds``.
 
     Args:
         failure: the class to raise.
-        what: what runs, for the message and for :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
-        seconds: deadline; it ends awaits. A thread that blocks is abandoned by whoever started it.
-        thread: where it runs, if in a thread; listed by :func:`abandoned` when it goes on after us.
-        watched: whether the deadline passes by itself; else from the first wait of what is :meth:`leashed` on.
+        what: name of the code, for messages and :func:`waits`, e.g. ``"CalculatorEnvironment.step"``.
+        seconds: deadline; it cancels awaits. :func:`call_foreign` abandons a thread that blocks.
+        thread: the thread that runs the code, if any; :func:`abandoned` lists it if it runs on after the boundary.
+        armed: whether the timer starts at once; else it starts at the first wait of a :meth:`guarded` awaitable.
 
     Raises:
-        RolloutsError: ``failure``; or, unchanged, an error that already is one of the house.
+        RolloutsError: ``failure``; or a :class:`RolloutsError` of the code itself, unchanged.
     """
 
     __slots__ = ("_before", "_failure", "_place", "_seconds", "_since", "_task", "_what", "thread")
@@ -119,13 +117,13 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         self.thread = thread
 
     def wait(self) -> Wait:
-        """What is waited for inside, to look at."""
+        """The wait of this boundary, for reports."""
         until = None if self._seconds is None else self._since + self._seconds
         return Wait(self._place, self._what, self._since, until, self._task, self.thread)
 
     def guarded(self, awaitable: Awaitable[Any], *, grace: float = 10.0) -> CancellationGuard:
-        """What to await instead of foreign code's awaitable, inside; one without ``seconds`` is made not watched."""
-        assert self.scope is not None, "what nothing can end has no scope to leave"
+        """The guard to await in place of user code's awaitable. Requires ``seconds``, or ``armed=False``."""
+        assert self.scope is not None, "an armed boundary without seconds has no cancel scope"
         return CancellationGuard(awaitable, self, self._what, self._place, grace=grace)
 
     def __enter__(self) -> Self:
@@ -134,22 +132,22 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
         self._place = current_place()
         self._since = time.monotonic()
         super().__enter__()
-        _OPEN[self] = None
+        _ENTERED[self] = None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        raised: BaseException | None = None  # not by what ran inside
-        if error is None and self._is_asked_to_end() and not self.expired and _is_cancelled():
-            error = raised = asyncio.CancelledError()  # swallowed inside: what it answered is no answer
+        raised: BaseException | None = None  # an error that the code inside did not raise
+        if error is None and self._was_cancelled_inside() and not self.expired and _is_cancelled():
+            error = raised = asyncio.CancelledError()  # suppressed inside: the result is discarded
         try:
             if super().__exit__(None if error is None else type(error), error, trace):
                 error = raised = None
-        except BaseException as other:  # noqa: BLE001 - what a group holds beside its cancellations; told apart below
+        except BaseException as other:  # noqa: BLE001 - e.g. a group with cancellations removed; sorted below
             error = raised = other
         finally:
-            del _OPEN[self]
+            del _ENTERED[self]
             if self.thread is not None and self.thread.ident is not None and not self.thread.ended:
                 _ABANDONED[self] = None
         try:
@@ -158,27 +156,27 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, in place
             if raised is not None:
                 raise raised
         finally:
-            error = raised = None  # its traceback holds this frame: nothing but a collector would free the two
+            error = raised = None  # its traceback refers to this frame: a cycle that only the collector would free
         return False
 
     def _raise_if_foreign(self, error: BaseException | None) -> None:
-        """Raise the failure that an error of foreign code is, or that it was too late; others may go on."""
+        """Raise the failure for an error of user code or a missed deadline; return for other errors."""
         failure, what = self._failure, self._what
         if error is None:
             raise _failure(failure, what, f"{what} did not answer within {self._seconds:g} s", late=True)
         if isinstance(error, RolloutsError):
             return
         if isinstance(error, asyncio.CancelledError):
-            if not self._is_asked_to_end() and not _is_cancelled():
-                text = f"{what} raised CancelledError: something inside was cancelled, and not by us"
+            if not self._was_cancelled_inside() and not _is_cancelled():
+                text = f"{what} raised CancelledError: something inside was cancelled, by no enclosing scope"
                 raise _failure(failure, what, text) from error
         elif isinstance(error, Exception | SystemExit | BaseExceptionGroup):
             if isinstance(error, BaseExceptionGroup):
-                _raise_what_is_not_foreign(error)
+                _raise_if_not_foreign(error)
             raise _failure(failure, what, f"{what} raised {type(error).__name__}: {_text(error)}") from error
 
-    def _is_asked_to_end(self) -> bool:
-        """Whether the task was cancelled inside."""
+    def _was_cancelled_inside(self) -> bool:
+        """Whether the task was cancelled since the boundary was entered."""
         return self._task is not None and self._task.cancelling() > self._before
 
 
@@ -189,12 +187,12 @@ def _failure(kind: type[RolloutsError], what: str, text: str, *, late: bool = Fa
 
 
 def _is_cancelled() -> bool:
-    """Whether a cancel scope around us has been cancelled."""
+    """Whether an enclosing cancel scope is cancelled."""
     return anyio.current_effective_deadline() == -math.inf
 
 
-def _raise_what_is_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
-    """A group may hold, beside a guest's errors, a broken law of ours, or a signal to the process."""
+def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
+    """Raise a broken law or a process signal (e.g. ``KeyboardInterrupt``) that a group contains."""
     broken: BaseException | None = group.subgroup(TokenMismatchError)
     while isinstance(broken, BaseExceptionGroup):
         broken = broken.exceptions[0]
@@ -207,7 +205,7 @@ def _raise_what_is_not_foreign(group: BaseExceptionGroup[BaseException]) -> None
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - an exception that cannot be printed is still only a guest's exception
+    except Exception:  # noqa: BLE001 - ``__str__`` of a user's exception may raise
         return "(an error that cannot be printed)"
 
 
@@ -216,8 +214,18 @@ async def call_foreign(
 ) -> Any:
     """Call a user's function inside a :func:`boundary`, sync or async.
 
-    A sync one runs in a worker thread, so it cannot stall the loop; at its deadline the thread is abandoned. The time
-    that it stands in line for a thread is not counted against it.
+    A sync function runs in a worker thread, so that it cannot block the event loop; at its deadline the thread is
+    abandoned. The time until a thread is free does not count.
+
+    Args:
+        failure: the class to raise.
+        what: name of the code, for messages and :func:`waits`.
+        function: the function; if it is sync and returns an awaitable, that is awaited with a deadline of its own.
+        arguments: its arguments.
+        seconds: deadline; ``None``: none.
+
+    Raises:
+        RolloutsError: ``failure``; or a :class:`RolloutsError` of the function, unchanged.
     """
     if _is_async(function):
         with boundary(failure, what, seconds=seconds, armed=False) as entered:
@@ -230,21 +238,21 @@ async def call_foreign(
     def work() -> Any:
         thread.ident = threading.get_ident()
         try:
-            thread.answer = function(*arguments)
-            thread.discard()
-            return thread.answer
+            thread.result = function(*arguments)
+            thread.close_unused()
+            return thread.result
         finally:
             thread.ended = True
 
-    taken = False
+    finished = False
     try:
         with boundary(failure, what, seconds=seconds, thread=thread):
             value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
-        taken = True
+        finished = True
     finally:
         threads.release()
-        thread.given_up = not taken
-        thread.discard()
+        thread.abandoned = not finished
+        thread.close_unused()
     if inspect.isawaitable(value):
         with boundary(failure, what, seconds=seconds, armed=False) as entered:
             return await entered.guarded(value)
@@ -252,7 +260,7 @@ async def call_foreign(
 
 
 def function_name(function: Any) -> str:
-    """A name for messages: that of a function, of a partial's function, or of an object's class."""
+    """A name for messages: of the function, of a partial's function, or of an object's class."""
     function = _unwrapped(function)
     return getattr(function, "__name__", None) or type(function).__name__
 

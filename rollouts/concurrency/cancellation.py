@@ -1,11 +1,11 @@
-"""Cancellation of foreign coroutines that may refuse it: each is driven in the task that waits for it.
+"""Cancellation of user coroutines that may refuse it: each is driven in the task that waits for it.
 
-Invariant: the caller of a :class:`CancellationGuard` inside a cancelled scope continues within seconds, whatever the
-coroutine does with its cancellation: swallow it for ever, or hide from it behind a shield. A coroutine that is given up
-is never resumed, and is listed by :func:`left_behind`. One that ends within its grace period cleans up undisturbed.
+Invariant: inside a cancelled scope, the task that awaits a :class:`CancellationGuard` continues within seconds, even if
+the coroutine suppresses every cancellation or awaits behind a shield. An abandoned coroutine is never resumed, and
+:func:`left_behind` lists it. A coroutine that ends within its grace period cleans up undisturbed.
 
-The coroutine runs in the caller's own task, as if there were no guard. Tasks that it has started itself are cancelled
-with the scopes that they live in, and waited for by nobody.
+The coroutine runs in the caller's own task, as without a guard. Tasks that it started are cancelled with their scopes;
+the guard does not wait for them.
 """
 
 from __future__ import annotations
@@ -24,36 +24,35 @@ from rollouts.concurrency.deadlines import deadline
 
 __all__ = ["CancellationGuard", "left_behind"]
 
-_SWALLOWED = 100
-_SWALLOWING_SECONDS = 1.0
-"""A cancelled scope asks again and again: a coroutine that swallowed so many of its cancellations, and for so long,
-does nothing else."""
-_FORCED = 3
-"""How often one that hides behind a shield is told to end."""
+_MAX_SUPPRESSED = 100
+_SUPPRESSING_SECONDS = 1.0
+"""A cancelled scope repeats its cancellation: a coroutine that suppressed this many, for this long, is abandoned."""
+_MAX_FORCED = 3
+"""Number of cancellations sent to a coroutine behind a shield before it is abandoned."""
 
-_LEFT: list[CancellationGuard] = []
+_ABANDONED: list[CancellationGuard] = []
 
 
 def left_behind() -> list[CancellationGuard]:
-    """The coroutines that were let go in this process, oldest first."""
-    return list(_LEFT)
+    """The abandoned coroutines of this process, oldest first."""
+    return list(_ABANDONED)
 
 
 class CancellationGuard:
-    """Await it instead of the awaitable.
+    """An awaitable that runs another one and can abandon it.
 
     Args:
-        awaitable: foreign.
-        around: the deadline around, not watched yet, whose scope is the innermost one. It is from the first wait on.
-        what: who it is, for messages.
-        place: where that is.
-        grace: seconds from the deadline on that it may hide behind a shield, to clean up.
+        awaitable: the awaitable of user code.
+        around: the enclosing deadline, not armed yet, whose scope is the innermost one. The first wait arms it.
+        what: name of the code, for messages.
+        place: where it runs, for messages.
+        grace: seconds after the deadline that the coroutine may await behind a shield, to clean up.
     """
 
     _waits_for: Any = None
     _overdue = False
     _forced = 0
-    _swallowed = 0
+    _suppressed = 0
     _since = 0.0
     _timer: asyncio.TimerHandle | None = None
 
@@ -67,16 +66,16 @@ class CancellationGuard:
 
     @property
     def what(self) -> str:
-        """Who it is, and where."""
+        """Place and name, for reports."""
         return f"{self._place}: {self._what}"
 
     def __repr__(self) -> str:
-        return f"<CancellationGuard {self.what}: {self._swallowed} cancellations swallowed>"
+        return f"<CancellationGuard {self.what}: {self._suppressed} cancellations suppressed>"
 
     def __await__(self) -> Generator[Any, Any, Any]:
         inner: Any = self.awaitable.__await__()
         error: BaseException | None = None
-        watched = False  # from its first wait on: many never wait, and a timer costs more than they do
+        armed = False  # from the first wait: many coroutines never wait, and a timer costs more than they do
         try:
             while True:
                 try:
@@ -90,33 +89,33 @@ class CancellationGuard:
                         raise
                     break
                 if error is not None and self._is_hopeless():
-                    self._let_go()
-                    self._leave_its_scopes()
+                    self._abandon()
+                    self._exit_its_scopes()
                     if not self._overdue:
                         raise error
                     break
                 error = None
-                if not watched:
-                    watched = True
+                if not armed:
+                    armed = True
                     self._around.arm()
-                    self._look()
+                    self._check_grace()
                 try:
                     yield self._waits_for
-                except BaseException as thrown:  # noqa: BLE001 - thrown on into the coroutine
+                except BaseException as thrown:  # noqa: BLE001 - thrown into the coroutine above
                     error = thrown
                     self._count(thrown)
                 if self._overdue:
                     self._forced += 1
                     error = error or asyncio.CancelledError()
         finally:
-            error = None  # its traceback holds this frame: nothing but a collector would free the two
+            error = None  # its traceback refers to this frame: a cycle that only the collector would free
             if self._timer is not None:
                 self._timer.cancel()
-        yield from anyio.lowlevel.checkpoint().__await__()  # our scope is cancelled: raises what was hidden from
+        yield from anyio.lowlevel.checkpoint().__await__()  # raises the cancellation of our scope
         raise asyncio.CancelledError
 
-    def _look(self) -> None:
-        """See whether the grace is over; then wake the coroutine wherever it waits."""
+    def _check_grace(self) -> None:
+        """Cancel the future that the coroutine waits for if the grace period is over; else check again later."""
         loop = asyncio.get_running_loop()
         left = self._around.ends + self._grace - loop.time()
         if left == math.inf and self._timer is None:
@@ -125,29 +124,29 @@ class CancellationGuard:
             self._overdue = True
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
-        again = min(left, 3600.0) if left > 0 else 1.0  # a stopped clock moves the deadline
-        self._timer = loop.call_later(again, self._look)
+        delay = min(left, 3600.0) if left > 0 else 1.0  # a paused clock moves the deadline
+        self._timer = loop.call_later(delay, self._check_grace)
 
     def _count(self, thrown: BaseException) -> None:
         if isinstance(thrown, asyncio.CancelledError):
             self._since = self._since or time.monotonic()
-            self._swallowed += 1
+            self._suppressed += 1
 
     def _is_hopeless(self) -> bool:
-        swallows = self._swallowed >= _SWALLOWED and time.monotonic() - self._since >= _SWALLOWING_SECONDS
-        return swallows or self._forced >= _FORCED
+        suppresses = self._suppressed >= _MAX_SUPPRESSED and time.monotonic() - self._since >= _SUPPRESSING_SECONDS
+        return suppresses or self._forced >= _MAX_FORCED
 
-    def _let_go(self) -> None:
-        """Keep the coroutine for ever: to close or to free it, even at the end of the interpreter, would resume it."""
-        _LEFT.append(self)
+    def _abandon(self) -> None:
+        """Keep the coroutine alive for ever: closing or freeing it, even at interpreter exit, would resume it."""
+        _ABANDONED.append(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.awaitable))
 
-    def _leave_its_scopes(self) -> None:
-        """Be where we were before it entered scopes that it will never leave."""
+    def _exit_its_scopes(self) -> None:
+        """Exit the scopes that the abandoned coroutine entered, so that the task's scopes nest again."""
         while True:
             probe = anyio.CancelScope()
             with probe:
-                current = getattr(probe, "_parent_scope", None)  # anyio tells no other way which scope is the current
+                current = getattr(probe, "_parent_scope", None)  # anyio has no public way to get the current scope
             if current is None or current is self._around.scope:
                 return
             current.cancel()

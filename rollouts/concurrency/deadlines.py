@@ -1,7 +1,7 @@
-"""Deadlines whose clock can be stopped, by whoever waits and by others; and what everybody stands still for.
+"""Deadlines that can be paused by their own task or by another one, and the list of global pauses.
 
-Invariant: while somebody's clocks are stopped none of the deadlines around him passes, and afterwards each has as much
-left as before; one that has passed stays passed. This module knows nothing of what is waited for.
+Invariant: while the deadlines around a task are paused, none of them expires; afterwards each has as much time left as
+before. A deadline that has expired stays expired. This module does not know what a task waits for.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Clocks", "Pause", "deadline", "listed_pause", "paused_deadlines", "p
 _CLOCKS: contextvars.ContextVar[tuple[deadline, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
 
 
-class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a generator: it is entered at every wait
-    """``anyio.move_on_after`` whose clock :func:`paused_deadlines` can stop; for ever where ``seconds`` is ``None``.
+class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as every wait enters one
+    """An ``anyio.move_on_after`` that :class:`Clocks` can pause.
 
     Args:
-        seconds: from when it is made.
-        watched: whether it passes by itself; else from :meth:`watch` on, for code of which most never waits: a timer
-            costs more than all the rest. One that is watched and has no ``seconds`` opens no scope.
+        seconds: time limit, counted from the construction; ``None``: no limit.
+        armed: whether the timer starts at once; else :meth:`arm` starts it, for code that mostly never waits: the timer
+            is the greater part of the cost. An armed deadline without ``seconds`` opens no scope.
     """
 
     __slots__ = ("_armed", "_token", "ends", "scope")
@@ -41,7 +41,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
         self.scope: anyio.CancelScope | None = None
         if seconds is None:
             self.ends = math.inf
-            if armed:  # nothing will ever end what runs inside
+            if armed:  # nothing can cancel the code inside
                 return
         else:
             self.ends = asyncio.get_running_loop().time() + seconds
@@ -50,7 +50,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
     def __enter__(self) -> Self:
         if self.scope is not None:
             self.scope.__enter__()
-        if self.ends != math.inf:  # else there is no clock to stop
+        if self.ends != math.inf:  # else there is nothing to pause
             self._token = _CLOCKS.set((*_CLOCKS.get(), self))
         return self
 
@@ -63,22 +63,22 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
 
     @property
     def expired(self) -> bool:
-        """Whether it has passed."""
+        """Whether the deadline has expired."""
         return self.scope is not None and self.scope.cancel_called
 
     @property
     def caught(self) -> bool:
-        """Whether it has ended what ran inside."""
+        """Whether the deadline cancelled the code inside."""
         return self.scope is not None and self.scope.cancelled_caught
 
     def arm(self) -> None:
-        """Let it pass by itself from here on."""
+        """Start the timer."""
         if not self._armed:
             self._armed = True
             self.move(self.ends)
 
     def move(self, ends: float) -> None:
-        """Let it pass then."""
+        """Set the time of expiry, in seconds of the event loop's clock."""
         self.ends = ends
         if self._armed and self.scope is not None:
             self.scope.deadline = ends
@@ -86,37 +86,37 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`, in place of a gene
 
 @functools.cache
 def _scope_class() -> type[anyio.CancelScope]:
-    """What ``anyio.CancelScope()`` gives in an event loop of asyncio, after a search that costs more than the scope."""
+    """The class that ``anyio.CancelScope()`` returns on asyncio; its lookup costs more than the scope."""
     return type(anyio.CancelScope())
 
 
 class Clocks:
-    """The deadlines around whoever makes it. Others may stop them too, in the same event loop."""
+    """The deadlines around the task that creates it. Other tasks of the same event loop may pause them too."""
 
-    __slots__ = ("_deadlines", "_stopped")
+    __slots__ = ("_deadlines", "_paused")
 
     def __init__(self) -> None:
         self._deadlines = _CLOCKS.get()
-        self._stopped: list[tuple[deadline, float]] = []
+        self._paused: list[tuple[deadline, float]] = []
 
     def pause(self) -> None:
-        """Stop those that run."""
+        """Pause the deadlines that have not expired."""
         now = asyncio.get_running_loop().time()
-        self._stopped += [(one, one.ends - now) for one in self._deadlines if now < one.ends < math.inf]
-        for one, _ in self._stopped:
-            one.move(math.inf)
+        self._paused += [(limit, limit.ends - now) for limit in self._deadlines if now < limit.ends < math.inf]
+        for limit, _ in self._paused:
+            limit.move(math.inf)
 
     def resume(self) -> None:
-        """Let those that were stopped here go on."""
+        """Resume the paused deadlines with the time that each had left."""
         now = asyncio.get_running_loop().time()
-        for one, left in self._stopped:
-            one.move(now + left)
-        self._stopped.clear()
+        for limit, left in self._paused:
+            limit.move(now + left)
+        self._paused.clear()
 
 
 @contextlib.contextmanager
 def paused_deadlines() -> Iterator[None]:
-    """Stop the deadlines around us while inside: for a wait that somebody outside the run has asked for."""
+    """Pause the enclosing deadlines while inside, for a wait that is requested from outside the run."""
     clocks = Clocks()
     clocks.pause()
     try:
@@ -127,13 +127,13 @@ def paused_deadlines() -> Iterator[None]:
 
 @attrs.frozen
 class Pause:
-    """Something that many wait for, and that is nobody's failure."""
+    """A global pause: many turns wait for it, and it is no failure of theirs."""
 
     what: str
     since: float
-    """``time.monotonic()``."""
+    """``time.monotonic()`` at its start."""
     waiting: Callable[[], int] = attrs.field(repr=False)
-    """How many turns wait for it now."""
+    """Returns the number of turns that wait for it now."""
 
     def __str__(self) -> str:
         return f"{self.what} for {time.monotonic() - self.since:.1f} s, {self.waiting()} turns wait"
@@ -143,16 +143,16 @@ _PAUSES: list[Pause] = []
 
 
 def pauses() -> list[Pause]:
-    """What there is in this process now, oldest first."""
+    """The global pauses of this process, oldest first."""
     return list(_PAUSES)
 
 
 @contextlib.contextmanager
 def listed_pause(what: str, waiting: Callable[[], int]) -> Iterator[Pause]:
-    """List a standstill while inside."""
-    standstill = Pause(what, time.monotonic(), waiting)
-    _PAUSES.append(standstill)
+    """List a global pause while inside."""
+    pause = Pause(what, time.monotonic(), waiting)
+    _PAUSES.append(pause)
     try:
-        yield standstill
+        yield pause
     finally:
-        _PAUSES.remove(standstill)
+        _PAUSES.remove(pause)

@@ -1,8 +1,8 @@
-"""Python's garbage collector, kept from stopping the event loop of a run.
+"""Settings of Python's garbage collector that avoid long pauses of a run's event loop.
 
-Invariant: inside :func:`calm_collector` a full collection does not walk what was there before (a tokenizer, a template,
-torch: some hundred thousand objects), and comes rarely; afterwards everything is as it was. What a run drops is freed
-by reference counts at once, as ever; only what refers to itself waits.
+Invariant: inside :func:`calm_collector` a full collection skips the objects that existed before (tokenizer, template,
+torch: some hundred thousand) and is rare; afterwards the settings are as before. Objects without reference cycles are
+freed at once, as usual; only cycles wait for the collector.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Iterator
 __all__ = ["calm_collector"]
 
 _THRESHOLDS = (5_000, 40, 10)
-"""New objects before the youngest are looked through; how many such looks before the next age, and the next. A look
-lasts 2 µs an object where all are garbage (the tracebacks of a server that is away): 10 ms of a loop that stands still.
-"""
+"""Thresholds of the three generations. A collection takes 2 µs an object if all are garbage (e.g. the tracebacks of an
+unreachable server): 5,000 of them block the event loop for 10 ms."""
 
 
 @contextlib.contextmanager
 def calm_collector() -> Iterator[None]:
-    """For a long run of one process: on entering, clean up once and set aside what is there."""
-    if gc.get_freeze_count() or not gc.isenabled():  # somebody has thought of it
+    """Collect once, freeze all existing objects and raise the thresholds; for a long run of one process."""
+    if gc.get_freeze_count() or not gc.isenabled():  # the user has set the collector already
         yield
         return
     before = gc.get_threshold()

@@ -1,8 +1,8 @@
-"""Who waits for what, since when, in which file and line.
+"""The wait report: global pauses first, then all waits with their start time and source line.
 
-Invariant: it only looks, and it can look while the event loop is stuck: it needs nothing but the interpreter. What goes
-wrong with a report on a signal is raised nowhere. This module knows what
-:func:`rollouts.concurrency.boundary.waits` lists, and nothing of what is done there.
+Invariant: a report changes nothing, and works while the event loop is blocked: it needs only the interpreter. An error
+while a signal is answered is never raised. This module knows the list of
+:func:`rollouts.concurrency.boundary.waits`, and not what the code inside a boundary does.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ _MACHINERY = (
     "/rollouts/errors.py",
     "/rollouts/concurrency/cancellation.py",
 )
-_SHOWN = 200
+_MAX_LINES = 200
 
 
 def where(wait: Wait) -> str:
-    """The innermost line of foreign or own code that a wait stands in, as ``file:line in function``."""
+    """The innermost source line of a wait outside of the machinery, as ``file:line in function``."""
     frames: list[types.FrameType] = []
     if wait.thread is not None and wait.thread.ident is not None:
         frame = sys._current_frames().get(wait.thread.ident)
         frames = list(_outwards(frame))[::-1]
     elif wait.task is not None:
         frames = list(_inwards(wait.task.get_coro()))
-        if frames and frames[-1].f_back is not None:  # it runs at this moment: the loop is inside it
+        if frames and frames[-1].f_back is not None:  # the task is running: it has an outer frame
             frames = list(_outwards(frames[-1]))[::-1]
     return _describe(frames)
 
 
 def standing(frame: types.FrameType) -> str:
-    """The innermost line of foreign or own code of a thread that stands in ``frame``."""
+    """The innermost source line outside of the machinery of a thread whose current frame is ``frame``."""
     return _describe(list(_outwards(frame))[::-1])
 
 
 def report(frame: types.FrameType | None = None) -> str:
-    """Everything that is waited for, oldest first; ``frame`` is what the main thread was doing."""
+    """The report as text, waits oldest first; ``frame`` is the current frame of the main thread."""
     now = waits()
-    lines = [f"rollouts: {standstill}" for standstill in pauses()]
+    lines = [f"rollouts: {pause}" for pause in pauses()]
     lines += [f"rollouts: {len(now)} waits"]
-    lines += [f"  {wait}, in {where(wait)}" for wait in now[:_SHOWN]]
-    lines += [f"  ... and {len(now) - _SHOWN} more"] if len(now) > _SHOWN else []
-    left = abandoned()
-    lines += [f"rollouts: {len(left)} abandoned threads still run"] if left else []
-    lines += [f"  {wait}, in {where(wait)}" for wait in left[:_SHOWN]]
-    gone = left_behind()
-    lines += [f"rollouts: {len(gone)} coroutines were let go, which swallowed their cancellation"] if gone else []
-    lines += [f"  {leash.what}, in {_describe(list(_inwards(leash.awaitable)))}" for leash in gone[:_SHOWN]]
+    lines += [f"  {wait}, in {where(wait)}" for wait in now[:_MAX_LINES]]
+    lines += [f"  ... and {len(now) - _MAX_LINES} more"] if len(now) > _MAX_LINES else []
+    threads = abandoned()
+    lines += [f"rollouts: {len(threads)} abandoned threads still run"] if threads else []
+    lines += [f"  {wait}, in {where(wait)}" for wait in threads[:_MAX_LINES]]
+    guards = left_behind()
+    lines += [f"rollouts: {len(guards)} coroutines suppressed their cancellation and were abandoned"] if guards else []
+    lines += [f"  {guard.what}, in {_describe(list(_inwards(guard.awaitable)))}" for guard in guards[:_MAX_LINES]]
     if frame is not None:
         lines.append(f"rollouts: the main thread is in {standing(frame)}")
     return "\n".join(lines)
@@ -71,20 +71,20 @@ def report(frame: types.FrameType | None = None) -> str:
 
 @contextlib.contextmanager
 def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextIO | None = None) -> Iterator[None]:
-    """Write a :func:`report` to standard error whenever the process gets the signal; also while the loop is stuck."""
-    if not number:  # a platform without it
+    """Write a :func:`report` to standard error at each signal ``number``, also while the event loop is blocked."""
+    if not number:  # the platform has no such signal
         yield
         return
 
-    def tell(_: int, frame: types.FrameType | None) -> None:
+    def write_report(_: int, frame: types.FrameType | None) -> None:
         try:
             text = report(frame)
-        except Exception as error:  # noqa: BLE001 - it would be raised in whatever line the main thread is at
-            text = f"rollouts: no report: it raised {shortened(error)}"
-        with contextlib.suppress(Exception, SystemExit):  # closed, or in the midst of another line
+        except Exception as error:  # noqa: BLE001 - it would be raised in an arbitrary line of the main thread
+            text = f"rollouts: the report raised {shortened(error)}"
+        with contextlib.suppress(Exception, SystemExit):  # the file is closed, or writing another line
             print(text, file=file or sys.stderr, flush=True)
 
-    before = signal.signal(number, tell)
+    before = signal.signal(number, write_report)
     try:
         yield
     finally:
@@ -111,12 +111,12 @@ def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 
 def _first(value: Any, *names: str) -> Any:
-    return next((found for name in names if (found := getattr(value, name, None)) is not None), None)
+    return next((field for name in names if (field := getattr(value, name, None)) is not None), None)
 
 
 def _describe(frames: list[types.FrameType]) -> str:
-    """The innermost frame that is not machinery, or the innermost."""
+    """The innermost frame outside of the machinery, or else the innermost."""
     own = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in _MACHINERY)]
     for frame in (own or frames)[-1:]:
         return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return "a place that is not known"
+    return "an unknown place"

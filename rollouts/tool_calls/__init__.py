@@ -1,4 +1,4 @@
-"""Assistant text to tool calls, one dialect a file. For meaning only: ids are never rebuilt from what is read here."""
+"""Parsers from assistant text to tool calls, one dialect a file. Token ids are never built from their results."""
 
 from rollouts.tool_calls.base import Dialect, Reply
 from rollouts.tool_calls.registry import DIALECTS, dialect_of_template, get_dialect

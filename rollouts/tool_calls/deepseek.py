@@ -1,4 +1,4 @@
-"""DeepSeek's marks: with a JSON fence (V3, R1), without one (V3.1), and with tags (V3.2)."""
+"""The dialects of DeepSeek: with a JSON fence (V3, R1), without one (V3.1), and with tags (V3.2)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeepSeekV31(SectionDialect):
         return str(call["head"]).strip() if call["rest"] is not None else ""
 
     def arguments_of(self, call: re.Match[str]) -> str:
-        """The JSON of the arguments."""
+        """The JSON text of the arguments."""
         return str(call["rest"])
 
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
@@ -64,7 +64,7 @@ _PARAMETER = re.compile(
 
 
 class DeepSeekV32(SectionDialect):
-    """``<｜DSML｜invoke name="...">`` with parameters that say whether they are strings or JSON."""
+    """``<｜DSML｜invoke name="...">`` with parameters marked as string or JSON."""
 
     name = "deepseek_v3_2"
     marks = ("<｜DSML｜function_calls>", "<｜DSML｜invoke ")
@@ -83,7 +83,7 @@ class DeepSeekV32(SectionDialect):
         if not call["name"]:
             raise MalformedCallError("the name of a tool is missing", "no_name")
         arguments = {
-            found["key"]: found["value"] if found["string"] == "true" else json_value(found["value"])
-            for found in tagged_arguments(_PARAMETER, call["body"])
+            argument["key"]: argument["value"] if argument["string"] == "true" else json_value(argument["value"])
+            for argument in tagged_arguments(_PARAMETER, call["body"])
         }
         return ToolCall(call["name"], arguments, raw=call[0])

@@ -1,4 +1,4 @@
-"""A notation of its own, with quotes that are one token: Gemma 4."""
+"""The dialect of Gemma 4: ``key:value`` pairs, with a special token as quotation mark."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Gemma"]
 _QUOTE = '<|"|>'
 _HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<]+)(?P<arguments>\{|<\|\"\|>)?")
 _KEY = re.compile(r'\s*(?:<\|"\|>(?P<quoted>.*?)<\|"\|>|(?P<bare>[^\s:,{}\[\]<>"]+))\s*:', re.DOTALL)
-_DEEPEST = 100
+_MAX_DEPTH = 100
 
 
 class Gemma(BlockDialect):
-    """``<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>``; keys bare, strings between marks."""
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>``; bare keys, quoted strings."""
 
     name = "gemma"
     marks = ("<|tool_call>",)
@@ -48,10 +48,10 @@ class Gemma(BlockDialect):
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """Read the value that begins at ``at``; return it with the place behind it."""
+    """Parse the value that begins at ``at``; return it with its end position."""
     at = _skip(text, at)
-    if depth > _DEEPEST:
-        raise MalformedCallError(f"the arguments are nested deeper than {_DEEPEST}", "bad_arguments")
+    if depth > _MAX_DEPTH:
+        raise MalformedCallError(f"the arguments are nested deeper than {_MAX_DEPTH}", "bad_arguments")
     if text.startswith(_QUOTE, at):
         end = text.find(_QUOTE, at + len(_QUOTE))
         if end < 0:

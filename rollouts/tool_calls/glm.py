@@ -1,4 +1,4 @@
-"""Keys and values in tags after the name: GLM-4.5 and later."""
+"""The dialect of GLM-4.5 and later: keys and values in tags after the name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Glm(BlockDialect):
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         body = block["body"]
-        found = _NAME.match(body)
-        name = found.group(1) if found else ""
+        match = _NAME.match(body)
+        name = match.group(1) if match else ""
         try:
             if block["close"] is None:
                 return [unclosed(block[0], "</tool_call>", name)]
-            if found is None:
+            if match is None:
                 raise MalformedCallError("the name of a tool must follow <tool_call>", "no_name")
-            pairs = tagged_arguments(_ARGUMENT, body[found.end() :])
+            pairs = tagged_arguments(_ARGUMENT, body[match.end() :])
             arguments = {p["key"].strip(): typed_value(tools, name, p["key"].strip(), p["value"]) for p in pairs}
         except MalformedCallError as error:
             return [unreadable(block[0], error, name)]

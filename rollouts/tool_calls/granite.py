@@ -1,4 +1,4 @@
-"""A JSON array of calls after one mark: Granite 3."""
+"""The dialect of Granite 3: a JSON array of calls after a mark."""
 
 from __future__ import annotations
 

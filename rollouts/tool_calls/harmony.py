@@ -1,8 +1,8 @@
-"""The channels of gpt-oss, as text: analysis is reasoning, a recipient makes a call, the rest is content.
+"""The dialect of gpt-oss, as text: channel ``analysis`` is reasoning, a recipient makes a call, the rest is content.
 
-A reader of our own, though ``openai-harmony`` exists: that one reads ids, with a vocabulary which it downloads, and
-gives a reply up at its first fault, where the model has to be told of it. It is the judge in the tests: what it reads
-is read the same here (a recipient without ``to=`` aside), and no call that it refuses ever runs.
+``openai-harmony`` is not used: it parses ids with a vocabulary that it downloads, and rejects the whole reply at the
+first error, while the model needs an error message for it. It is the reference in the tests: replies that it accepts
+parse the same here (a recipient without ``to=`` aside), and no call that it rejects ever runs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 class Harmony:
     """``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}``, ended by ``<|call|>``.
 
-    That stop token is not part of the text, so a call that was cut shows only by its JSON. A message ends at its mark
-    and nowhere else: a call that is written inside an analysis is a draft.
+    The stop token is not part of the text, so a cut call is recognised only by its incomplete JSON. A message ends only
+    at its mark: a call inside an analysis message is reasoning.
     """
 
     name: ClassVar[str] = "harmony"
 
     def parse(self, text: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None) -> Reply:
         thoughts: list[str] = []
-        said: list[str] = []
+        content: list[str] = []
         calls: list[ToolCall] = []
         at = len(_START) if text.startswith(_START) else 0
         while (body := text.find(_MESSAGE, at)) >= 0:
@@ -52,19 +52,19 @@ class Harmony:
             elif "<|channel|>analysis" in head:
                 thoughts.append(text[body : end.start()])
             else:
-                said += [] if header else [head]
-                said.append(text[body : end.start()])
+                content += [] if header else [head]
+                content.append(text[body : end.start()])
             at = text.find(_START, end.end())
-            said.append(text[end.end() : at if at >= 0 else len(text)])
+            content.append(text[end.end() : at if at >= 0 else len(text)])
             if at < 0:
                 at = len(text)
                 break
             at += len(_START)
-        if not (thoughts or calls or said):
+        if not (thoughts or calls or content):
             return Reply(text)
-        said.append(text[at:])
+        content.append(text[at:])
         return Reply(
-            content="\n".join(part.strip() for part in said if part.strip()),
+            content="\n".join(part.strip() for part in content if part.strip()),
             reasoning="\n".join(thought.strip() for thought in thoughts) if thoughts else None,
             tool_calls=tuple(calls),
         )

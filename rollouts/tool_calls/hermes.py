@@ -1,4 +1,4 @@
-"""JSON objects in ``<tool_call>`` tags: Hermes, Qwen2.5, Qwen3, QwQ, Granite 4."""
+"""The dialect of Hermes, Qwen2.5, Qwen3, QwQ and Granite 4: JSON objects in ``<tool_call>`` tags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Hermes(BlockDialect):
 
     name = "hermes"
     marks = ("<tool_call>",)
-    # A second opening tag ends an unclosed block, so that one lost tag does not swallow the calls after it.
+    # A second opening tag ends an unclosed block, so that a missing tag does not hide the calls after it.
     block = re.compile(r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:

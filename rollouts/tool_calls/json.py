@@ -1,4 +1,4 @@
-"""Reading what stands inside a call: JSON, and values that are written without quotes. Strict: nothing is repaired."""
+"""Strict parsers for the contents of a call: JSON, and values without quotes. Nothing is repaired."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 
 
 class MalformedCallError(ValueError):
-    """A call that cannot be read; the message is meant for the model, the fault for the count."""
+    """A malformed call: the message is shown to the model, the fault is counted."""
 
     def __init__(self, message: str, fault: Fault = "bad_form") -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class MalformedCallError(ValueError):
 
 
 def unreadable(raw: str, error: MalformedCallError, name: str = "") -> ToolCall:
-    """A call that could not be read, with the reason in words for the model."""
+    """A malformed call, with an error message for the model."""
     return ToolCall(name, raw=raw, error=f"The tool call could not be read: {error}.", fault=error.fault)
 
 
@@ -45,9 +45,9 @@ def unclosed(raw: str, mark: str, name: str = "") -> ToolCall:
 
 
 def name_in(text: str) -> str:
-    """The name in the JSON of a broken call, or ``""``."""
-    found = _NAME.search(text)
-    return found.group(1) if found else ""
+    """The name in the JSON of a malformed call, or ``""``."""
+    match = _NAME.search(text)
+    return match.group(1) if match else ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,12 +67,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 
 def json_prefix(text: str, at: int = 0) -> tuple[Any, int]:
-    """Read one JSON value that begins at ``at``; return it with the place behind it.
+    """Parse the JSON value that begins at ``at``; return it with its end position.
 
     Strict: no duplicate keys, no NaN or Infinity.
 
     Raises:
-        MalformedCallError: there is no such value.
+        MalformedCallError: there is no valid value.
     """
     try:
         return _DECODER.raw_decode(text, at)
@@ -86,10 +86,10 @@ def json_prefix(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def json_value(text: str) -> Any:
-    """Read a text that is one JSON value, white space around it aside.
+    """Parse a text that is one JSON value, with white space around it.
 
     Raises:
-        MalformedCallError: it is something else.
+        MalformedCallError: the text is anything else.
     """
     text = text.strip()
     value, end = json_prefix(text)
@@ -99,11 +99,11 @@ def json_value(text: str) -> Any:
 
 
 def json_call(text: str, raw: str, *, arguments: str = "arguments", id_key: str | None = None) -> ToolCall:
-    """Read ``{"name": ..., "arguments": {...}}``; what is not that comes back malformed.
+    """Parse ``{"name": ..., "arguments": {...}}``; any other text is a malformed call.
 
     Args:
         text: the JSON.
-        raw: the whole block, to be kept.
+        raw: the whole block, stored in the call.
         arguments: the key of the arguments.
         id_key: the key of the call's id, in dialects that have one.
     """
@@ -114,10 +114,10 @@ def json_call(text: str, raw: str, *, arguments: str = "arguments", id_key: str 
 
 
 def call_in_json(value: Any, raw: str, *, arguments: str = "arguments", id_key: str | None = None) -> ToolCall:
-    """The call that a JSON value is.
+    """Convert a JSON value to a call.
 
     Raises:
-        MalformedCallError: it is none.
+        MalformedCallError: the value is no call.
     """
     key = arguments
     if not isinstance(value, dict):
@@ -127,12 +127,12 @@ def call_in_json(value: Any, raw: str, *, arguments: str = "arguments", id_key: 
         raise MalformedCallError('"name" is missing or is not the name of a tool', "no_name")
     if key not in value:
         raise MalformedCallError(f'"{key}" is missing; write {{}} when the tool takes none', "no_arguments")
-    number = value.get(id_key) if id_key else None
-    return ToolCall(name, checked_arguments(value[key], key), id=number if isinstance(number, str) else "", raw=raw)
+    call_id = value.get(id_key) if id_key else None
+    return ToolCall(name, checked_arguments(value[key], key), id=call_id if isinstance(call_id, str) else "", raw=raw)
 
 
 def json_calls(value: Any, raw: str, *, id_key: str | None = None) -> list[ToolCall]:
-    """The calls that a JSON array is, or the one that another value is; at least one, malformed where it is none."""
+    """Convert a JSON array of calls, or a single call; at least one call, malformed if there is no valid one."""
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         try:
@@ -144,10 +144,10 @@ def json_calls(value: Any, raw: str, *, id_key: str | None = None) -> list[ToolC
 
 
 def checked_arguments(value: Any, key: str = "arguments") -> Mapping[str, Any]:
-    """The arguments of a call, which are a JSON object and nothing else.
+    """The arguments of a call, checked to be a JSON object.
 
     Raises:
-        MalformedCallError: they are something else.
+        MalformedCallError: they are anything else.
     """
     if isinstance(value, str):
         reason = f'"{key}" is a string; write the JSON object itself, without quotes around it'
@@ -163,12 +163,13 @@ def _kind(value: Any) -> str:
 
 
 def typed_value(tools: Sequence[Tool], name: str, argument: str, text: str) -> Any:
-    """Read an argument that is written without quotes, as the tool's schema has it.
+    """Parse an argument that is written without quotes, by the type in the tool's schema.
 
-    Text stays text where the schema allows a string, and where tool or argument are unknown. All else must be JSON.
+    The text is the value if the schema allows a string, or if the tool or the argument is unknown. Otherwise it must be
+    JSON.
 
     Raises:
-        MalformedCallError: the schema wants no string and the text is no JSON.
+        MalformedCallError: the schema allows no string, and the text is not JSON.
     """
     tool = next((tool for tool in tools if tool.name == name), None)
     schema = tool.parameters.get("properties", {}).get(argument) if tool is not None else None

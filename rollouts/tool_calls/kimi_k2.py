@@ -1,4 +1,4 @@
-"""Kimi K2: a section of calls, each with its id ``functions.name:index``."""
+"""The dialect of Kimi K2: a section of calls, each with an id ``functions.name:index``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class KimiK2(SectionDialect):
     closing = "<|tool_call_end|>"
 
     def name_of(self, call: re.Match[str]) -> str:
-        found = _ID.fullmatch(call["id"].strip())
-        return found["name"] if found else ""
+        match = _ID.fullmatch(call["id"].strip())
+        return match["name"] if match else ""
 
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
         name = self.name_of(call)

@@ -1,4 +1,4 @@
-"""A bare JSON object as the whole reply: Llama 3.1, 3.2, 3.3."""
+"""The dialect of Llama 3.1, 3.2 and 3.3: a bare JSON object as the whole reply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEXT = re.compile(r"\s*;?\s*(?=\{)")
 class LlamaJson(BlockDialect):
     """``{"name": ..., "parameters": {...}}``, at the start of the reply or after ``<|python_tag|>``; several in a row.
 
-    An object that does not begin with a name is an answer in JSON and no call.
+    An object that does not begin with a name is a JSON answer, not a call.
     """
 
     name = "llama_json"

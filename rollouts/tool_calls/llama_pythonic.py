@@ -1,7 +1,7 @@
-"""A list of calls in the syntax of Python: Llama 3.2 and 4 where their prompt asks for it, LFM2.
+"""The dialect of LFM2, and of Llama 3.2 and 4 with a suitable prompt: a list of calls in Python syntax.
 
-Literals are read here and nothing is evaluated: Python's own parser warns of what models write, and each version of it
-takes something else.
+Only literals are parsed, and nothing is evaluated. Python's own parser is not used: it warns about text that models
+write, and its versions accept different texts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _STRING = re.compile(r"""\s*(?:"((?:[^"\\\n]|\\[^\n])*)"|'((?:[^'\\\n]|\\[^\n])*
 _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|([0-7]{1,3})|(.))"
 )
-_LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _END = re.compile(r"\s*(?:<\|python_end\|>|<\|tool_call_end\|>)")
-_DEEPEST = 50
+_MAX_DEPTH = 50
 
 
 class LlamaPythonic(BlockDialect):
     """``[get_weather(city="Paris"), now()]``, at the start of the reply or after ``<|python_start|>``.
 
-    Arguments have names and are literals, with JSON's words for true, false and null among them.
+    Arguments are named literals; ``true``, ``false`` and ``null`` are literals too.
     """
 
     name = "llama_pythonic"
@@ -59,21 +59,21 @@ class LlamaPythonic(BlockDialect):
         return calls or [unreadable(text[block.start() : at], MalformedCallError("there is no call in it"))], at
 
 
-def _wrong(text: str, at: int, expected: str) -> MalformedCallError:
+def _error(text: str, at: int, expected: str) -> MalformedCallError:
     if not text[at:].strip():
         return MalformedCallError(f"it ends where {expected} is missing", "unclosed")
     return MalformedCallError(f"it has {text[at : at + 20]!r} where {expected} should be")
 
 
 def _expected(text: str, at: int, mark: str) -> int:
-    found = _MARK.match(text, at)
-    if found is None or found[1] != mark:
-        raise _wrong(text, at, mark)
-    return found.end()
+    match = _MARK.match(text, at)
+    if match is None or match[1] != mark:
+        raise _error(text, at, mark)
+    return match.end()
 
 
 def _call(text: str, at: int) -> tuple[ToolCall, int]:
-    """One call, and the place behind its parenthesis."""
+    """One call, and its end position."""
     name = _NAME.match(text, at)
     if name is None:
         raise MalformedCallError(f"it has {text[at : at + 20]!r} where the name of a tool should be", "no_name")
@@ -87,7 +87,7 @@ def _call(text: str, at: int) -> tuple[ToolCall, int]:
         equals = _MARK.match(text, key.end()) if key else None
         if key is None or equals is None or equals[1] != "=":
             if not text[key.end() if key else at :].strip():
-                raise _wrong(text, len(text), ")")
+                raise _error(text, len(text), ")")
             raise MalformedCallError(f"{text[at : at + 20]!r} is no argument with its name", "bad_arguments")
         if key[1] in arguments:
             raise MalformedCallError(f'the argument "{key[1]}" is given more than once', "bad_arguments")
@@ -96,34 +96,34 @@ def _call(text: str, at: int) -> tuple[ToolCall, int]:
 
 
 def _comma(text: str, at: int, closing: str) -> int:
-    """The place behind a comma, or before what closes the list."""
+    """The position after a comma, or at the closing mark of the list."""
     mark = _MARK.match(text, at)
     if mark is None or mark[1] not in ("," + closing):
-        raise _wrong(text, at, f"{closing} or ,")
+        raise _error(text, at, f"{closing} or ,")
     return mark.end() if mark[1] == "," else at
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """One literal, and the place behind it."""
-    if depth > _DEEPEST:
-        raise MalformedCallError(f"its values are nested more than {_DEEPEST} deep", "bad_arguments")
+    """One literal, and its end position."""
+    if depth > _MAX_DEPTH:
+        raise MalformedCallError(f"its values are nested more than {_MAX_DEPTH} deep", "bad_arguments")
     if string := _STRING.match(text, at):
         whole, end = _unescaped(string), string.end()
-        while more := _STRING.match(text, end):  # as in Python, strings side by side are one
+        while more := _STRING.match(text, end):  # as in Python, adjacent strings are one
             whole, end = whole + _unescaped(more), more.end()
         return whole, end
     if number := _NUMBER.match(text, at):
         return _number(number[0]), number.end()
     word = _NAME.match(text, at)
-    if word is not None and word[1] in _WORDS:
-        return _WORDS[word[1]], word.end(1)
+    if word is not None and word[1] in _CONSTANTS:
+        return _CONSTANTS[word[1]], word.end(1)
     mark = _MARK.match(text, at)
     if mark is not None and mark[1] in "[(":
         return _items(text, mark.end(), "]" if mark[1] == "[" else ")", depth)
     if mark is not None and mark[1] == "{":
         return _entries(text, mark.end(), depth)
     if not text[at:].strip() or text[at : at + 1] in ("'", '"'):
-        raise _wrong(text, len(text), "a value")
+        raise _error(text, len(text), "a value")
     raise MalformedCallError(f"{text[at : at + 20]!r} is no literal value", "bad_arguments")
 
 
@@ -155,12 +155,12 @@ def _number(text: str) -> int | float:
 
 
 def _unescaped(string: re.Match[str]) -> str:
-    def character(found: re.Match[str]) -> str:
-        hexadecimal = found[1] or found[2] or found[3]
-        if hexadecimal or found[4]:
-            return chr(int(hexadecimal, 16) if hexadecimal else int(found[4], 8))
-        if found[5] in "xuUN":
-            raise MalformedCallError(f"{found[0]!r} in a string is no character", "bad_arguments")
-        return _LETTERS.get(found[5], found[0])
+    def character(escape: re.Match[str]) -> str:
+        hexadecimal = escape[1] or escape[2] or escape[3]
+        if hexadecimal or escape[4]:
+            return chr(int(hexadecimal, 16) if hexadecimal else int(escape[4], 8))
+        if escape[5] in "xuUN":
+            raise MalformedCallError(f"{escape[0]!r} in a string is no character", "bad_arguments")
+        return _ESCAPES.get(escape[5], escape[0])
 
     return _ESCAPE.sub(character, string[1] if string[1] is not None else string[2])

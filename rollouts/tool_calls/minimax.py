@@ -1,4 +1,4 @@
-"""MiniMax M2: invocations in tags, values without quotes."""
+"""The dialect of MiniMax M2: calls and parameters in tags, values without quotes."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class MiniMax(SectionDialect):
         name = call["name"]
         if not name:
             raise MalformedCallError("the name of a tool is missing", "no_name")
-        found = tagged_arguments(_PARAMETER, call["body"])
-        return ToolCall(name, {p["key"]: typed_value(tools, name, p["key"], p["value"]) for p in found}, raw=call[0])
+        pairs = tagged_arguments(_PARAMETER, call["body"])
+        return ToolCall(name, {p["key"]: typed_value(tools, name, p["key"], p["value"]) for p in pairs}, raw=call[0])

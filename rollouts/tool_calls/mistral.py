@@ -1,4 +1,4 @@
-"""Calls after ``[TOOL_CALLS]``: a JSON array with ids (Nemo), or name and arguments (Small 3.x, Ministral)."""
+"""The dialect of Mistral: a JSON array with ids (Nemo), or name and arguments (Small 3.x, Ministral)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text without tool calls: for models whose template knows no tools. Reasoning is still taken apart."""
+"""The dialect of models whose template has no tools: text without calls. Reasoning is still separated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Plain"]
 
 
 class Plain(BlockDialect):
-    """No calls at all."""
+    """A dialect without calls."""
 
     name = "plain"
 

@@ -1,4 +1,4 @@
-"""Functions and parameters in tags, values without quotes: Qwen3-Coder, Qwen3.5 and later, Nemotron 3."""
+"""The dialect of Qwen3-Coder, Qwen3.5 and later, and Nemotron 3: parameters in tags, values without quotes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Qwen3Coder"]
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*)</function>\s*\Z", re.DOTALL)
 _NAME = re.compile(r"<function=([^>\n]+)>")
-# A closing tag counts only where another parameter or the end follows, so that a value may quote one.
+# A closing tag counts only before another parameter or the end, so that a value may contain one.
 _PARAMETER = re.compile(
     r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )
@@ -28,7 +28,7 @@ class Qwen3Coder(BlockDialect):
 
     name = "qwen3_coder"
     marks = ("<tool_call>", "<function=")
-    # The model is known to leave the outer tag out: that is a malformed call, not text.
+    # The model sometimes omits the outer tag: that is a malformed call, not text.
     block = re.compile(
         r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)"
         r"|<function=[^>\n]+>.*?(?:</function>\s*(?:</tool_call>)?|\Z)",
@@ -36,8 +36,8 @@ class Qwen3Coder(BlockDialect):
     )
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
-        seen = _NAME.search(block[0])
-        name = seen.group(1).strip() if seen else ""
+        match = _NAME.search(block[0])
+        name = match.group(1).strip() if match else ""
         try:
             return [ToolCall(name, _arguments(block, name, tools), raw=block[0])]
         except MalformedCallError as error:
@@ -52,5 +52,5 @@ def _arguments(block: re.Match[str], name: str, tools: Sequence[Tool]) -> dict[s
     function = _FUNCTION.match(block["body"])
     if function is None:
         raise MalformedCallError("it must be one <function=name> with its </function> between the tags")
-    found = tagged_arguments(_PARAMETER, function["body"])
-    return {argument["key"]: typed_value(tools, name, argument["key"], argument["value"]) for argument in found}
+    pairs = tagged_arguments(_PARAMETER, function["body"])
+    return {argument["key"]: typed_value(tools, name, argument["key"], argument["value"]) for argument in pairs}

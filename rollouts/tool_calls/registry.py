@@ -1,4 +1,4 @@
-"""Which dialects there are, and which of them a chat template asks its model to write."""
+"""The registry of dialects, and the detection of a chat template's dialect."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama_pythonic", ("[func_name1(",)),
     ("llama_json", ('{"name": function name, "parameters": dictionary',)),
 )
-"""Texts that give a template's dialect away when all of them are in it; the more special come first."""
+"""A template has the first dialect whose texts it all contains; more specific dialects come first."""
 
 
 def get_dialect(name: str) -> Dialect:
     """The dialect of this name.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: the name is unknown; the message lists the known names.
     """
     if name not in DIALECTS:
         raise ConfigError.of("dialect", name, f"one of {', '.join(sorted(DIALECTS))}")
@@ -76,5 +76,5 @@ def get_dialect(name: str) -> Dialect:
 
 
 def dialect_of_template(template: str) -> str:
-    """The name of the dialect that a chat template teaches; ``"plain"`` when it knows no calls."""
+    """The name of the dialect of a chat template; ``"plain"`` if it has no known one."""
     return next((name for name, marks in _MARKS if all(mark in template for mark in marks)), "plain")

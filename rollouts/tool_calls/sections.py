@@ -1,4 +1,4 @@
-"""What several dialects share: calls one after another inside a section, and arguments in tags."""
+"""Shared by several dialects: sections of several calls, and arguments in tags."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["SectionDialect", "section", "tagged_arguments"]
 
 
 def section(begin: str, end: str, call: str) -> re.Pattern[str]:
-    """A section from its mark to its end or the end of the text; a call that stands outside of one begins one too."""
+    """A pattern for a section, from its mark to its end mark or the end of the text. A stray call begins one too."""
     begin, end, call = re.escape(begin), re.escape(end), re.escape(call)
     return re.compile(f"(?:{begin}|(?={call}))(?P<body>.*?)(?:{end}|\\Z)", re.DOTALL)
 
 
 class SectionDialect(BlockDialect):
-    """Calls in a row between two marks.
+    """A dialect whose calls follow each other between two marks.
 
-    A subclass gives ``block`` (made by :func:`section`), ``call``, a pattern with a group ``close`` that is unset when
-    the call's closing mark is missing, and :meth:`read_call`.
+    A subclass defines ``block`` (from :func:`section`), :meth:`read_call`, :meth:`name_of`, and ``call``, a pattern
+    whose group ``close`` is unset if the call's closing mark is missing.
     """
 
     call: ClassVar[re.Pattern[str]]
@@ -31,15 +31,15 @@ class SectionDialect(BlockDialect):
     """The mark that closes a call."""
 
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
-        """One closed call.
+        """Parse a closed call.
 
         Raises:
-            MalformedCallError: it cannot be read.
+            MalformedCallError: the call is malformed.
         """
         raise NotImplementedError
 
     def name_of(self, call: re.Match[str]) -> str:
-        """The name in a call that may be broken, or ``""``."""
+        """The name in a call that may be malformed, or ``""``."""
         raise NotImplementedError
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
@@ -66,10 +66,10 @@ def _stray(text: str) -> Iterator[ToolCall]:
 
 
 def tagged_arguments(pattern: re.Pattern[str], body: str) -> Iterator[re.Match[str]]:
-    """The arguments of a call that writes each in its own tag; the pattern has a group ``key``.
+    """Iterate over the arguments of a call that are each in a tag. The pattern has a group ``key``.
 
     Raises:
-        MalformedCallError: there is something else between them, or one is given twice.
+        MalformedCallError: there is other text between the arguments, or an argument occurs twice.
     """
     at = 0
     seen: set[Any] = set()

@@ -1,4 +1,4 @@
-"""What a step does with the history: keeps its ids, opens a branch, or fails; and what stops before useless work."""
+"""Episodes: append, fork or error where the history is rewritten, and limits that stop before useless work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = Prompt("What is 1 + 2?", index=4, group_index=2)
 
 
 class Talk(ToolEnvironment):
-    """Two tools; a user who asks twice more."""
+    """One tool, and a user who sends two more messages."""
 
     def __init__(self) -> None:
         self.ran: list[int] = []
@@ -55,7 +55,7 @@ def thinking(number: int, text: str) -> str:
     return f"<think>\nthought {number}\n</think>\n\n{text}<|im_end|>"
 
 
-SAID = [thinking(1, call(1)), thinking(2, "Three."), thinking(3, "Four."), thinking(4, "Five.")]
+REPLIES = [thinking(1, call(1)), thinking(2, "Three."), thinking(3, "Four."), thinking(4, "Five.")]
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def demo() -> Renderer:
 
 
 async def branches_of(
-    renderer: Renderer, said: Sequence[str], history: Any, environment_cls: Any = Talk, **options: Any
+    renderer: Renderer, texts: Sequence[str], history: Any, environment_cls: Any = Talk, **options: Any
 ) -> tuple[list[Trajectory], ScriptedPolicy]:
-    ids = [renderer.encode(text).tolist() for text in said]
+    ids = [renderer.encode(text).tolist() for text in texts]
     policy = ScriptedPolicy(ids)
     options = {"sampling": SamplingParams(max_new_tokens=500), **options}
     return await run_branches(PROMPT, environment_cls, policy, renderer, history=history, **options), policy
@@ -83,23 +83,23 @@ async def branches_of(
 
 async def test_append_keeps_the_ids(qwen3: Renderer) -> None:
     """One sequence with every thought, whatever the template would strip."""
-    (only,), policy = await branches_of(qwen3, SAID, "append")
+    (only,), policy = await branches_of(qwen3, REPLIES, "append")
     text = qwen3.decode(only.tokens)
     assert all(f"thought {number}" in text for number in range(1, 5))
-    assert only.mask.sum() == sum(len(qwen3.encode(text)) for text in SAID)
+    assert only.mask.sum() == sum(len(qwen3.encode(text)) for text in REPLIES)
     assert all(list(sent) == only.tokens[: len(sent)].tolist() for sent in policy.requests)
     assert "forks" not in only.metrics
 
 
 async def test_a_fork_opens_where_the_template_rewrites_and_not_in_the_tool_loop(qwen3: Renderer) -> None:
-    """Tools, then two user messages: three branches; each begins with the template's own rendering."""
-    branches, policy = await branches_of(qwen3, SAID, "fork")
+    """A tool call, then two user messages: three branches, each opened with the template's own rendering."""
+    branches, policy = await branches_of(qwen3, REPLIES, "fork")
     assert [branch.stop_reason for branch in branches] == ["forked", "forked", "task_completed"]
     assert [len(branch.completions) for branch in branches] == [2, 1, 1]
     for branch, before in zip(branches[1:], branches[:-1], strict=True):
         opening = branch.tokens[: branch.completions[0].start]
-        said = [*before.messages, branch.messages[len(before.messages)]]
-        assert qwen3.decode(opening) == qwen3.render(said, Talk().tools)
+        shown = [*before.messages, branch.messages[len(before.messages)]]
+        assert qwen3.decode(opening) == qwen3.render(shown, Talk().tools)
         assert "thought" not in qwen3.decode(opening)
         assert not branch.mask[: branch.completions[0].start].any()
     requests = iter(policy.requests)
@@ -109,10 +109,10 @@ async def test_a_fork_opens_where_the_template_rewrites_and_not_in_the_tool_loop
 
 
 async def test_each_sampled_token_is_trained_once_over_all_branches(qwen3: Renderer) -> None:
-    """Law 3: the trained tokens of the branches, one after the other, are what was sampled, in order."""
-    branches, _ = await branches_of(qwen3, SAID, "fork")
+    """Law 3: the trained tokens of all branches, in order, are the sampled tokens."""
+    branches, _ = await branches_of(qwen3, REPLIES, "fork")
     trained = [token for branch in branches for token in branch.tokens[branch.mask].tolist()]
-    assert trained == [token for text in SAID for token in qwen3.encode(text).tolist()]
+    assert trained == [token for text in REPLIES for token in qwen3.encode(text).tolist()]
     samples = trajectory_to_samples(branches, PROMPT, qwen3.decode)
     assert [check_sample(sample) for sample in samples] == [[], [], []]
     assert {sample.rollout_id for sample in samples} == {4}
@@ -121,8 +121,8 @@ async def test_each_sampled_token_is_trained_once_over_all_branches(qwen3: Rende
 
 
 async def test_forks_and_duplicated_context_are_counted(qwen3: Renderer) -> None:
-    """Everything of a branch's prompt that a branch before it held too."""
-    branches, _ = await branches_of(qwen3, SAID, "fork")
+    """``duplicated_tokens`` counts the prompt tokens that an earlier branch contains too."""
+    branches, _ = await branches_of(qwen3, REPLIES, "fork")
     assert [branch.metrics.get("forks", 0) for branch in branches] == [0, 1, 1]
     for branch, before in zip(branches[1:], branches[:-1], strict=True):
         new = branch.messages[len(before.messages)]
@@ -131,17 +131,17 @@ async def test_forks_and_duplicated_context_are_counted(qwen3: Renderer) -> None
 
 
 async def test_a_stable_conversation_never_forks(qwen3: Renderer) -> None:
-    """The model did not think, and spells its call in its own way: nothing is rewritten."""
-    said = [call(1) + "<|im_end|>", "Three.<|im_end|>", "Four.<|im_end|>", "Five.<|im_end|>"]
-    (only,), _ = await branches_of(qwen3, said, "fork")
-    (error,), _ = await branches_of(qwen3, said, "error")
+    """The model does not think, and writes its call with other white space: the template rewrites nothing."""
+    texts = [call(1) + "<|im_end|>", "Three.<|im_end|>", "Four.<|im_end|>", "Five.<|im_end|>"]
+    (only,), _ = await branches_of(qwen3, texts, "fork")
+    (error,), _ = await branches_of(qwen3, texts, "error")
     assert only.tokens.tolist() == error.tokens.tolist()
     assert error.stop_reason is StopReason.TASK_COMPLETED
 
 
 async def test_error_fails_the_rollout_where_the_history_is_rewritten(qwen3: Renderer) -> None:
-    """It says what became of what; what was sampled is kept."""
-    (only,), _ = await branches_of(qwen3, SAID, "error")
+    """The failure shows the rewritten text; the sampled tokens are stored."""
+    (only,), _ = await branches_of(qwen3, REPLIES, "error")
     assert only.stop_reason is StopReason.FAILED
     assert only.failure is not None
     assert only.failure.kind == "HistoryRewritten"
@@ -150,33 +150,33 @@ async def test_error_fails_the_rollout_where_the_history_is_rewritten(qwen3: Ren
 
 
 async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(tokenizer: Any, chat_template: Any) -> None:
-    """QwQ's: the prompt opens a thought, and the history has none."""
+    """QwQ: the prompt opens a thinking block, and the history contains none."""
     renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-QwQ-32B"))
-    branches, _ = await branches_of(renderer, [text.removeprefix("<think>\n") for text in SAID], "fork")
+    branches, _ = await branches_of(renderer, [text.removeprefix("<think>\n") for text in REPLIES], "fork")
     assert [len(branch.completions) for branch in branches] == [1, 1, 1, 1]
     assert sum(int(branch.mask.sum()) for branch in branches) == sum(
-        len(renderer.encode(text.removeprefix("<think>\n"))) for text in SAID
+        len(renderer.encode(text.removeprefix("<think>\n"))) for text in REPLIES
     )
 
 
-async def test_a_branch_in_which_the_model_never_spoke_is_none(qwen3: Renderer) -> None:
-    """The limit of tokens was reached when the history had been rewritten: the branch before it was the last."""
-    sampled = sum(len(qwen3.encode(text)) for text in SAID[:2])
+async def test_a_branch_without_a_completion_is_removed(qwen3: Renderer) -> None:
+    """The token limit is reached right after a fork: the branch before the fork is the last."""
+    sampled = sum(len(qwen3.encode(text)) for text in REPLIES[:2])
     limits = Limits(max_sampled_tokens=sampled)
-    (only,), _ = await branches_of(qwen3, SAID, "fork", limits=limits)
+    (only,), _ = await branches_of(qwen3, REPLIES, "fork", limits=limits)
     assert only.stop_reason is StopReason.MAX_TOKENS
     assert only.messages[-1].content == "And 1 more?"
 
 
-async def test_the_rewards_and_the_end_are_the_rollouts(qwen3: Renderer) -> None:
-    """A branch that was left has the reward of all steps, and is cut where the rollout was cut."""
+async def test_all_branches_share_the_rewards_and_the_status(qwen3: Renderer) -> None:
+    """Each branch has the sum of all step rewards, and the status of the whole rollout."""
 
     class Rewarded(Talk):
         async def answer(self, reply: Message) -> Any:
             step = await super().answer(reply)
             return type(step)(step.messages, done=step.done, reward=0.25)
 
-    branches, _ = await branches_of(qwen3, SAID, "fork", Rewarded, limits=Limits(max_turns=3))
+    branches, _ = await branches_of(qwen3, REPLIES, "fork", Rewarded, limits=Limits(max_turns=3))
     samples = trajectory_to_samples(branches, PROMPT, qwen3.decode)
     assert [sample.reward for sample in samples] == [0.5, 0.5]
     assert [sample.step_rewards for sample in samples] == [[0.25], [0.25]]
@@ -184,7 +184,7 @@ async def test_the_rewards_and_the_end_are_the_rollouts(qwen3: Renderer) -> None
 
 
 async def test_one_sample_cannot_hold_a_fork(demo: Renderer) -> None:
-    """Refused before anything is sampled; so is a word that is none."""
+    """``fork`` is refused before anything is sampled, as is an unknown value."""
     for history in ("fork", "forget"):
         with pytest.raises(ConfigError, match="history"):
             await agent_rollout_to_sample(
@@ -195,44 +195,44 @@ async def test_one_sample_cannot_hold_a_fork(demo: Renderer) -> None:
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-async def ran(demo: Renderer, said: Sequence[str], **limits: Any) -> tuple[Trajectory, list[int]]:
+async def play(demo: Renderer, texts: Sequence[str], **limits: Any) -> tuple[Trajectory, list[int]]:
     world = Talk()
-    policy = ScriptedPolicy([demo.encode(text).tolist() for text in said])
+    policy = ScriptedPolicy([demo.encode(text).tolist() for text in texts])
     sampling = SamplingParams(max_new_tokens=limits.pop("max_new_tokens", 500))
     trajectory = await run_agent(PROMPT, lambda: world, policy, demo, sampling=sampling, limits=Limits(**limits))
     return trajectory, world.ran
 
 
 async def test_a_reply_with_too_many_calls_at_once_runs_none(demo: Renderer) -> None:
-    """It is kept, and the episode ends there."""
-    said = [call(1) + "<|im_end|>", call(2) + call(3) + "<|im_end|>"]
-    trajectory, notes = await ran(demo, said, max_parallel_calls=1)
+    """The reply is stored, and the episode ends."""
+    texts = [call(1) + "<|im_end|>", call(2) + call(3) + "<|im_end|>"]
+    trajectory, notes = await play(demo, texts, max_parallel_calls=1)
     assert trajectory.stop_reason is StopReason.MAX_TOOL_CALLS
     assert (notes, len(trajectory.completions)) == ([1], 2)
 
 
 async def test_the_tokens_of_an_episode_are_limited_over_all_turns(demo: Renderer) -> None:
-    """The last reply gets what is left, and is cut there."""
+    """The last reply may use the remaining tokens, and is cut there."""
     first = call(1) + "<|im_end|>"
     limit = len(demo.encode(first)) + 3
-    trajectory, notes = await ran(demo, [first, "a long answer to all<|im_end|>"], max_sampled_tokens=limit)
+    trajectory, notes = await play(demo, [first, "a long answer to all<|im_end|>"], max_sampled_tokens=limit)
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert (int(trajectory.mask.sum()), notes) == (limit, [1])
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_sampled_tokens"])
 async def test_a_call_whose_result_no_reply_could_answer_does_not_run(demo: Renderer, limit: str) -> None:
-    """The reply ended exactly at the limit."""
+    """The reply ends exactly at the limit."""
     first = call(1) + "<|im_end|>"
     opening = demo.opening(PROMPT.messages, Talk().tools)
     room = len(demo.encode(first)) + (len(opening) if limit == "max_tokens" else 0)
-    trajectory, notes = await ran(demo, [first], **{limit: room})
+    trajectory, notes = await play(demo, [first], **{limit: room})
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert notes == []
 
 
-async def test_a_duplicate_call_id_is_made_another_and_counted(tokenizer: Any) -> None:
-    """Results are told apart by their ids; the first call keeps its own."""
+async def test_a_duplicate_call_id_is_replaced_and_counted(tokenizer: Any) -> None:
+    """Ids must be unique to match results to calls; the first call keeps its id."""
     marks = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
     found = tokenizer("qwen3", *marks, "<|tool_call_argument_begin|>")
     source = (
@@ -251,7 +251,7 @@ async def test_a_duplicate_call_id_is_made_another_and_counted(tokenizer: Any) -
 
 
 async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> None:
-    """Never a normal end, also if it reads like one."""
+    """An abort is no normal end, even if the text looks complete."""
     policy = ScriptedPolicy([Reply(demo.encode("Three.").tolist(), "abort")])
     sampling = SamplingParams(max_new_tokens=50)
     run = partial(run_branches, sampling=sampling, history="append")
@@ -264,9 +264,9 @@ async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> No
 
 
 async def test_only_new_text_is_tokenised(tokenizer: Any, chat_template: Any) -> None:
-    """Over an episode, the tokens that came out of the tokenizer are those of the opening and of the bridges."""
+    """Over an episode, only the opening and the bridges are encoded."""
     renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
-    ids = [renderer.encode(text).tolist() for text in SAID]
+    ids = [renderer.encode(text).tolist() for text in REPLIES]
     before = renderer.encoded_tokens
     trajectory = await run_agent(
         PROMPT, Talk, ScriptedPolicy(ids), renderer, sampling=SamplingParams(max_new_tokens=99)
@@ -276,7 +276,7 @@ async def test_only_new_text_is_tokenised(tokenizer: Any, chat_template: Any) ->
 
 
 async def test_long_text_is_rendered_in_a_thread(demo: Renderer) -> None:
-    """What takes long never runs on the loop; what is short never pays for a thread."""
+    """Long text is not rendered on the event loop; short text needs no thread."""
     threads: list[bool] = []
 
     class Watched(Renderer):

@@ -1,4 +1,4 @@
-"""The loop: who speaks when, what ends an episode, and what happens when the world misbehaves."""
+"""The agent loop: the order of turns, what ends an episode, and failures of environment and endpoint."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ async def test_tools_run_until_the_answer(renderer: Renderer, ids: Any) -> None:
     assert trajectory.metrics["tool_calls"] == 2
 
 
-async def test_calls_that_cannot_run_are_answered_in_their_place(renderer: Renderer, ids: Any) -> None:
-    """A broken call and an unknown tool get an error message each, between the results of the sound ones."""
+async def test_calls_that_cannot_run_are_answered_in_order(renderer: Renderer, ids: Any) -> None:
+    """A malformed call and an unknown tool get an error message each, between the results of the valid calls."""
     text = "\n".join([call("add", a=1, b=2), "<tool_call>\n{oops\n</tool_call>", call("fly"), call("add", a=2, b=2)])
     trajectory = await play(renderer, [ids(text + "<|im_end|>"), ids("ok<|im_end|>")])
     results = [message.content for message in trajectory.messages if message.role == "tool"]
@@ -88,12 +88,12 @@ async def test_call_ids_are_unique_over_the_episode(renderer: Renderer, ids: Any
     """Also when some calls never ran."""
     text = ids(call("fly") + "\n" + call("add", a=1, b=2) + "<|im_end|>")
     trajectory = await play(renderer, [text, text, ids("ok<|im_end|>")])
-    asked = [call.id for message in trajectory.messages for call in message.tool_calls]
-    assert len(asked) == len(set(asked)) == 4
+    call_ids = [call.id for message in trajectory.messages for call in message.tool_calls]
+    assert len(call_ids) == len(set(call_ids)) == 4
 
 
 async def test_the_tools_of_the_last_turn_do_not_run(renderer: Renderer, ids: Any) -> None:
-    """A limit of turns stops before work that nobody would see."""
+    """The turn limit stops before a step whose result is never shown."""
     ran: list[float] = []
 
     class Counting(ToolEnvironment):
@@ -112,7 +112,7 @@ async def test_the_tools_of_the_last_turn_do_not_run(renderer: Renderer, ids: An
 
 
 async def test_a_reply_that_would_pass_the_limit_of_tool_calls_does_not_run(renderer: Renderer, ids: Any) -> None:
-    """It is kept, and the episode ends there."""
+    """The reply is stored, and the episode ends."""
     one, two = call("add", a=1, b=1) + "<|im_end|>", call("add", a=1, b=1) + call("add", a=2, b=2) + "<|im_end|>"
     trajectory = await play(renderer, [ids(one), ids(two)], limits=Limits(max_tool_calls=2))
     assert trajectory.stop_reason is StopReason.MAX_TOOL_CALLS
@@ -120,7 +120,7 @@ async def test_a_reply_that_would_pass_the_limit_of_tool_calls_does_not_run(rend
 
 
 async def test_a_cut_reply_ends_the_episode(renderer: Renderer, ids: Any) -> None:
-    """By default; what was sampled is kept."""
+    """This is the default; the sampled tokens are stored."""
     trajectory = await play(renderer, [ids("a long reply<|im_end|>")], max_new_tokens=2)
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
     assert trajectory.mask.sum() == 2
@@ -128,7 +128,7 @@ async def test_a_cut_reply_ends_the_episode(renderer: Renderer, ids: Any) -> Non
 
 @pytest.mark.parametrize(("limit", "reason"), [("max_tokens", "max_tokens"), ("max_context", "context_overflow")])
 async def test_the_whole_sequence_never_passes_its_limit(renderer: Renderer, ids: Any, limit: str, reason: str) -> None:
-    """The budget of a reply is what is left; when nothing is, no call is made."""
+    """A reply may use the remaining tokens; if none remain, no request is sent."""
     opening = len(renderer.opening([Message("system", CalculatorEnvironment.system_prompt), Message("user", "1 + 2?")],
                                    CalculatorEnvironment().tools))  # fmt: skip
     room = opening + len(ids(call("add", a=1, b=2))) + 3
@@ -142,14 +142,14 @@ async def test_the_whole_sequence_never_passes_its_limit(renderer: Renderer, ids
 
 
 async def test_an_aborted_reply_is_no_normal_end(renderer: Renderer, ids: Any) -> None:
-    """The partial tokens are kept, and the rollout says that it was aborted."""
+    """The partial tokens are stored, with the stop reason ABORTED."""
     trajectory = await play(renderer, [Reply(ids("The answer"), finish_reason="abort")])
     assert trajectory.stop_reason is StopReason.ABORTED
     assert trajectory.mask.sum() == len(ids("The answer"))
 
 
 class Breaking(CalculatorEnvironment):
-    """Raises, or hangs, where it is told to."""
+    """Raises, or hangs if ``error`` is ``None``, in the method named ``where``."""
 
     closed = 0
 
@@ -183,7 +183,7 @@ class Breaking(CalculatorEnvironment):
 async def test_what_an_environment_raises_is_data(
     renderer: Renderer, ids: Any, where: str, error: BaseException | None
 ) -> None:
-    """Any exception or hang ends this rollout only, with its place and traceback, and the environment is closed."""
+    """An exception or a hang fails this rollout only, with place and traceback; the environment is closed."""
     before = Breaking.closed
     trajectory = await play(
         renderer,
@@ -200,7 +200,7 @@ async def test_what_an_environment_raises_is_data(
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), None])
 async def test_a_close_that_fails_costs_no_rollout(renderer: Renderer, ids: Any, error: Exception | None) -> None:
-    """It is counted."""
+    """The failure is counted."""
     limits = Limits(close_seconds=0.01)
     trajectory = await play(renderer, [ids("3<|im_end|>")], partial(Breaking, "close", error), limits=limits)
     assert trajectory.stop_reason is StopReason.TASK_COMPLETED
@@ -208,7 +208,7 @@ async def test_a_close_that_fails_costs_no_rollout(renderer: Renderer, ids: Any,
 
 
 async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
-    """Cleanup happens also when nobody waits for the result any more."""
+    """The environment is closed also when the caller is cancelled."""
     before = Breaking.closed
     with anyio.move_on_after(0.01) as scope:
         await play(renderer, [], partial(Breaking, "start", None))
@@ -217,7 +217,7 @@ async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) ->
 
 
 async def test_the_episode_has_a_deadline(renderer: Renderer, ids: Any) -> None:
-    """What was sampled until then is kept."""
+    """The tokens sampled before it are stored."""
     limits = Limits(episode_seconds=1.0)
     replies = [ids(call("add", a=1, b=2) + "<|im_end|>")]
     trajectory = await play(renderer, replies, partial(Breaking, "step", None), limits=limits)
@@ -226,10 +226,10 @@ async def test_the_episode_has_a_deadline(renderer: Renderer, ids: Any) -> None:
 
 
 async def test_an_endpoint_that_fails_is_data(renderer: Renderer) -> None:
-    """The rollout ends as failed, with the endpoint's own error."""
+    """The rollout fails with the endpoint's own error."""
 
     def broken(tokens: Any) -> Any:
-        raise EndpointUnavailable("nobody there")
+        raise EndpointUnavailable("no server")
 
     trajectory = await play(renderer, broken)
     assert trajectory.stop_reason is StopReason.FAILED
@@ -238,7 +238,7 @@ async def test_an_endpoint_that_fails_is_data(renderer: Renderer) -> None:
 
 
 async def test_an_overflow_later_on_is_a_stop_reason(renderer: Renderer, ids: Any) -> None:
-    """The server says that the sequence no longer fits: the episode ends there, sound. At the start it is a failure."""
+    """A sequence that no longer fits ends the episode normally; before the first reply it is a failure."""
     replies = iter([ids(call("add", a=1, b=2) + "<|im_end|>")])
 
     def full(tokens: Any) -> Any:
@@ -251,14 +251,14 @@ async def test_an_overflow_later_on_is_a_stop_reason(renderer: Renderer, ids: An
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (None, "expected a StepResult"),
         (StepResult(), "no messages and not done"),
     ],
 )
-async def test_a_step_must_say_something(renderer: Renderer, ids: Any, answer: Any, said: str) -> None:
-    """An environment that neither ends nor answers would make the model talk to itself."""
+async def test_a_step_must_return_messages_or_done(renderer: Renderer, ids: Any, answer: Any, message: str) -> None:
+    """Otherwise the model would reply to itself."""
 
     class Mute(CalculatorEnvironment):
         async def step(self, reply: Message) -> StepResult:
@@ -266,11 +266,11 @@ async def test_a_step_must_say_something(renderer: Renderer, ids: Any, answer: A
 
     trajectory = await play(renderer, [ids("3<|im_end|>")], Mute)
     assert trajectory.failure is not None
-    assert said in trajectory.failure.message
+    assert message in trajectory.failure.message
 
 
 async def test_step_rewards_and_metrics_add_up(renderer: Renderer, ids: Any) -> None:
-    """They are kept in order, and only where the environment gives any."""
+    """Step rewards are stored in order; without rewards there are none."""
 
     class Scoring(SingleTurnEnvironment):
         left = 2
@@ -287,7 +287,7 @@ async def test_step_rewards_and_metrics_add_up(renderer: Renderer, ids: Any) -> 
 
 
 def answering(**fields: Any) -> type[SingleTurnEnvironment]:
-    """An environment whose only step is this."""
+    """An environment whose only step returns these fields."""
 
     class Shop(SingleTurnEnvironment):
         async def step(self, reply: Message) -> StepResult:
@@ -296,15 +296,15 @@ def answering(**fields: Any) -> type[SingleTurnEnvironment]:
     return Shop
 
 
-class Unspeakable:
-    """A number of foreign code that cannot be made one."""
+class Unconvertible:
+    """A value whose conversion to float raises."""
 
     def __float__(self) -> float:
         raise RuntimeError("no number today")
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"reward": math.nan}, "reward: got nan; expected a finite number"),
         ({"reward": -math.inf}, "reward: got -inf; expected a finite number"),
@@ -314,7 +314,7 @@ class Unspeakable:
         ({"reward": {"right": 1}}, "reward: got {'right': 1}; expected a finite number"),
         ({"reward": [0.5, None]}, "reward[1]: got None; expected a finite number"),
         ({"reward": [0.5, "1"]}, "reward[1]: got '1'; expected a finite number"),
-        ({"reward": Unspeakable()}, "reward: got <"),
+        ({"reward": Unconvertible()}, "reward: got <"),
         ({"metrics": {"found": "yes"}}, "metrics['found']: got 'yes'; expected a finite number"),
         ({"metrics": {"found": math.nan}}, "metrics['found']: got nan; expected a finite number"),
         ({"metrics": {"found": None}}, "metrics['found']: got None; expected a finite number"),
@@ -323,18 +323,18 @@ class Unspeakable:
         ({"metrics": None}, "metrics: got None; expected a mapping of names to finite numbers"),
     ],
 )
-async def test_a_step_gives_finite_numbers(renderer: Renderer, ids: Any, fields: Any, said: str) -> None:
-    """What is none is the environment's failure, by field and value, and nothing of it is stored."""
+async def test_a_step_returns_finite_numbers(renderer: Renderer, ids: Any, fields: Any, message: str) -> None:
+    """Any other value is the environment's failure, with field and value, and is not stored."""
     trajectory = await play(renderer, [ids("3<|im_end|>")], answering(**fields))
     assert trajectory.failure is not None
     assert (trajectory.failure.kind, trajectory.failure.cause) == ("EnvironmentFailure", "environment_step")
-    assert trajectory.failure.message.startswith(f"Shop.step: StepResult.{said}")
+    assert trajectory.failure.message.startswith(f"Shop.step: StepResult.{message}")
     assert trajectory.step_rewards == []
     assert "found" not in trajectory.metrics
 
 
 async def test_a_list_of_rewards_that_cannot_be_read_is_the_environments_failure(renderer: Renderer, ids: Any) -> None:
-    """Reading it runs code of the environment's author, outside of the step."""
+    """Reading the list runs user code outside of the step."""
 
     class Torn(list[float]):
         def __iter__(self) -> Any:
@@ -356,7 +356,7 @@ async def test_a_list_of_rewards_that_cannot_be_read_is_the_environments_failure
 async def test_what_is_a_finite_number_is_a_step_reward(
     renderer: Renderer, ids: Any, reward: Any, stored: list[float]
 ) -> None:
-    """Integers, truth values and NumPy's scalars too, one or several; floats are stored."""
+    """Integers, booleans and NumPy scalars are accepted, one or several; floats are stored."""
     trajectory = await play(renderer, [ids("3<|im_end|>")], answering(reward=reward, metrics={"found": np.int64(1)}))
     assert trajectory.stop_reason is StopReason.TASK_COMPLETED
     assert trajectory.step_rewards == stored
@@ -365,7 +365,7 @@ async def test_what_is_a_finite_number_is_a_step_reward(
 
 
 async def test_seeds_differ_by_turn_and_rollout(renderer: Renderer, ids: Any) -> None:
-    """One seed of the run gives each reply its own, the same every time."""
+    """One seed of the run determines a different seed for each reply, reproducibly."""
     seeds: list[list[int | None]] = []
 
     class Watching(ScriptedPolicy):
@@ -392,7 +392,7 @@ async def test_a_template_that_failed_its_self_test_is_refused(ids: Any) -> None
 
 
 async def test_an_observer_sees_every_step(renderer: Renderer, ids: Any) -> None:
-    """After each reply and each answer."""
+    """It is called after each reply and each result."""
     lengths: list[int] = []
     replies = [ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")]
     await play(renderer, replies, on_step=lambda trajectory: lengths.append(len(trajectory)))
@@ -407,6 +407,6 @@ def test_tool_schema_reaches_the_model(renderer: Renderer) -> None:
 
 
 async def test_one_sequence_is_not_a_fork(renderer: Renderer) -> None:
-    """It is said before anything is played."""
-    with pytest.raises(ConfigError, match=r"'fork'; expected .append. or .error. here"):
+    """``run_agent`` refuses ``fork`` before it plays anything."""
+    with pytest.raises(ConfigError, match=r"'fork'; expected .append. or .error."):
         await play(renderer, [], history="fork")

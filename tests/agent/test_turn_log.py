@@ -1,4 +1,4 @@
-"""Turns: an episode that is cut after any of them goes on to the same end."""
+"""The turn log: an episode that is interrupted after any turn resumes to the same result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def renderer() -> Renderer:
 
 
 class Counting(ToolEnvironment):
-    """Remembers how often it was called, and tells its state."""
+    """Counts its calls, and can be resumed."""
 
     started = 0
 
@@ -55,7 +55,7 @@ class Counting(ToolEnvironment):
 
 
 class Forgetful(ToolEnvironment):
-    """Has state and tells nobody."""
+    """Has state and no snapshot."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -68,7 +68,7 @@ class Forgetful(ToolEnvironment):
 
 
 def script(text: str = "count") -> Any:
-    """Calls a tool three times, then answers; which turn it is it reads off the tokens, as a model would."""
+    """Call a tool three times, then answer; the turn is counted in the prompt tokens, as a model would."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     call = f"<tool_call>\n{json.dumps({'name': text, 'arguments': {}})}\n</tool_call><|im_end|>"
     ids = [tokenizer.encode(reply, add_special_tokens=False) for reply in [call] * (TURNS - 1) + ["done<|im_end|>"]]
@@ -82,7 +82,7 @@ def script(text: str = "count") -> Any:
 
 
 class Book:
-    """Keeps turns as the journal does: through MessagePack."""
+    """Stores turns as the journal does: through MessagePack."""
 
     def __init__(self, turns: Sequence[Turn] = (), stop_after: int | None = None) -> None:
         self.turns: list[Turn] = list(turns)
@@ -119,8 +119,8 @@ def same(first: Trajectory, second: Trajectory) -> None:
 
 
 @pytest.mark.parametrize("after", range(1, TURNS))
-async def test_an_episode_goes_on_from_any_finished_turn(renderer: Renderer, after: int) -> None:
-    """Tokens, mask, logprobs and messages are those of the episode that was not interrupted."""
+async def test_an_episode_resumes_after_any_finished_turn(renderer: Renderer, after: int) -> None:
+    """Tokens, mask, logprobs and messages equal those of an uninterrupted episode."""
     whole = await play(renderer, Book())
     first = Book(stop_after=after)
     await play(renderer, first)
@@ -131,11 +131,13 @@ async def test_an_episode_goes_on_from_any_finished_turn(renderer: Renderer, aft
     assert resumed.metrics["turns_before_resume"] == after
     assert resumed.metrics["tool_calls"] == whole.metrics["tool_calls"]
     assert Counting.started == started, "restored, not started"
-    assert [turn.number for turn in book.turns] == list(range(1, TURNS)), "and later turns are kept behind the earlier"
+    assert [turn.number for turn in book.turns] == list(range(1, TURNS)), (
+        "later turns are logged after the earlier ones"
+    )
 
 
-async def test_turns_make_the_trajectory_again(renderer: Renderer) -> None:
-    """All of it, up to the last turn."""
+async def test_turns_rebuild_the_trajectory(renderer: Renderer) -> None:
+    """Completely, up to the last turn."""
     book = Book()
     whole = await play(renderer, book)
     again = replayed(book.turns)
@@ -145,8 +147,8 @@ async def test_turns_make_the_trajectory_again(renderer: Renderer) -> None:
     assert again.completions == whole.completions[: TURNS - 1]
 
 
-async def test_turns_that_are_not_as_they_were_sampled_are_a_broken_law(renderer: Renderer) -> None:
-    """A token that changed between the processes is found by the checksum of the request."""
+async def test_a_changed_turn_is_a_broken_law(renderer: Renderer) -> None:
+    """The checksum of the request finds a token that changed between the processes."""
     book = Book()
     await play(renderer, book)
     tokens = book.turns[0].tokens.copy()
@@ -157,7 +159,7 @@ async def test_turns_that_are_not_as_they_were_sampled_are_a_broken_law(renderer
 
 
 def changed(turn: Turn, **fields: Any) -> Turn:
-    """A turn with other columns, or other fields."""
+    """A turn with other columns or fields."""
     columns = {name: fields.pop(name) for name in ("tokens", "logprobs") if name in fields}
     return attrs.evolve(turn, **columns, fields={**turn.fields, **fields})
 
@@ -184,7 +186,7 @@ UNFIT: dict[str, Callable[[Turn, int], Turn]] = {
 
 @pytest.mark.parametrize("what", UNFIT)
 async def test_turns_that_do_not_fit_start_the_rollout_again(renderer: Renderer, what: str) -> None:
-    """What no reply could have given is not gone on from; it costs that rollout its turns, and is counted."""
+    """Impossible values are not resumed from: the rollout loses its turns, and they are counted."""
     first = Book(stop_after=2)
     await play(renderer, first)
     last = UNFIT[what](first.turns[-1], renderer.vocab_size)
@@ -198,11 +200,11 @@ async def test_turns_that_do_not_fit_start_the_rollout_again(renderer: Renderer,
     assert resumed.metrics["restarted_at_resume"] == 1
     assert resumed.metrics["unfit_turns_at_resume"] == 2
     assert "turns_before_resume" not in resumed.metrics
-    assert [turn.number for turn in book.turns[2:]] == list(range(1, TURNS)), "kept from the first on"
+    assert [turn.number for turn in book.turns[2:]] == list(range(1, TURNS)), "logged from the first"
 
 
 async def test_an_environment_without_a_snapshot_starts_again(renderer: Renderer) -> None:
-    """Its state is lost, so its tokens are not gone on from; one turn is kept, so that this is counted."""
+    """Its state is lost, so the episode restarts; one turn is logged, so that the restart is counted."""
     first = Book(stop_after=2)
     await play(renderer, first, Forgetful)
     assert [turn.resumable for turn in first.turns] == [False]
@@ -212,7 +214,7 @@ async def test_an_environment_without_a_snapshot_starts_again(renderer: Renderer
     assert [message.content for message in resumed.messages if message.role == "tool"] == ["1", "2", "3"]
 
 
-async def test_turns_of_another_prompt_are_not_gone_on_from(renderer: Renderer) -> None:
+async def test_turns_of_another_prompt_are_not_resumed(renderer: Renderer) -> None:
     """A generate function may play several episodes for one rollout."""
     first = Book(stop_after=2)
     await play(renderer, first)
@@ -220,33 +222,33 @@ async def test_turns_of_another_prompt_are_not_gone_on_from(renderer: Renderer) 
     assert "turns_before_resume" not in resumed.metrics
 
 
-async def test_a_rollout_of_several_episodes_keeps_no_turns(renderer: Renderer) -> None:
-    """Nobody could tell whose they are."""
+async def test_a_rollout_of_several_episodes_logs_no_turns(renderer: Renderer) -> None:
+    """Their turns could not be distinguished."""
     book = Book()
     await play(renderer, book)
-    kept = len(book.turns)
+    logged = len(book.turns)
     with keeping_turns(book.log):
         await run_agent(Prompt("x"), Counting, ScriptedPolicy(script()), renderer, sampling=SamplingParams())
-    assert (book.voided, len(book.turns)) == (1, kept)
+    assert (book.voided, len(book.turns)) == (1, logged)
 
 
 class Refuses(Counting):
-    """Cannot tell its state."""
+    """Its snapshot raises."""
 
     async def snapshot(self) -> dict[str, int]:
         raise OSError("no state today")
 
 
-async def test_a_snapshot_that_fails_costs_nothing_but_itself(renderer: Renderer) -> None:
-    """The rollout goes on; its turns are kept without a state, and it is counted."""
+async def test_a_failed_snapshot_does_not_fail_the_rollout(renderer: Renderer) -> None:
+    """Its turns are logged without a snapshot, and the failure is counted."""
     book = Book()
     trajectory = await play(renderer, book, Refuses)
     assert trajectory.metrics["snapshot_failures"] == TURNS - 1
     assert not any(turn.resumable for turn in book.turns)
 
 
-def test_the_environments_of_the_house_can_be_resumed() -> None:
-    """Those that have turns to lose."""
+def test_the_ready_made_environments_can_be_resumed() -> None:
+    """An environment with state and no snapshot cannot."""
     assert isinstance(CalculatorEnvironment(), Resumable)
     assert isinstance(SingleTurnEnvironment(), Resumable)
     assert not isinstance(Forgetful(), Resumable)

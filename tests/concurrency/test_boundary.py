@@ -1,4 +1,4 @@
-"""Errors: messages in three parts, and the one boundary that foreign code runs inside."""
+"""The boundary around user code: failures, cancellations, deadlines, threads and the list of waits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rollouts.errors import (
 )
 
 
-async def test_what_escapes_is_the_failure_with_its_cause_and_place() -> None:
-    """Attributed: what ran, what it raised, where, with the whole chain."""
+async def test_an_exception_becomes_the_failure_with_its_cause_and_place() -> None:
+    """The failure has the name of the code, its exception with the whole chain of causes, and the place."""
 
     async def step() -> None:
         raise KeyError("x") from OSError("disk")
@@ -42,15 +42,15 @@ async def test_what_escapes_is_the_failure_with_its_cause_and_place() -> None:
 
 
 @pytest.mark.parametrize("error", [EndpointUnavailable("away"), TokenMismatchError("ids"), ConfigError("field")])
-async def test_errors_of_the_house_pass_unchanged(error: RolloutsError) -> None:
-    """They are attributed already, or are broken laws."""
+async def test_errors_of_the_package_pass_unchanged(error: RolloutsError) -> None:
+    """Their cause is known already."""
     with pytest.raises(type(error)) as caught, boundary(GenerateFailure, "x"):
         raise error
     assert caught.value is error
 
 
 async def test_a_broken_law_is_found_inside_a_group() -> None:
-    """A task group wraps it; it is still a broken law and no guest's failure."""
+    """A task group wraps it; it is still a broken law and no failure of user code."""
     law = TokenMismatchError("ids")
     with pytest.raises(TokenMismatchError) as caught, boundary(GenerateFailure, "x"):
         raise ExceptionGroup("a", [OSError(), ExceptionGroup("b", [law])])
@@ -65,19 +65,19 @@ async def test_a_signal_to_the_process_passes(error: BaseException) -> None:
     assert caught.value is error
 
 
-async def test_a_cancellation_of_ours_passes_and_a_guests_does_not() -> None:
-    """Inside a cancelled scope it goes on to the scope; out of nowhere it is a failure."""
+async def test_an_outer_cancellation_passes_and_an_inner_one_does_not() -> None:
+    """A cancellation of an enclosing scope reaches that scope; a CancelledError of user code is a failure."""
     with anyio.CancelScope() as scope:
         scope.cancel()
         with boundary(GenerateFailure, "x"):
             await anyio.sleep_forever()
     assert scope.cancelled_caught
 
-    async def guest() -> None:
+    async def cancelled() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(GenerateFailure, match="x raised CancelledError: something inside was cancelled"):
-        await call_foreign(GenerateFailure, "x", guest)
+        await call_foreign(GenerateFailure, "x", cancelled)
 
 
 async def test_a_native_cancellation_passes() -> None:
@@ -92,8 +92,8 @@ async def test_a_native_cancellation_passes() -> None:
         await inside()
 
 
-async def test_a_timeout_inside_is_the_guests_own_business() -> None:
-    """What a guest limits and catches itself is no cancellation of ours."""
+async def test_a_timeout_that_user_code_catches_is_no_failure() -> None:
+    """It is no cancellation from outside."""
 
     async def judge() -> float:
         for limit in (partial(asyncio.timeout, 0.01), lambda: anyio.fail_after(0.01)):
@@ -111,15 +111,15 @@ async def test_a_timeout_inside_is_the_guests_own_business() -> None:
     assert await call_foreign(RewardFailure, "judge", judge, seconds=20) == 0.5
 
 
-@pytest.mark.parametrize("swallow", [False, True])
-async def test_a_deadline_is_a_deadline(swallow: bool) -> None:
-    """At its end the call has failed, whatever it answers then."""
+@pytest.mark.parametrize("suppress", [False, True])
+async def test_a_missed_deadline_is_a_failure(suppress: bool) -> None:
+    """The call fails, even if the function suppresses the cancellation and returns a result."""
 
     async def judge() -> float:
         try:
             await anyio.sleep_forever()
         except BaseException:
-            if not swallow:
+            if not suppress:
                 raise
         return 0.0
 
@@ -128,7 +128,7 @@ async def test_a_deadline_is_a_deadline(swallow: bool) -> None:
 
 
 async def test_a_sync_function_does_not_stall_the_loop() -> None:
-    """It runs in a thread; at its deadline the thread is left alone."""
+    """It runs in a thread; at its deadline the thread is abandoned."""
     release = threading.Event()
     try:
         with pytest.raises(RewardFailure, match="did not answer within"):
@@ -138,7 +138,7 @@ async def test_a_sync_function_does_not_stall_the_loop() -> None:
 
 
 async def test_sync_async_partial_and_object_are_all_called() -> None:
-    """And a sync function that gives an awaitable is awaited."""
+    """The awaitable that a sync function returns is awaited."""
 
     async def judge(value: int) -> int:
         return value
@@ -153,7 +153,7 @@ async def test_sync_async_partial_and_object_are_all_called() -> None:
 
 
 async def test_waits_lists_what_is_waited_for() -> None:
-    """Oldest first, with place, since when and until when; nothing stays behind."""
+    """Oldest first, with place, duration and time left; afterwards the list is empty."""
     with at("here or there"), boundary(GenerateFailure, "a"), boundary(GenerateFailure, "b", seconds=50):
         first, second = (str(wait) for wait in waits())
     assert first.startswith("here or there: a for 0.")
@@ -161,23 +161,23 @@ async def test_waits_lists_what_is_waited_for() -> None:
     assert waits() == []
 
 
-def test_a_function_is_called_by_its_name() -> None:
-    """Also inside partials, and objects by their class."""
+def test_function_name_unwraps_partials() -> None:
+    """An object is named by its class."""
     named: Any = partial(partial(shortened), 1)
     assert function_name(named) == "shortened"
     assert function_name(object()) == "object"
 
 
 async def test_a_coroutine_that_comes_too_late_is_closed() -> None:
-    """A sync function that answers with a coroutine after it was given up leaves no warning (here an error) behind."""
-    entered, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    """A coroutine that an abandoned thread returns causes no warning (an error in these tests)."""
+    entered, released, ended = threading.Event(), threading.Event(), threading.Event()
 
     async def answer() -> int:
         return 1
 
     def lazily() -> Any:
         entered.set()
-        go_on.wait(30)
+        released.wait(30)
         try:
             return answer()
         finally:
@@ -190,6 +190,6 @@ async def test_a_coroutine_that_comes_too_late_is_closed() -> None:
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
     assert not scope.cancelled_caught
-    go_on.set()
+    released.set()
     assert ended.wait(30)
     gc.collect()

@@ -1,4 +1,4 @@
-"""A leash: whoever waits for a foreign coroutine goes on, whatever it does with its cancellation."""
+"""The cancellation guard: the caller of a user coroutine continues, whatever the coroutine does when cancelled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollouts.errors import EnvironmentFailure, at
 ROOT = Path(__file__).parents[2]
 
 
-async def swallows() -> None:
+async def suppresses() -> None:
     while True:
         try:
             await anyio.sleep(3600)
@@ -34,7 +34,7 @@ async def swallows() -> None:
 async def spins() -> None:
     while True:
         try:
-            await asyncio.sleep(0)  # noqa: TID251 - what guests do
+            await asyncio.sleep(0)  # noqa: TID251 - as user code may
         except asyncio.CancelledError:
             continue
 
@@ -44,27 +44,27 @@ async def hides() -> None:
         await anyio.sleep_forever()
 
 
-async def hides_and_swallows() -> None:
+async def hides_and_suppresses() -> None:
     with anyio.CancelScope(), anyio.CancelScope(shield=True):
-        await swallows()
+        await suppresses()
 
 
 @pytest.fixture(autouse=True)
 def _ends() -> Iterator[None]:
-    """Nothing that was let go lives until the interpreter ends."""
+    """Close the abandoned coroutines before the interpreter ends."""
     before = len(left_behind())
     yield
-    for leash in left_behind()[before:]:
+    for guard in left_behind()[before:]:
         with contextlib.suppress(RuntimeError):
-            leash.awaitable.close()  # type: ignore[attr-defined]  # a coroutine
+            guard.awaitable.close()  # type: ignore[attr-defined]  # a coroutine
 
 
-GUESTS = [swallows, spins, hides, hides_and_swallows]
+COROUTINES = [suppresses, spins, hides, hides_and_suppresses]
 
 
-@pytest.mark.parametrize("guest", GUESTS)
-async def test_a_deadline_ends_the_wait_for_any_guest(guest: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """As a failure that is late; the task is sound afterwards: its scopes nest, and it can be cancelled again."""
+@pytest.mark.parametrize("coroutine", COROUTINES)
+async def test_a_deadline_ends_the_wait_for_any_coroutine(coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """It raises a late failure. Afterwards the scopes of the task nest, and it can be cancelled again."""
     before = len(left_behind())
     with (
         anyio.fail_after(60),
@@ -72,11 +72,11 @@ async def test_a_deadline_ends_the_wait_for_any_guest(guest: Callable[[], Corout
         pytest.raises(EnvironmentFailure, match="did not answer within") as raised,
     ):
         with boundary(EnvironmentFailure, "World.step", seconds=0.05, armed=False) as entered:
-            await entered.guarded(guest(), grace=0.1)
+            await entered.guarded(coroutine(), grace=0.1)
     assert raised.value.late
     assert waits() == []
-    assert len(left_behind()) - before == (guest is not hides)
-    if guest is not hides:
+    assert len(left_behind()) - before == (coroutine is not hides)
+    if coroutine is not hides:
         assert left_behind()[-1].what == "group 3: World.step"
         assert "test_cancellation.py:" in report()
     with anyio.move_on_after(0.01) as scope, anyio.CancelScope():
@@ -87,23 +87,23 @@ async def test_a_deadline_ends_the_wait_for_any_guest(guest: Callable[[], Corout
     assert task.cancelling() == 0
 
 
-@pytest.mark.parametrize("guest", [swallows, spins])
-async def test_a_task_group_that_is_cancelled_ends(guest: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A manager that closes does not wait for a guest without end, though its deadline is far away."""
+@pytest.mark.parametrize("coroutine", [suppresses, spins])
+async def test_a_task_group_that_is_cancelled_ends(coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """The group does not wait for a coroutine that never ends, though its deadline is far away."""
 
     async def call() -> None:
-        await call_foreign(EnvironmentFailure, "World.step", guest, seconds=3600)
+        await call_foreign(EnvironmentFailure, "World.step", coroutine, seconds=3600)
 
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call)
-            await anyio.wait_all_tasks_blocked() if guest is swallows else await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked() if coroutine is suppresses else await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
     assert waits() == []
 
 
-async def test_a_guest_that_cleans_up_is_left_in_peace() -> None:
-    """What it awaits behind a shield, within its grace, comes to its end."""
+async def test_a_coroutine_may_clean_up_within_its_grace_period() -> None:
+    """Awaits behind a shield are not interrupted."""
     cleaned = []
 
     async def tidy() -> None:
@@ -120,8 +120,8 @@ async def test_a_guest_that_cleans_up_is_left_in_peace() -> None:
     assert cleaned
 
 
-async def test_answers_and_errors_come_through() -> None:
-    """Of coroutines, and of other awaitables."""
+async def test_results_and_errors_pass_the_guard() -> None:
+    """Those of coroutines, and of other awaitables."""
 
     async def answer(value: int) -> float:
         await anyio.lowlevel.checkpoint()
@@ -136,8 +136,8 @@ async def test_answers_and_errors_come_through() -> None:
         assert await CancellationGuard(future, around, "a future") == 7
 
 
-async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
-    """As without one."""
+async def test_a_wait_report_sees_through_the_guard() -> None:
+    """The reported line is that of the coroutine."""
 
     async def call() -> None:
         await call_foreign(EnvironmentFailure, "World.step", hides, seconds=9)
@@ -151,18 +151,18 @@ async def test_the_line_that_is_waited_in_is_seen_through_a_leash() -> None:
         wait.task.cancel()
 
 
-_LEAVING = """
+_PROGRAM = """
 import anyio
 from rollouts.concurrency.boundary import call_foreign
 from rollouts.errors import EnvironmentFailure
 from rollouts.concurrency.cancellation import left_behind
-from tests.concurrency.test_cancellation import GUESTS, refuses_to_end
+from tests.concurrency.test_cancellation import COROUTINES, refuses_to_end
 
 async def main():
-    for guest in [*GUESTS, refuses_to_end]:
+    for coroutine in [*COROUTINES, refuses_to_end]:
         try:
             with anyio.fail_after(60):
-                await call_foreign(EnvironmentFailure, "World.step", guest, seconds=0.05)
+                await call_foreign(EnvironmentFailure, "World.step", coroutine, seconds=0.05)
         except EnvironmentFailure:
             pass
     print(len(left_behind()))
@@ -175,13 +175,13 @@ async def refuses_to_end() -> None:
     while True:
         try:
             await anyio.sleep(3600)
-        except BaseException:  # noqa: BLE001 - what guests do
+        except BaseException:  # noqa: BLE001 - as user code may
             continue
 
 
-def test_what_was_let_go_is_not_resumed_at_the_end_of_the_interpreter() -> None:
-    """The process ends at once and in silence."""
+def test_an_abandoned_coroutine_is_not_resumed_at_interpreter_exit() -> None:
+    """The process ends at once and without output."""
     done = subprocess.run(
-        [sys.executable, "-c", _LEAVING], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
     )
     assert (done.stdout, done.stderr, done.returncode) == ("4\n", "", 0)

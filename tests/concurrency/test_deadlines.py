@@ -1,4 +1,4 @@
-"""Clocks that stop: no deadline passes meanwhile, and afterwards each has as much left as before."""
+"""Paused deadlines: none expires meanwhile, and afterwards each has as much time left as before."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ async def some_time(seconds: float) -> None:
 
 
 def _ends(limit: deadline) -> float:
-    """When it passes by itself."""
+    """The time at which the scope of a deadline expires."""
     assert limit.scope is not None
     return limit.scope.deadline
 
 
-async def test_others_may_stop_the_clocks_of_somebody_who_waits() -> None:
-    """All his deadlines, the outer ones too; none of somebody else's."""
+async def test_a_task_may_pause_the_deadlines_of_another() -> None:
+    """All deadlines of that task are paused, the outer ones too, and no others."""
     answered = anyio.Event()
-    made: list[Clocks] = []
+    clocks: list[Clocks] = []
     late: list[bool] = []
 
-    async def waits() -> None:
+    async def wait() -> None:
         with deadline(0.1) as outer, deadline(0.05) as inner:
-            made.append(Clocks())
+            clocks.append(Clocks())
             await answered.wait()
         late.extend([outer.expired, inner.expired])
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(waits)
+        tasks.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
-        made[0].pause()
+        clocks[0].pause()
         with deadline(0.05) as ours:
             await some_time(0.2)
         assert ours.caught
@@ -44,8 +44,8 @@ async def test_others_may_stop_the_clocks_of_somebody_who_waits() -> None:
     assert late == [False, False]
 
 
-async def test_a_clock_that_goes_on_has_what_was_left() -> None:
-    """And it passes then."""
+async def test_a_resumed_deadline_has_the_time_that_was_left() -> None:
+    """It expires after that time."""
     with deadline(0.2) as limit:
         with paused_deadlines():
             assert _ends(limit) == math.inf
@@ -54,8 +54,8 @@ async def test_a_clock_that_goes_on_has_what_was_left() -> None:
     assert limit.caught
 
 
-async def test_a_deadline_that_has_passed_stays_passed() -> None:
-    """It cannot be undone by a pause that comes after it."""
+async def test_an_expired_deadline_stays_expired() -> None:
+    """A later pause does not revive it."""
     with deadline(0.0) as limit:
         with paused_deadlines():
             pass
@@ -63,8 +63,8 @@ async def test_a_deadline_that_has_passed_stays_passed() -> None:
     assert limit.caught
 
 
-async def test_one_that_is_watched_later_has_run_all_the_time() -> None:
-    """From when it was made; and it stands still like the others, also before anybody watches it."""
+async def test_a_deadline_counts_from_its_construction() -> None:
+    """Also before it is armed; a pause extends it as any other."""
     with deadline(0.2, armed=False) as limit:
         assert _ends(limit) == math.inf
         began, clocks = limit.ends, Clocks()
@@ -78,16 +78,16 @@ async def test_one_that_is_watched_later_has_run_all_the_time() -> None:
     assert limit.caught
 
 
-async def test_one_that_had_passed_when_it_is_watched_ends_the_wait() -> None:
-    """Code that ran too long before its first wait waits no more."""
+async def test_a_deadline_that_is_armed_too_late_expires_at_once() -> None:
+    """Code that ran too long before its first wait is cancelled there."""
     with deadline(0.0, armed=False) as limit:
         limit.arm()
         await anyio.sleep_forever()
     assert limit.caught
 
 
-async def test_a_standstill_is_told_first() -> None:
-    """With how long it lasts, and how many wait; afterwards it is gone."""
+async def test_a_global_pause_is_reported_first() -> None:
+    """With its duration and the number of waiting turns; afterwards it is no longer listed."""
     with listed_pause("http://a is paused for new weights", lambda: 7):
         assert str(pauses()[0]) == "http://a is paused for new weights for 0.0 s, 7 turns wait"
         assert report().startswith("rollouts: http://a is paused for new weights for 0.0 s, 7 turns wait\n")

@@ -1,4 +1,4 @@
-"""The garbage collector during a run: it walks the run's own objects only, and is as it was afterwards."""
+"""The garbage collector during a run: it skips older objects, and its settings are restored."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _fail_inside(old: list[list[object]]) -> None:
         raise OSError("ended")
 
 
-def test_what_was_there_is_set_aside_and_comes_back() -> None:
-    """Cycles of the run are still found; thresholds and all else are as before, also after an error."""
+def test_existing_objects_are_frozen_and_unfrozen() -> None:
+    """Cycles of the run are still freed; thresholds are restored, also after an error."""
     old: list[list[object]] = [[] for _ in range(1000)]
     thresholds = gc.get_threshold()
     with pytest.raises(OSError, match="ended"):
@@ -30,12 +30,12 @@ def test_what_was_there_is_set_aside_and_comes_back() -> None:
 
 
 def test_a_process_that_has_frozen_its_objects_is_left_alone() -> None:
-    """What somebody else has set stays."""
+    """Its thresholds and frozen objects stay."""
     gc.freeze()
     count, thresholds = gc.get_freeze_count(), gc.get_threshold()
     try:
         with calm_collector():
             assert gc.get_threshold() == thresholds
-        assert gc.get_freeze_count() > count / 2, "some of them may be gone since, but they were not let go"
+        assert gc.get_freeze_count() > count / 2, "some objects may be freed since, but they were not unfrozen"
     finally:
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Every dialect: the same calls written its way, and what is done with broken ones."""
+"""Every dialect: the same calls in its notation, and malformed calls."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ BOTH = [("weather", {"city": "Köln", "days": 2}, None), ("now", {}, None)]
 
 
 def test_every_dialect_with_calls_is_in_the_table() -> None:
-    """A new dialect is tested, or this fails."""
+    """This test fails if a new dialect is not tested."""
     assert set(WRITTEN) == set(DIALECTS) - {"plain"}
 
 
@@ -54,7 +54,7 @@ def test_text_around_the_calls_is_content(name: str) -> None:
     ],
 )
 def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
-    """A Llama call stands at the start, or after its tag; one of harmony in a message of its own."""
+    """A Llama call is at the start of the reply or after its tag; a harmony call is a message of its own."""
     reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS)
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
 
@@ -62,7 +62,7 @@ def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, 
 @pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony"}))
 @pytest.mark.parametrize("opened", [None, True])
 def test_calls_drafted_in_a_thought_are_no_calls(name: str, opened: bool | None) -> None:
-    """Whatever the dialect's marks."""
+    """With the marks of every dialect."""
     opening, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
     for start in ("", opening):
         reply = get_dialect(name).parse(f"{start}{WRITTEN[name]}{closing}\n\nNo.", tools=TOOLS, reasoning_open=opened)
@@ -70,22 +70,22 @@ def test_calls_drafted_in_a_thought_are_no_calls(name: str, opened: bool | None)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_call_that_is_cut_anywhere_is_never_a_sound_one(name: str) -> None:
-    """Whatever is cut off the last call: it is malformed or not begun, and the first one stays.
+def test_a_call_that_is_cut_anywhere_is_never_valid(name: str) -> None:
+    """The cut last call is malformed or absent, and the first call stays valid.
 
-    Granite's calls are one JSON value: cut, it holds none.
+    Granite's calls are one JSON value: if it is cut, there is no valid call.
     """
     whole = WRITTEN[name]
     left = [] if name == "granite" else ["weather"]
     for end in range(whole.index("now") + 3, len(whole)):
-        found = get_dialect(name).parse(whole[:end], tools=TOOLS).tool_calls
-        assert [call.name for call in found if call.error is None] in (left, ["weather", "now"])
-        assert all(call.error is None or call.raw for call in found)
+        calls = get_dialect(name).parse(whole[:end], tools=TOOLS).tool_calls
+        assert [call.name for call in calls if call.error is None] in (left, ["weather", "now"])
+        assert all(call.error is None or call.raw for call in calls)
 
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_a_call_without_its_closing_mark_is_malformed(name: str) -> None:
-    """Cut inside the first call: one malformed call that says what is missing, no silence."""
+    """Cut inside the first call: one malformed call whose error names the missing mark."""
     cut = WRITTEN[name][: WRITTEN[name].index("2") + 1]
     (call,) = get_dialect(name).parse(cut, tools=TOOLS).tool_calls
     assert "is missing" in (call.error or "")
@@ -96,7 +96,7 @@ def test_a_call_without_its_closing_mark_is_malformed(name: str) -> None:
     ("name", "text", "fault", "words"), [(name, *case) for name, cases in MALFORMED.items() for case in cases]
 )
 def test_broken_calls_are_malformed_with_a_reason(name: str, text: str, fault: str, words: str) -> None:
-    """One call with an error that names the fault, and its kind; no arguments are made up."""
+    """One call with an error message, the kind of fault, and no arguments."""
     (call,) = get_dialect(name).parse(text, tools=TOOLS).tool_calls
     assert words in (call.error or "")
     assert call.fault == fault
@@ -107,7 +107,7 @@ def test_ids_are_kept_where_the_dialect_has_them() -> None:
     """Kimi's and Mistral's; the others leave the id to the agent loop."""
     ids = {name: [call.id for call in DIALECTS[name].parse(text).tool_calls] for name, text in WRITTEN.items()}
     assert ids.pop("kimi_k2") == ["functions.weather:0", "functions.now:1"]
-    assert all(found == ["", ""] for found in ids.values())
+    assert all(call_ids == ["", ""] for call_ids in ids.values())
     nemo = '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]'
     assert [call.id for call in DIALECTS["mistral"].parse(nemo).tool_calls] == ["abcdefghi"]
     small = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
@@ -129,14 +129,14 @@ def test_ids_are_kept_where_the_dialect_has_them() -> None:
     ],
 )
 def test_values_without_quotes_take_their_type_from_the_schema(argument: str, text: str, value: object) -> None:
-    """Text where the schema allows a string or says nothing of the argument, JSON elsewhere."""
+    """Text if the schema allows a string or does not list the argument, otherwise JSON."""
     written = f"<tool_call><function=weather><parameter={argument}>\n{text}\n</parameter></function></tool_call>"
     (call,) = get_dialect("qwen3_coder").parse(written, tools=TOOLS).tool_calls
     assert (call.error, call.arguments[argument] if not call.error else None) == (None, value)
 
 
 def test_an_answer_in_json_is_no_llama_call() -> None:
-    """Only an object that begins with a name is one."""
+    """Only an object that begins with a name is a call."""
     reply = get_dialect("llama_json").parse('{"answer": 5}')
     assert (reply.content, reply.tool_calls) == ('{"answer": 5}', ())
 
@@ -150,11 +150,11 @@ LITERALS = st.recursive(
 
 @hypothesis.given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LITERALS, max_size=4))
 def test_literals_are_read_as_python_reads_them(arguments: dict[str, object]) -> None:
-    """Whatever Python writes of plain values; the judge is its own ``ast.literal_eval``."""
+    """The ``repr`` of any plain value parses as with ``ast.literal_eval``."""
     written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]", reasoning_open=False)  # a text may close one
-    judged = {name: ast.literal_eval(repr(value)) for name, value in arguments.items()}
-    assert brief(reply.tool_calls) == [("f", judged, None), ("g", {}, None)]
+    expected = {name: ast.literal_eval(repr(value)) for name, value in arguments.items()}
+    assert brief(reply.tool_calls) == [("f", expected, None), ("g", {}, None)]
 
 
 def gemma_text(value: object) -> str:
@@ -170,7 +170,7 @@ def gemma_text(value: object) -> str:
 
 @hypothesis.given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LITERALS, max_size=4))
 def test_what_is_written_in_gemmas_notation_is_read_back(arguments: dict[str, object]) -> None:
-    """Any plain values, nested in any way, with any text between the marks but the marks."""
+    """Any plain values, nested in any way, with any text but the marks in the strings."""
     hypothesis.assume("<|" not in repr(arguments))
     written = ",".join(f"{name}:{gemma_text(value)}" for name, value in arguments.items())
     reply = get_dialect("gemma").parse(f"<|tool_call>call:f{{{written}}}<tool_call|>")
@@ -178,7 +178,7 @@ def test_what_is_written_in_gemmas_notation_is_read_back(arguments: dict[str, ob
 
 
 def test_harmony_channels() -> None:
-    """Analysis is reasoning, final is content, and a call written in the analysis is none."""
+    """Analysis is reasoning, final is content, and a call in the analysis is no call."""
     text = '<|channel|>analysis<|message|>I call {"a"}<|end|><|start|>assistant<|channel|>final<|message|>Three.'
     reply = get_dialect("harmony").parse(text)
     assert (reply.reasoning, reply.content, reply.tool_calls) == ('I call {"a"}', "Three.", ())
@@ -199,7 +199,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("template", FAMILIES)
 def test_what_the_template_writes_is_read_back(template: str, tokenizer, chat_template) -> None:
-    """The real template renders a call in its history; its dialect reads the same name and arguments."""
+    """The real template renders a call in the history; its dialect parses the same name and arguments."""
     renderer = Renderer(tokenizer(FAMILIES[template]), chat_template=chat_template(template))
     arguments = {"city": 'Köln "x"', "days": 2, "tags": ["a", "b"]}
     chat = [Message("user", "QUESTION"), Message("assistant", tool_calls=(ToolCall("weather", arguments, id="c"),))]
@@ -215,7 +215,7 @@ PIECES = sorted({piece for name in MARKED for piece in re.findall(r"[<\[{][^<>\]
 
 @pytest.mark.parametrize("name", MARKED)
 def test_looking_for_the_marks_first_changes_nothing(name: str) -> None:
-    """Whatever stands where; the judge is the same dialect without marks."""
+    """For any text, the result equals that of the same dialect without ``marks``."""
     dialect = DIALECTS[name]
     kind = type(dialect)
     whole = type("Whole", (kind,), {"block": kind.block})()
@@ -226,15 +226,15 @@ def test_looking_for_the_marks_first_changes_nothing(name: str) -> None:
     def play(pieces: list[str]) -> None:
         text = "".join(pieces)
         for opened in (None, True, False):
-            read = [one.parse(text, tools=TOOLS, reasoning_open=opened) for one in (dialect, whole)]
-            assert read[0] == read[1]
+            replies = [parser.parse(text, tools=TOOLS, reasoning_open=opened) for parser in (dialect, whole)]
+            assert replies[0] == replies[1]
 
     play()
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 def test_a_reply_that_repeats_one_mark_is_read_in_linear_time(name: str) -> None:
-    """Models fall into loops: 100,000 characters of one mark are read at once, not in seconds."""
+    """Models fall into loops: 100,000 characters of one mark are parsed quickly."""
     marks = ["<think>", "<think></think>", "<tool_call>", "<parameter=a>", "<arg_key>", "[TOOL_CALLS]", "<|channel|>"]
     marks += [
         "<|tool_call>",

@@ -1,4 +1,4 @@
-"""Hermes calls, and what every dialect shares: reasoning, malformed calls, the text around them."""
+"""Hermes calls, and the parts shared by every dialect: reasoning, malformed calls, content."""
 
 import pytest
 
@@ -11,25 +11,25 @@ def call(name: str = "add", arguments: str = '{"a": 1}') -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def test_a_sound_call_keeps_its_text_and_the_text_before_it() -> None:
-    """Name, arguments and the exact text of the call; content is what stands around it."""
+def test_a_valid_call_keeps_its_text_and_the_text_before_it() -> None:
+    """Name, arguments and the exact text of the call; the text around it is content."""
     reply = PARSE("I add.\n" + call())
     assert reply.content == "I add."
     assert reply.reasoning is None
-    (found,) = reply.tool_calls
-    assert (found.name, dict(found.arguments), found.id, found.error) == ("add", {"a": 1}, "", None)
-    assert found.raw == call()
+    (parsed,) = reply.tool_calls
+    assert (parsed.name, dict(parsed.arguments), parsed.id, parsed.error) == ("add", {"a": 1}, "", None)
+    assert parsed.raw == call()
 
 
 def test_parallel_calls_come_in_order() -> None:
     """Three calls, three ToolCalls, in the order of the text."""
     reply = PARSE("\n".join(call(name) for name in ("c", "a", "b")))
-    assert [found.name for found in reply.tool_calls] == ["c", "a", "b"]
+    assert [parsed.name for parsed in reply.tool_calls] == ["c", "a", "b"]
     assert reply.content == ""
 
 
 def test_text_after_a_call_stays_in_the_content() -> None:
-    """Nothing that the model said is lost."""
+    """No text of the reply is lost."""
     assert PARSE(f"one\n{call()}\ntwo\n{call()} three").content == "one\ntwo\nthree"
 
 
@@ -40,9 +40,9 @@ def test_text_without_marks_is_returned_as_it_is() -> None:
 
 @pytest.mark.parametrize("opened", [None, True])
 def test_a_call_drafted_in_reasoning_that_the_prompt_opened_is_no_call(opened: bool | None) -> None:
-    """Only ``</think>`` was sampled: what stands before it is reasoning."""
+    """Only ``</think>`` was sampled: the text before it is reasoning."""
     reply = PARSE(f"maybe {call('draft')} or not\n</think>\n\n{call('real')}", reasoning_open=opened)
-    assert [found.name for found in reply.tool_calls] == ["real"]
+    assert [parsed.name for parsed in reply.tool_calls] == ["real"]
     assert reply.reasoning == f"maybe {call('draft')} or not"
     assert reply.content == ""
 
@@ -55,7 +55,7 @@ def test_a_call_drafted_in_reasoning_that_the_reply_opened_is_no_call() -> None:
 
 @pytest.mark.parametrize(("text", "opened"), [(f"<think>\n{call()}", None), (call(), True)])
 def test_reasoning_that_never_ends_holds_no_call(text: str, opened: bool | None) -> None:
-    """A reply cut while it thinks has said nothing yet."""
+    """A reply that is cut inside its reasoning has no content and no calls."""
     reply = PARSE(text, reasoning_open=opened)
     assert (reply.content, reply.tool_calls, reply.reasoning) == ("", (), call())
 
@@ -63,7 +63,7 @@ def test_reasoning_that_never_ends_holds_no_call(text: str, opened: bool | None)
 def test_reasoning_between_calls_is_taken_out() -> None:
     """A second thought after the first call."""
     reply = PARSE(f"{call('a')}<think>{call('draft')}</think>{call('b')}")
-    assert [found.name for found in reply.tool_calls] == ["a", "b"]
+    assert [parsed.name for parsed in reply.tool_calls] == ["a", "b"]
 
 
 def test_think_tags_inside_an_argument_are_text() -> None:
@@ -74,7 +74,7 @@ def test_think_tags_inside_an_argument_are_text() -> None:
 
 
 def test_an_empty_thought_is_an_empty_string() -> None:
-    """There was a block, and nothing stood in it."""
+    """There was a thinking block without text."""
     assert PARSE("<think>\n\n</think>\n\nHi").reasoning == ""
 
 
@@ -98,21 +98,21 @@ def test_an_empty_thought_is_an_empty_string() -> None:
         ("[" * 100_000, "", "not valid JSON"),
     ],
 )
-def test_what_is_no_call_is_a_malformed_call_and_never_repaired(body: str, name: str, words: str) -> None:
-    """One ToolCall with the reason, the name if it can be seen, and no arguments."""
+def test_an_invalid_call_is_malformed_and_never_repaired(body: str, name: str, words: str) -> None:
+    """One ToolCall with an error, the name if it is recognisable, and no arguments."""
     text = f"<tool_call>{body}</tool_call>"
-    (found,) = PARSE(text).tool_calls
-    assert found.error is not None
-    assert words in found.error
-    assert (found.name, dict(found.arguments), found.raw) == (name, {}, text)
+    (parsed,) = PARSE(text).tool_calls
+    assert parsed.error is not None
+    assert words in parsed.error
+    assert (parsed.name, dict(parsed.arguments), parsed.raw) == (name, {}, text)
 
 
 def test_an_unclosed_call_is_malformed_and_not_silence() -> None:
-    """Cut in the middle: the model is told what is missing."""
+    """A call that is cut in the middle has an error that names the missing mark."""
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}'
-    (found,) = PARSE(text).tool_calls
-    assert (found.name, found.raw) == ("add", text)
-    assert "</tool_call> is missing" in (found.error or "")
+    (parsed,) = PARSE(text).tool_calls
+    assert (parsed.name, parsed.raw) == ("add", text)
+    assert "</tool_call> is missing" in (parsed.error or "")
 
 
 def test_an_unclosed_call_does_not_swallow_the_next() -> None:

@@ -1,5 +1,5 @@
-"""What becomes of a reply, decided once and the same in every dialect: what runs, what goes back to the model, what is
-counted. Played through the loop, with the dialect's own marks.
+"""The outcome of a reply is the same in every dialect: the calls that run, the errors shown to the model, the counters.
+Played through the agent loop, with the dialect's own marks.
 """
 
 import json
@@ -25,7 +25,7 @@ CALLING = sorted(set(DIALECTS) - {"plain"})
 
 
 class World(ToolEnvironment):
-    """Keeps what ran."""
+    """Records the calls that ran."""
 
     def __init__(self, ran: list[Any]) -> None:
         self.ran = ran
@@ -44,10 +44,10 @@ class World(ToolEnvironment):
 
 
 async def play(name: str, text: str, **options: Any) -> tuple[list[Any], Trajectory]:
-    """One reply in a dialect, and a last one without calls."""
+    """Play one reply in a dialect, and a last one without calls."""
     renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=TEMPLATES[name], dialect=name)
     ran: list[Any] = []
-    policy = ScriptedPolicy([renderer.encode(f"{said}<|im_end|>").tolist() for said in (text, "Done.")])
+    policy = ScriptedPolicy([renderer.encode(f"{reply}<|im_end|>").tolist() for reply in (text, "Done.")])
     trajectory = await run_agent(
         Prompt("Well?", index=0),
         partial(World, ran),
@@ -65,9 +65,9 @@ def answers(trajectory: Trajectory) -> list[str]:
 
 
 def thought(name: str, text: str) -> str:
-    """The text as a thought of the dialect, and then an answer."""
+    """The text as a thought in the dialect, followed by an answer."""
     if name == "harmony":
-        draft = text.replace("<|", "< |")  # a thought in its channel cannot hold the channel's own marks
+        draft = text.replace("<|", "< |")  # an analysis message cannot contain its own marks
         return f"<|channel|>analysis<|message|>{draft}<|end|><|start|>assistant<|channel|>final<|message|>No."
     opening, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
     return f"{opening}{text}{closing}No."
@@ -75,7 +75,7 @@ def thought(name: str, text: str) -> str:
 
 @pytest.mark.parametrize("name", CALLING)
 async def test_parallel_calls_run_in_order(name: str) -> None:
-    """Each runs with typed arguments, and its result stands in its place."""
+    """Each runs with typed arguments, and the results are in the order of the calls."""
     ran, trajectory = await play(name, WRITTEN[name])
     assert ran == [("Köln", 2), "now"]
     assert answers(trajectory) == ["rain in Köln", "noon"]
@@ -85,7 +85,7 @@ async def test_parallel_calls_run_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 async def test_a_draft_in_a_thought_does_not_run(name: str) -> None:
-    """The reply is an answer."""
+    """The reply has no calls."""
     ran, trajectory = await play(name, thought(name, WRITTEN[name]))
     assert ran == []
     reply = trajectory.messages[-1]
@@ -95,7 +95,7 @@ async def test_a_draft_in_a_thought_does_not_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
 def test_a_thought_that_the_prompt_opened_ends_where_it_is_closed(name: str) -> None:
-    """Only the closing mark was sampled: drafts before it are none, calls after it are; without it, all is thought."""
+    """If only the closing mark was sampled, calls before it are drafts; without it, all text is reasoning."""
     _, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
     parse = partial(get_dialect(name).parse, tools=TOOLS, reasoning_open=True)
     both = parse(f"{WRITTEN[name]}{closing}\n\n{WRITTEN[name]}")
@@ -106,8 +106,8 @@ def test_a_thought_that_the_prompt_opened_ends_where_it_is_closed(name: str) -> 
 
 
 @pytest.mark.parametrize("name", CALLING)
-async def test_an_unknown_tool_goes_back_and_the_others_run(name: str) -> None:
-    """With the names of those there are; counted as unknown."""
+async def test_an_unknown_tool_is_answered_with_an_error_and_the_others_run(name: str) -> None:
+    """The error lists the known tools; the call is counted as unknown."""
     ran, trajectory = await play(name, WRITTEN[name].replace("now", "fly"))
     assert ran == [("Köln", 2)]
     first, second = answers(trajectory)
@@ -117,8 +117,10 @@ async def test_an_unknown_tool_goes_back_and_the_others_run(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name in CALLING for case in MALFORMED[name]])
-async def test_a_malformed_call_goes_back_and_is_counted_by_its_fault(name: str, case: tuple[str, Fault, str]) -> None:
-    """Nothing runs, the reason is shown, and the sample and the batch have the count."""
+async def test_a_malformed_call_is_answered_with_an_error_and_counted_by_its_fault(
+    name: str, case: tuple[str, Fault, str]
+) -> None:
+    """Nothing runs, the model sees the reason, and sample and batch have the count."""
     text, fault, words = case
     ran, trajectory = await play(name, text)
     assert ran == []
@@ -133,7 +135,7 @@ async def test_a_malformed_call_goes_back_and_is_counted_by_its_fault(name: str,
 
 @pytest.mark.parametrize("name", CALLING)
 async def test_a_reply_that_is_cut_in_a_call_runs_nothing(name: str) -> None:
-    """By default it ends the episode; where it goes on, the unclosed call is told, or is no call yet."""
+    """By default the episode ends; with ``on_cut="continue"`` the unclosed call is answered with an error."""
     renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=TEMPLATES[name], dialect=name)
     text = WRITTEN[name][: WRITTEN[name].index("2")]
     for on_cut, reason in (("stop", StopReason.MAX_TOKENS), ("continue", StopReason.TASK_COMPLETED)):
@@ -156,8 +158,8 @@ def brief(name: str, text: str) -> list[tuple[str, Mapping[str, Any], Fault | No
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_arguments_given_as_a_string_are_never_read_as_what_is_in_it(name: str) -> None:
-    """Where the arguments are one object, they are malformed; in tags and names, a value stays the text that it is."""
+def test_arguments_as_a_string_are_never_parsed(name: str) -> None:
+    """As one object they are malformed; in tags or named arguments the value stays text."""
     if name in IN_TAGS:
         ((_, arguments, _),) = brief(name, IN_TAGS[name])
         assert arguments in ({"tags": "[]"}, {"tags": '"[]"'}, {})
@@ -177,17 +179,17 @@ def test_arguments_given_as_a_string_are_never_read_as_what_is_in_it(name: str) 
         ),
     ],
 )
-async def test_an_id_that_is_given_twice_is_made_another(name: str, text: str) -> None:
-    """In the dialects that have ids; both calls run, and each result has its own."""
+async def test_a_duplicate_call_id_is_replaced(name: str, text: str) -> None:
+    """In dialects with ids: both calls run, and each result has its own id."""
     _, trajectory = await play(name, text)
-    asked = next(message for message in trajectory.messages if message.tool_calls).tool_calls
-    assert len({call.id for call in asked}) == 2
-    assert [m.tool_call_id for m in trajectory.messages if m.role == "tool"] == [call.id for call in asked]
+    calls = next(message for message in trajectory.messages if message.tool_calls).tool_calls
+    assert len({call.id for call in calls}) == 2
+    assert [m.tool_call_id for m in trajectory.messages if m.role == "tool"] == [call.id for call in calls]
     assert trajectory.metrics["duplicate_call_ids"] == 1
 
 
 def test_a_plain_reply_has_no_calls() -> None:
-    """The dialect of templates that have none."""
+    """For templates without tools."""
     for text in WRITTEN.values():
         assert get_dialect("plain").parse(text).tool_calls == ()
     assert Message("assistant", get_dialect("plain").parse("Yes.").content).content == "Yes."

@@ -1,4 +1,4 @@
-"""Which dialect a template teaches, and what may be asked for by name."""
+"""The registry: the dialect of a template, and dialects by name."""
 
 import pytest
 
@@ -28,12 +28,12 @@ EXPECTED = {
 
 @pytest.mark.parametrize(("template", "dialect"), EXPECTED.items())
 def test_the_template_tells_the_dialect(template: str, dialect: str, chat_template) -> None:
-    """Each real template gives its family's dialect."""
+    """Each real template has the dialect of its model family."""
     assert dialect_of_template(chat_template(template)) == dialect
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    """ConfigError with every name."""
+    """The ConfigError contains every name."""
     with pytest.raises(ConfigError) as caught:
         get_dialect("nonsense")
     assert all(name in str(caught.value) for name in DIALECTS)
@@ -42,12 +42,12 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 @pytest.mark.parametrize("text", ["", " ", "Hello.\n", "{a: 1}", "[1, 2]", "x < y"])
 def test_text_without_calls_comes_back_unchanged(name: str, text: str) -> None:
-    """No dialect sees a call where there is none."""
+    """No dialect finds a call in it."""
     reply = get_dialect(name).parse(text)
     assert (reply.content, reply.tool_calls, reply.reasoning) == (text, (), None)
 
 
 def test_the_plain_dialect_still_separates_reasoning() -> None:
-    """And takes nothing for a call."""
+    """It finds no calls."""
     reply = get_dialect("plain").parse("<think>a</think><tool_call>{}</tool_call>")
     assert (reply.reasoning, reply.content, reply.tool_calls) == ("a", "<tool_call>{}</tool_call>", ())
