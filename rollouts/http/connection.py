@@ -224,11 +224,11 @@ class Connection(asyncio.BufferedProtocol):
         self._on_closed(self)
 
     def _body_ends_at_close(self) -> bool:
-        headers = {name.lower(): value.lower() for name, value in self.headers}
+        names = {name.lower(): value.lower() for name, value in self.headers}
         return (
             self.status > 0
-            and b"content-length" not in headers
-            and b"chunked" not in headers.get(b"transfer-encoding", b"")
+            and b"content-length" not in names
+            and b"chunked" not in names.get(b"transfer-encoding", b"")
         )
 
     # -- callbacks of the parser --

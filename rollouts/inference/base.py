@@ -1,7 +1,6 @@
 """Protocol of a policy: prompt tokens in, sampled tokens out.
 
-A policy does not know messages, environments or samples. It raises an ``EndpointError`` for a request that it cannot
-serve.
+A policy does not know messages, environments or samples. It raises an ``EndpointError`` if it cannot serve.
 """
 
 from __future__ import annotations
