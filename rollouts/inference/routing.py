@@ -78,7 +78,7 @@ class Workers:
         """Requests sent and not answered yet."""
         return sum(worker.in_flight for worker in self.all)
 
-    def of(self, session: str) -> Worker:
+    def worker_for(self, session: str) -> Worker:
         """Return the worker of a session; the least loaded one for a new session or none."""
         if len(self.all) == 1:
             return self.all[0]
@@ -98,7 +98,7 @@ class Workers:
         least = min((other.load for other in self.all if other.suspect_until <= now), default=worker.load)
         return worker.load > SKEW_FACTOR * least + SKEW_REQUESTS
 
-    def instead_of(self, worker: Worker, session: str) -> Worker:
+    def reassign(self, worker: Worker, session: str) -> Worker:
         """Move a session away from a worker on which it failed; a single worker is returned itself."""
         others = [other for other in self.all if other is not worker]
         return self._assign(session, others) if others else worker

@@ -189,7 +189,7 @@ class SGLangPolicy:
             stop_token_ids=stop_token_ids,
         )
         self.totals.encoded_tokens = self._sequences.encoded
-        worker = self._workers.of(session)
+        worker = self._workers.worker_for(session)
         try:
             with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
                 return await self._attempts(call, worker)
@@ -273,7 +273,7 @@ class SGLangPolicy:
                         if failures > self.endpoint.max_retries:
                             raise EndpointUnavailable(f"gave up after {failures} attempts: {error}") from error
                         failed = worker if call.running is None else call.running[0]  # the abort may have failed
-                        worker = self._workers.instead_of(failed, call.session)
+                        worker = self._workers.reassign(failed, call.session)
                         await self._back_off(failures, worker)
                 self.totals.retries += 1
         finally:

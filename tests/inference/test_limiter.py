@@ -212,10 +212,10 @@ async def test_sessions_leave_a_slow_server() -> None:
                     tasks.start_soon(policy.complete, packed_tokens([number]), ONE)
                 while slow.most_live < 10 or policy.totals.completions < 10:
                     await anyio.lowlevel.checkpoint()
-                session = next(f"s{n}" for n in range(99) if policy._workers.of(f"s{n}").url == fast.url)
+                session = next(f"s{n}" for n in range(99) if policy._workers.worker_for(f"s{n}").url == fast.url)
                 policy._workers._sessions["s"] = policy._workers.all[0]
                 await policy.complete(packed_tokens([1, 2]), ONE, session="s")
-                assert policy._workers.of("s").url == fast.url
-                assert policy._workers.of(session).url == fast.url
+                assert policy._workers.worker_for("s").url == fast.url
+                assert policy._workers.worker_for(session).url == fast.url
                 assert policy._workers.moved == 1
                 released.set()

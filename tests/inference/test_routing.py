@@ -17,40 +17,40 @@ def workers() -> Workers:
 def test_a_new_session_goes_to_the_least_loaded_worker(workers: Workers) -> None:
     """And stays there, even if the others have a lower load later."""
     workers.all[0].in_flight, workers.all[2].in_flight = 2, 1
-    worker = workers.of("s")
+    worker = workers.worker_for("s")
     assert worker.name == "b"
     worker.in_flight = 9
-    assert workers.of("s") is worker
+    assert workers.worker_for("s") is worker
     assert workers.in_flight == 12
 
 
 def test_idle_workers_are_used_in_turn(workers: Workers) -> None:
     """Without requests in flight, the number of assigned sessions decides."""
-    assert sorted(workers.of(f"s{n}").name for n in range(6)) == ["a", "a", "b", "b", "c", "c"]
+    assert sorted(workers.worker_for(f"s{n}").name for n in range(6)) == ["a", "a", "b", "b", "c", "c"]
 
 
 def test_a_session_leaves_a_worker_with_a_much_higher_load(workers: Workers) -> None:
     """Computing its tokens again elsewhere is cheaper than the queue; then it stays there."""
-    first = workers.of("s")
+    first = workers.worker_for("s")
     first.in_flight = 40
     for worker in workers.all:
         if worker is not first:
             worker.in_flight = 16
-    assert workers.of("s") is first, "more than twice the load, but within SKEW_REQUESTS"
+    assert workers.worker_for("s") is first, "more than twice the load, but within SKEW_REQUESTS"
     first.in_flight = 41
-    second = workers.of("s")
+    second = workers.worker_for("s")
     assert second is not first
-    assert (workers.of("s"), workers.moved) == (second, 1)
+    assert (workers.worker_for("s"), workers.moved) == (second, 1)
 
 
 def test_a_session_does_not_move_to_an_unreachable_worker(workers: Workers) -> None:
     """Not even without any load there."""
-    first = workers.of("s")
+    first = workers.worker_for("s")
     first.in_flight = 99
     for worker in workers.all:
         if worker is not first:
             worker.suspect()
-    assert workers.of("s") is first
+    assert workers.worker_for("s") is first
 
 
 def test_load_counts_waiting_requests_and_other_clients() -> None:
@@ -65,29 +65,29 @@ def test_load_counts_waiting_requests_and_other_clients() -> None:
 def test_an_unreachable_worker_is_the_last_choice(workers: Workers) -> None:
     """Even with the lowest load; if all are unreachable, one of them is used."""
     workers.all[0].suspect()
-    assert {workers.of(f"s{n}").name for n in range(4)} == {"b", "c"}
+    assert {workers.worker_for(f"s{n}").name for n in range(4)} == {"b", "c"}
     for worker in workers.all:
         worker.suspect()
-    assert workers.of("last") in workers.all
+    assert workers.worker_for("last") in workers.all
 
 
 def test_a_session_can_be_moved(workers: Workers) -> None:
     """To another worker, for good; a single worker has no other."""
-    first = workers.of("s")
-    second = workers.instead_of(first, "s")
+    first = workers.worker_for("s")
+    second = workers.reassign(first, "s")
     assert second is not first
-    assert workers.of("s") is second
+    assert workers.worker_for("s") is second
     alone = Workers([Worker("http://a", "a")])
-    assert alone.instead_of(alone.of("s"), "s") is alone.all[0]
+    assert alone.reassign(alone.worker_for("s"), "s") is alone.all[0]
 
 
 def test_the_number_of_sessions_is_bounded(workers: Workers) -> None:
     """The least recently used one is evicted first."""
-    first = workers.of("first")
+    first = workers.worker_for("first")
     for number in range(routing.MAX_SESSIONS):
-        workers.of(f"s{number}")
+        workers.worker_for(f"s{number}")
     first.in_flight = 1
-    assert workers.of("first") is not first
+    assert workers.worker_for("first") is not first
 
 
 def test_the_repr_is_the_load(workers: Workers) -> None:
