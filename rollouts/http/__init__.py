@@ -1,1 +1,1 @@
-"""HTTP/1.1 as a client speaks it: heads of requests, sockets, connections, and those that are kept."""
+"""HTTP/1.1 client: request heads, sockets, connections and a connection pool."""

@@ -1,11 +1,11 @@
-"""Bytes to a URL and bytes back, over one pool of connections.
+"""HTTP client over one connection pool.
 
-Invariant: every exception of the network ends here, as an error that says what can be proven about the request:
-:class:`ConnectFailed` (the server cannot have it) or :class:`ConnectionLost` (the server may be working on it). Nothing
-is ever sent twice. The pool belongs to the event loop that opened it and is closed with it.
+Invariant: every network exception becomes :class:`ConnectFailed` (the server did not receive the request) or
+:class:`ConnectionLost` (the server may be processing it). No request is sent twice. The pool belongs to the event loop
+that opened it and is closed with it.
 
-It sets no deadline but that of connecting (its callers hold anyio scopes), follows no redirect, keeps no cookie, asks
-no proxy, and knows nothing of what it carries.
+The only deadline set here is that of connecting; callers use anyio scopes. Redirects, cookies and proxies are not
+supported. The client does not know what the payloads mean.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ import attrs
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
-from rollouts.http.connection import HEAD, SOME, WHOLE, Connection
+from rollouts.http.connection import DATA, END_OF_MESSAGE, HEADERS, Connection
 from rollouts.http.pool import Pool
 from rollouts.http.request import request_head
 
 __all__ = ["ConnectFailed", "ConnectionLost", "HttpClient", "ProtocolError", "Response"]
 
 KEEPALIVE_SECONDS = 4.0
-"""Idle connections are dropped before the server's 5 seconds are over, so that it seldom closes one in our hands."""
+"""Shorter than the 5 seconds after which SGLang's server closes an idle connection."""
 
 
 class ConnectFailed(EndpointUnavailable):
-    """No connection was made: the server cannot have the request."""
+    """No connection was opened: the server did not receive the request."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
         self.refused = refused
-        """Whether the machine itself said that nobody listens there."""
+        """Whether the host refused the connection: no process listens on the port."""
 
 
 class ConnectionLost(EndpointUnavailable):
-    """The connection broke before the whole answer was there: the server may still work on the request."""
+    """The connection broke before the response was complete: the server may still process the request."""
 
     def __init__(self, message: str, *, stale: bool) -> None:
         super().__init__(message)
         self.stale = stale
-        """Whether it broke before the first byte of the answer, on a connection that was kept from a request before."""
+        """Whether a reused connection broke before the first byte of the response."""
 
 
 class ProtocolError(ConnectionLost):
-    """Something answered that does not speak HTTP."""
+    """The received bytes are not an HTTP response."""
 
 
 class _Headers(Mapping[str, str]):
-    """Those of an answer by name, in any case; of several with one name the first."""
+    """Response headers by case-insensitive name; the first of several with one name."""
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._values = {name.decode("latin-1").lower(): value for name, value in reversed(headers)}
@@ -70,7 +70,7 @@ class _Headers(Mapping[str, str]):
 
 
 class _Exchange:
-    """One request and its answer: no generator, since every turn goes through here several times."""
+    """One request and its response. A class, since a generator context manager costs more CPU per turn."""
 
     __slots__ = (
         "_body",
@@ -91,24 +91,24 @@ class _Exchange:
         self._method, self._url, self._headers, self._body, self._fresh = method, url, headers, body, fresh
 
     async def __aenter__(self) -> Response:
-        connection = await self.ask(piecewise=True)
+        connection = await self.send(streamed=True)
         try:
-            await self.wait_for(HEAD)
+            await self.wait_for(HEADERS)
         except BaseException:
-            self.end()
+            self.release()
             raise
         return Response(connection.status, _Headers(connection.headers), self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self.release()
 
-    async def ask(self, *, piecewise: bool = False) -> Connection:
-        """Write the request, on a kept connection or on a new one."""
+    async def send(self, *, streamed: bool = False) -> Connection:
+        """Send the request over an idle connection or a new one."""
         self._origin, head = request_head(self._method, self._url, tuple(self._headers.items()), self._fresh)
         self._pool = pool = await self._transport.pool()
-        connection = None if self._fresh else pool.take(self._origin)
+        connection = None if self._fresh else pool.pop_idle(self._origin)
         if connection is None:
             try:
                 connection = await pool.connect(self._origin)
@@ -116,32 +116,32 @@ class _Exchange:
                 refused = isinstance(error, ConnectionRefusedError)
                 raise ConnectFailed(f"{self._what}: cannot connect: {_message(error)}", refused=refused) from error
         self._connection = connection
-        connection.ask(head, self._body, piecewise=piecewise)
+        connection.send_request(head, self._body, streamed=streamed)
         return connection
 
     async def wait_for(self, awaited: int) -> None:
-        """Wait for so much of the answer."""
+        """Wait for a part of the response; raise if it cannot come any more."""
         connection = self._connection
         if await connection.wait_for(awaited):
             return
-        if connection.garbled:
-            raise ProtocolError(f"{self._what}: not an HTTP answer: {connection.garbled}", stale=False)
-        where = "in the middle of" if connection.begun else "before"
-        reason = "the server closed it" if connection.reason is None else _message(connection.reason)
-        told = f"{self._what}: connection broke {where} the answer: {reason}"
-        raise ConnectionLost(told, stale=connection.stale) from connection.reason
+        if connection.protocol_error:
+            raise ProtocolError(f"{self._what}: not an HTTP response: {connection.protocol_error}", stale=False)
+        where = "in the middle of" if connection.response_started else "before"
+        reason = "the server closed it" if connection.lost_by is None else _message(connection.lost_by)
+        message = f"{self._what}: connection broke {where} the response: {reason}"
+        raise ConnectionLost(message, stale=connection.stale) from connection.lost_by
 
     def body(self) -> bytes:
-        """What there is of the body."""
+        """Return the unread part of the body."""
         return self._connection.body()
 
-    def end(self) -> None:
-        """Give the connection back; one that was for this alone, or whose answer is not all there, ends at once."""
+    def release(self) -> None:
+        """Return the connection to the pool, or close it if it was for this request only."""
         if self._fresh:
             self._connection.abort()
         else:
-            self._pool.give_back(self._origin, self._connection)
-        del self._connection  # another exchange may have it
+            self._pool.release(self._origin, self._connection)
+        del self._connection  # another exchange may use it from now on
 
     @property
     def _what(self) -> str:
@@ -150,108 +150,108 @@ class _Exchange:
 
 @attrs.frozen(eq=False)
 class Response:
-    """An answer whose body is still on its way; of use only inside the context that gave it."""
+    """A response whose body is still being received; valid inside its context only."""
 
     status: int
     headers: Mapping[str, str]
-    """By name, in any case; of several with one name the first."""
+    """By case-insensitive name; the first of several with one name."""
     _exchange: _Exchange = attrs.field(repr=False)
 
     async def read(self) -> bytes:
-        """The whole body, or what is left of it."""
-        await self._exchange.wait_for(WHOLE)
+        """Return the body, or the rest of it after :meth:`read_chunk`."""
+        await self._exchange.wait_for(END_OF_MESSAGE)
         return self._exchange.body()
 
     async def read_chunk(self) -> bytes:
-        """What has come since, at least a byte; empty at the end of the body."""
-        await self._exchange.wait_for(SOME)
+        """Wait for more of the body and return it, at least one byte; empty at its end."""
+        await self._exchange.wait_for(DATA)
         return self._exchange.body()
 
 
 class HttpClient:
-    """A pool of kept connections, and single-use ones beside it. Opens at first use; after a close, at the next use."""
+    """HTTP client with a pool of connections. The pool opens at first use, and again at the first use after a close."""
 
     def __init__(self, *, connect_seconds: float, idle_seconds: float = KEEPALIVE_SECONDS) -> None:
         self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
         self._pool: Pool | None = None
-        self._holder: AsyncGenerator[None, None] | None = None
+        self._closer: AsyncGenerator[None, None] | None = None
         self.opened = 0
-        """How many pools were opened."""
+        """Number of pools opened."""
 
     def __repr__(self) -> str:
-        return f"<Transport: {'closed' if self._pool is None else 'open'}, opened {self.opened} times>"
+        return f"<HttpClient: {'closed' if self._pool is None else 'open'}, opened {self.opened} times>"
 
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], *, fresh: bool = False
     ) -> tuple[int, bytes]:
-        """Send one POST and read the whole answer.
+        """Send one POST and read the complete response.
 
         Args:
-            url: where to.
-            body: sent as it is.
-            headers: sent as they are.
+            url: absolute ``http`` or ``https`` URL.
+            body: sent unchanged.
+            headers: sent unchanged.
             fresh: use a new connection and close it afterwards.
 
         Returns:
-            The status and the body. A redirect is an answer like any other.
+            The status and the body. Redirects are not followed.
 
         Raises:
-            ConnectFailed: the server cannot have the request.
-            Lost: the server may have the request; there is no whole answer.
-            ConfigError: the URL is none, or a header cannot be sent.
+            ConnectFailed: the server did not receive the request.
+            ConnectionLost: the server may have received the request; the response is incomplete or invalid.
+            ConfigError: invalid URL or header.
         """
         return await self._request("POST", url, body, headers, fresh)
 
     async def get(self, url: str, headers: Mapping[str, str], *, fresh: bool = True) -> tuple[int, bytes]:
-        """Send one GET, over a new connection by default, and read the whole answer; raises as :meth:`post` does."""
+        """Send one GET, over a new connection by default, and read the response; raises as :meth:`post` does."""
         return await self._request("GET", url, None, headers, fresh)
 
     async def aclose(self) -> None:
         """Close all connections."""
-        if self._holder is not None:
-            await self._holder.aclose()
+        if self._closer is not None:
+            await self._closer.aclose()
 
     async def _request(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], fresh: bool
     ) -> tuple[int, bytes]:
         exchange = _Exchange(self, method, url, headers, body, fresh)
-        connection = await exchange.ask()
+        connection = await exchange.send()
         try:
-            await exchange.wait_for(WHOLE)
+            await exchange.wait_for(END_OF_MESSAGE)
             return connection.status, connection.body()
         finally:
-            exchange.end()
+            exchange.release()
 
     def open(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, *, fresh: bool = False
     ) -> AbstractAsyncContextManager[Response]:
-        """Send one request and read its answer piece by piece inside the context; raises as :meth:`post` does."""
+        """Send one request and stream its response inside the context; raises as :meth:`post` does."""
         return _Exchange(self, method, url, headers, body, fresh)
 
     async def pool(self) -> Pool:
-        """The pool of this event loop."""
+        """Return the pool; raises ConfigError in another event loop than the one that opened it."""
         pool = self._pool or await self._open()
         if pool.loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
         return pool
 
     async def _open(self) -> Pool:
-        # No await reaches the loop between the test and the assignment: many first uses open one pool.
+        # No await between the check for None and this assignment: concurrent first uses open one pool.
         self._pool = pool = Pool(self._connect_seconds, self._idle_seconds)
-        self._holder = self._hold(pool)
+        self._closer = self._close_with_loop(pool)
         self.opened += 1
-        await anext(self._holder)
+        await anext(self._closer)
         return pool
 
-    async def _hold(self, pool: Pool) -> AsyncGenerator[None, None]:
-        # The loop knows each async generator that was started in it and closes it when it shuts down.
+    async def _close_with_loop(self, pool: Pool) -> AsyncGenerator[None, None]:
+        # An event loop closes its suspended async generators when it shuts down.
         try:
             yield
         finally:
-            self._pool = self._holder = None
+            self._pool = self._closer = None
             pool.close()
             with anyio.CancelScope(shield=True):
-                await anyio.lowlevel.checkpoint()  # the loop closes the sockets at its next turn
+                await anyio.lowlevel.checkpoint()  # the loop closes the sockets in its next iteration
 
 
 def _message(error: BaseException) -> str:

@@ -1,9 +1,9 @@
-"""Sockets to a host, by whichever of its addresses answers first.
+"""Connected sockets to a host name with one or several addresses.
 
-Invariant: a socket is handed over or closed, however an attempt ends. A name is looked up once for all that ask at the
-same time, and several addresses of one name take turns, so that servers behind one name share the connections.
+Invariant: every socket is returned or closed, however an attempt ends. Concurrent calls share one name lookup. The
+addresses of one name are used in rotation, so that the servers behind it share the connections.
 
-It sets no deadline and knows nothing of what is spoken.
+This module sets no deadline and knows no protocol above TCP.
 """
 
 from __future__ import annotations
@@ -20,81 +20,81 @@ import anyio
 __all__ = ["Host"]
 
 LOOKUP_SECONDS = 10.0
-"""How long the addresses of a name are taken for its addresses."""
+"""How long the addresses of a name are cached."""
 
 STAGGER_SECONDS = 0.25
-"""How long an address may be silent before the next one is tried beside it."""
+"""Delay before the next address is tried in parallel."""
 
 _Address = tuple[int, Any]
-"""The family of an address, and what a socket of this family connects to."""
+"""Address family, and the argument of ``socket.connect`` for it."""
 
 
 class Host:
-    """A name, or an address, and a port."""
+    """A host name or IP address, and a port."""
 
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
-        self._looking = anyio.Lock(fast_acquire=True)
+        self._lookup = anyio.Lock(fast_acquire=True)
         self._addresses: list[_Address] = []
-        self._known_until = -math.inf
+        self._cached_until = -math.inf
 
     def __repr__(self) -> str:
         return f"<Host {self._name} {self._port}>"
 
     async def connect(self) -> socket.socket:
-        """A socket that is connected.
+        """Return a connected socket.
 
         Raises:
-            OSError: the name has no address, or none of them answers; a ``ConnectionRefusedError`` if the machine says
-                at each of them that nobody listens.
+            OSError: the name has no address, or no address accepts; a ``ConnectionRefusedError`` if every address
+                refuses the connection.
         """
-        async with self._looking:
-            if time.monotonic() >= self._known_until:
+        async with self._lookup:
+            if time.monotonic() >= self._cached_until:
                 self._addresses = await _look_up(self._name, self._port)
-                self._known_until = time.monotonic() + LOOKUP_SECONDS
+                self._cached_until = time.monotonic() + LOOKUP_SECONDS
             addresses = list(self._addresses)
             self._addresses.append(self._addresses.pop(0))
         try:
-            return await _first_of(addresses) if len(addresses) > 1 else await _dial(addresses[0])
+            return await _connect_any(addresses) if len(addresses) > 1 else await _connect(addresses[0])
         except OSError:
-            self._known_until = -math.inf  # it may have moved
+            self._cached_until = -math.inf  # the host may have moved
             raise
 
 
 async def _look_up(name: str, port: int) -> list[_Address]:
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # no address: a name, which takes a while
+        entries = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # a name, not an address: its lookup may block
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+        entries = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in entries))
 
 
-async def _dial(address: _Address) -> socket.socket:
-    family, where = address
-    dialled = socket.socket(family, socket.SOCK_STREAM)
+async def _connect(address: _Address) -> socket.socket:
+    family, target = address
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        dialled.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(dialled, where)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, target)
     except BaseException:
-        dialled.close()
+        sock.close()
         raise
-    return dialled
+    return sock
 
 
-async def _first_of(addresses: Sequence[_Address]) -> socket.socket:
-    """The first that answers; each is tried once the one before it has failed, or has been silent for long."""
-    found: list[socket.socket] = []
+async def _connect_any(addresses: Sequence[_Address]) -> socket.socket:
+    """Connect to the first address that accepts; the next one is tried after a failure or :data:`STAGGER_SECONDS`."""
+    connected: list[socket.socket] = []
     errors: list[OSError] = []
 
     async def attempt(address: _Address, failed: anyio.Event) -> None:
         try:
-            dialled = await _dial(address)
+            sock = await _connect(address)
         except OSError as error:
             errors.append(error)
             failed.set()
         else:
-            found.append(dialled)
+            connected.append(sock)
             attempts.cancel_scope.cancel()
 
     try:
@@ -105,16 +105,16 @@ async def _first_of(addresses: Sequence[_Address]) -> socket.socket:
                 with anyio.move_on_after(STAGGER_SECONDS):
                     await failed.wait()
     except BaseException:
-        _close(found)
+        _close(connected)
         raise
-    if not found:
+    if not connected:
         numbers = {error.errno for error in errors}
-        told = "; ".join(error.strerror or str(error) for error in errors)
-        raise OSError(numbers.pop(), told) if len(numbers) == 1 else OSError(told)
-    _close(found[1:])
-    return found[0]
+        message = "; ".join(error.strerror or str(error) for error in errors)
+        raise OSError(numbers.pop(), message) if len(numbers) == 1 else OSError(message)
+    _close(connected[1:])
+    return connected[0]
 
 
 def _close(sockets: Sequence[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
+    for sock in sockets:
+        sock.close()

@@ -1,124 +1,138 @@
-"""A connection of HTTP/1.1, for one request after another.
+"""One HTTP/1.1 client connection, for one request after another.
 
-Invariant: an answer belongs to the one request that was written before it, and :attr:`Connection.whole` says whether
-all of it is there. A connection on which anything else came, whose request was given up, or that the server ends with
-its answer, is never :attr:`~Connection.usable` again.
+Invariant: a response belongs to the one request that was sent before it. A connection is reused only in :data:`IDLE`:
+unsolicited bytes, an abandoned request or ``Connection: close`` end in another state.
 
-llhttp reads the answers. No compression is asked for, no upgrade, and nothing is sent before the last answer is whole.
-It knows no pool, no deadline, and nothing of what it carries.
+llhttp parses the responses. The connection requests no compression and no upgrade, and does not pipeline. It does not
+know pools, deadlines or payloads.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import IntEnum
 from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-__all__ = ["HEAD", "SOME", "WHOLE", "Connection"]
+__all__ = ["DATA", "END_OF_MESSAGE", "HEADERS", "Connection", "ConnectionState"]
 
-HEAD, SOME, WHOLE = range(3)
-"""What of an answer is waited for: its status and headers; a further piece of its body; the end of it."""
+
+class ConnectionState(IntEnum):
+    """State of a connection and of its last response.
+
+    :meth:`Connection.send_request` enters ``ACTIVE``, the end of the response ``IDLE`` or ``MUST_CLOSE``. Unsolicited
+    bytes turn ``IDLE`` into ``MUST_CLOSE``. A close turns ``ACTIVE`` into ``ERROR``, any other state into ``CLOSED``.
+    """
+
+    NEW = 0  # no request was sent
+    IDLE = 1  # the response is complete; the next request may be sent
+    ACTIVE = 2  # a request was sent; its response is incomplete
+    MUST_CLOSE = 3  # the response is complete; no other request may be sent
+    CLOSED = 4  # without an incomplete response
+    ERROR = 5  # closed with an incomplete response
+
+
+NEW, IDLE, ACTIVE, MUST_CLOSE, CLOSED, ERROR = ConnectionState  # as globals: they are read for every event
+
+HEADERS, DATA, END_OF_MESSAGE = range(3)
+"""What :meth:`Connection.wait_for` waits for: status and headers, more of the body, or the complete response."""
 
 HIGH_WATER = 1 << 18
-"""Bytes that lie there unread when reading from the socket pauses, where the body is taken piece by piece."""
+"""Unread bytes above which a streamed response pauses reading from the socket."""
 
-_LONGEST_HEAD = 1 << 18
-_TOGETHER = 1 << 16
-"""A body up to so many bytes is copied behind its head, for one write; a longer one is written as it is."""
+_MAX_HEAD_BYTES = 1 << 18
+_MAX_JOINED_BODY = 1 << 16
+"""A body of at most so many bytes is joined with its head for one write; a longer one is written uncopied."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, made by the event loop.
+    """One connection, created by the event loop.
 
     Args:
-        buffer: where what comes in lies while it is read; all connections of an event loop may share it.
-        lost: is told when it has ended.
+        buffer: receive buffer; all connections of one event loop may share it.
+        on_closed: called with the connection when it is closed.
     """
 
-    def __init__(self, buffer: memoryview, lost: Callable[[Connection], object]) -> None:
-        self._buffer, self._lost = buffer, lost
+    def __init__(self, buffer: memoryview, on_closed: Callable[[Connection], object]) -> None:
+        self._buffer, self._on_closed = buffer, on_closed
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = HttpResponseParser(self)
-        # As forgiving as is usual for clients: folded headers, lines without CR, spaces after the size of a chunk.
+        # As lenient as other clients: folded headers, lines without CR, spaces after a chunk size.
         self._parser.set_dangerous_leniencies(
             lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
         )
         self._waiter: asyncio.Future[None] | None = None
-        self._awaited = WHOLE
-        self._keeps = self._given_up = False
-        self._parts: list[bytes] = []
-        self._held = 0
-        self._piecewise = self._paused = False
-        self.used = 0
-        """Requests that were written."""
+        self._awaited = END_OF_MESSAGE
+        self._chunks: list[bytes] = []
+        self._unread = 0
+        self._streamed = self._reading_paused = False
+        self.state = NEW
+        self.requests = 0
+        """Requests sent."""
         self.idle_since = 0.0
-        """When it was last given back, by the clock of its loop."""
-        self.begun = False
-        """Whether anything of the answer has come."""
+        """Event loop time of its last release to the pool."""
         self.status = 0
-        """The status of the answer; 0 before its head is there."""
+        """Status of the response; 0 before its head is complete."""
         self.headers: list[tuple[bytes, bytes]] = []
-        self.whole = True
-        """Whether all of the answer is there, or nothing has been asked."""
-        self.ended = False
-        """Whether the connection has ended."""
-        self.reason: Exception | None = None
-        """What ended it, if the network told."""
-        self.garbled = ""
-        """Why what came is no answer."""
+        self.stale = False
+        """Whether a reused connection was lost before the first byte of the response."""
+        self.lost_by: Exception | None = None
+        """Network error that closed the connection, if any."""
+        self.protocol_error = ""
+        """Why the received bytes are not an HTTP response."""
 
     @property
-    def stale(self) -> bool:
-        """Whether it ended before anything of an answer came, having been kept from a request before."""
-        return self.used > 1 and not self.begun and not self._given_up
+    def response_started(self) -> bool:
+        """Whether any byte of the response was received."""
+        return bool(self.status or self._unread)
 
     @property
     def usable(self) -> bool:
-        """Whether the last answer was whole, and another request may be written."""
+        """Whether another request may be sent."""
         transport = self._transport
         return (
-            self._keeps
-            and self.whole
+            self.state is IDLE
             and transport is not None
             and not transport.is_closing()
-            and not transport.get_write_buffer_size()  # an answer that did not wait for the request
+            and not transport.get_write_buffer_size()  # the response came before the whole request was sent
         )
 
-    def ask(self, head: bytes, body: bytes | None, *, piecewise: bool = False) -> None:
+    def send_request(self, head: bytes, body: bytes | None, *, streamed: bool = False) -> None:
         """Write a request.
 
         Args:
             head: from :func:`~rollouts.http.request.request_head`.
-            body: ``None`` sends no length.
-            piecewise: wait with reading from the socket while much of the answer was not taken.
+            body: ``None`` sends no ``Content-Length``.
+            streamed: pause reading while more than :data:`HIGH_WATER` bytes of the response are unread.
         """
-        self.used += 1
-        self.begun = self.whole = False
-        self.status, self.headers, self._parts, self._held = 0, [], [], 0
-        self._piecewise = piecewise
+        self.requests += 1
+        self.status, self.headers, self._chunks, self._unread = 0, [], [], 0
+        self._streamed = streamed
         transport = self._transport
-        if transport is None:  # it has ended already
+        if transport is None:  # closed since it was opened
+            self.state = ERROR
             return
+        self.state = ACTIVE
         if body is None:
             transport.write(head + b"\r\n")
             return
         head = b"%sContent-Length: %d\r\n\r\n" % (head, len(body))
-        if len(body) <= _TOGETHER:
+        if len(body) <= _MAX_JOINED_BODY:
             transport.write(head + body)
         else:
             transport.write(head)
             transport.write(body)
 
     async def wait_for(self, awaited: int) -> bool:
-        """Wait for :data:`HEAD`, :data:`SOME` or :data:`WHOLE` of the answer; ``False`` if it will not come."""
-        if awaited == WHOLE and self._piecewise:
-            self._piecewise = False
-            self._resume()
+        """Wait for :data:`HEADERS`, :data:`DATA` or :data:`END_OF_MESSAGE`; ``False`` if it cannot come any more."""
+        if awaited == END_OF_MESSAGE and self._streamed:
+            self._streamed = False
+            self._resume_reading()
         while not self._has(awaited):
-            if self.ended:
+            if self.state is ERROR:
                 return False
             self._awaited, self._waiter = awaited, self._loop.create_future()
             try:
@@ -128,112 +142,122 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def body(self) -> bytes:
-        """What there is of the body."""
-        parts, self._parts, self._held = self._parts, [], 0
-        self._resume()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        """Return the unread part of the body."""
+        chunks, self._chunks, self._unread = self._chunks, [], 0
+        self._resume_reading()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def abort(self) -> None:
-        """End it at once; an answer that is under way will not be whole."""
-        self._keeps = False
+        """Close at once."""
         if self._transport is not None:
             self._transport.abort()
-        if not self.whole:
-            self._given_up = self.ended = True
-            self._wake()
+        self._close()
+
+    def _close(self) -> None:
+        if self.state is ACTIVE:
+            self.state = ERROR
+        elif self.state is not ERROR:
+            self.state = CLOSED
+        self._wake()
 
     def _has(self, awaited: int) -> bool:
-        if self.whole:
+        if self.state is not ACTIVE and self.state is not ERROR:
             return True
-        return self.status > 0 if awaited == HEAD else awaited == SOME and bool(self._parts)
+        return self.status > 0 if awaited == HEADERS else awaited == DATA and bool(self._chunks)
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self.ended or self._has(self._awaited)):
+        if waiter is not None and not waiter.done() and (self.state is ERROR or self._has(self._awaited)):
             waiter.set_result(None)
 
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    def _garbage(self, why: str) -> None:
-        """Nothing that comes from here on is an answer."""
-        self._keeps = False
-        if not self.whole:
-            self.garbled = why
+    def _reject(self, reason: str) -> None:
+        """Handle bytes that are not part of a valid response."""
+        if self.state is ACTIVE:
+            self.protocol_error = reason
             self.abort()
+        elif self.state is IDLE:
+            self.state = MUST_CLOSE
 
-    # -- what the event loop says --
+    # -- callbacks of the event loop --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.whole or self.ended:  # nobody asked
+        if self.state is not ACTIVE:  # unsolicited bytes
             self.abort()
             return
-        self.begun = True
         try:
             self._parser.feed_data(self._buffer[:nbytes])
         except (HttpParserError, HttpParserUpgrade) as error:
-            self._garbage(str(error))
-        self._held += nbytes
-        if not self.status and self._held > _LONGEST_HEAD:
-            self._garbage(f"its head is longer than {_LONGEST_HEAD} bytes")
-        elif self._piecewise and self._held > HIGH_WATER and not self.whole and self._transport is not None:
-            self._paused = True
+            self._reject(str(error))
+        self._unread += nbytes
+        if not self.status and self._unread > _MAX_HEAD_BYTES:
+            self._reject(f"its head is longer than {_MAX_HEAD_BYTES} bytes")
+        elif self._streamed and self._unread > HIGH_WATER and self.state is ACTIVE and self._transport is not None:
+            self._reading_paused = True
             self._transport.pause_reading()
         self._wake()
 
     def eof_received(self) -> None:
         if self._transport is not None:
-            self._transport.abort()  # at once, though some of the request may not be sent: no answer will come
+            self._transport.abort()  # without sending the rest of the request: no response will come
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.whole and not self.ended and exc is None and self._ends_with_the_connection():
-            self.whole = True
-        self._transport, self._keeps, self.ended, self.reason = None, False, True, exc
-        del self._parser  # which holds us
-        self._wake()
-        self._lost(self)
+        self._transport, self.lost_by = None, exc
+        if self.state is ACTIVE:
+            if exc is None and self._body_ends_at_close():
+                self.state = MUST_CLOSE
+            else:
+                self.stale = self.requests > 1 and not self.response_started
+        self._close()
+        del self._parser  # it references this connection
+        self._on_closed(self)
 
-    def _ends_with_the_connection(self) -> bool:
-        told = {name.lower(): value.lower() for name, value in self.headers}
+    def _body_ends_at_close(self) -> bool:
+        names = {name.lower(): value.lower() for name, value in self.headers}
         return (
-            self.status > 0 and b"content-length" not in told and b"chunked" not in told.get(b"transfer-encoding", b"")
+            self.status > 0
+            and b"content-length" not in names
+            and b"chunked" not in names.get(b"transfer-encoding", b"")
         )
 
-    # -- what the parser says --
+    # -- callbacks of the parser --
 
     def on_message_begin(self) -> None:
-        if self.whole:  # a second answer to one request
-            self._keeps = False
+        if self.state is IDLE:  # a second response to one request
+            self.state = MUST_CLOSE
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # else it stands behind the body
+        if not self.status:  # else it is a trailer
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self.state is not ACTIVE:
+            return
         status = self._parser.get_status_code()
-        if 100 <= status < 200:  # there is more to come
+        if 100 <= status < 200:  # informational: the final response follows
             self.headers = []
-        elif not self.whole:
-            for name, value in self.headers:
-                if name.lower() == b"content-encoding" and value.lower() != b"identity":
-                    self._garbage(f"its body is encoded, which was not asked for: {value.decode(errors='replace')}")
-                    return
-            self.status = status
-            self._keeps = self._parser.should_keep_alive()
+            return
+        for name, value in self.headers:
+            if name.lower() == b"content-encoding" and value.lower() != b"identity":
+                self._reject(f"unsupported content encoding: {value.decode(errors='replace')}")
+                return
+        self.status = status
 
     def on_body(self, body: bytes) -> None:
-        if not self.whole:
-            self._parts.append(body)
+        if self.state is ACTIVE:
+            self._chunks.append(body)
 
     def on_message_complete(self) -> None:
-        if self.status:
-            self.whole = True
+        if self.status and self.state is ACTIVE:
+            self.state = IDLE if self._parser.should_keep_alive() else MUST_CLOSE

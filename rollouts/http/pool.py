@@ -1,9 +1,9 @@
-"""Connections that are kept for the next request, and new ones.
+"""Connection pool of one event loop.
 
-Invariant: a connection is in the hands of one exchange, or idle, or ended; an idle one is neither used nor left open
-long after its time. All of them belong to one event loop; :meth:`Pool.close` leaves none open.
+Invariant: a connection is used by one exchange, or idle, or closed. An idle connection is not used after
+``idle_seconds`` and is closed soon afterwards. :meth:`Pool.close` leaves none open.
 
-It sets the deadline of connecting, and knows nothing of requests.
+The pool sets the deadline of connecting and does not know requests.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from rollouts.http.request import Origin
 
 __all__ = ["Pool"]
 
-_READ_AT_ONCE = 1 << 16
-"""Bytes that are read from a socket in one go, into one buffer for all of them: fresh memory for each costs as much as
-all the rest."""
+_READ_BYTES = 1 << 16
+"""Size of the receive buffer that all connections share: a new buffer for each read doubles its CPU time."""
 
-_ENDED_AT_ONCE, _ENDING_SECONDS = 100, 0.01
-"""Of thousands of idle connections so many are ended in one turn of the loop, and how soon the next: the kernel takes
-tens of microseconds for each."""
+_CLOSED_PER_SWEEP, _SWEEP_SECONDS = 100, 0.01
+"""Expired connections closed in one loop iteration, and the delay before the next ones: a close takes tens of
+microseconds in the kernel, and thousands may expire together."""
 
 
 class Pool:
-    """The connections of one event loop; of the idle ones, the one that was used last is taken first."""
+    """All connections of one event loop. Idle connections are reused last in, first out."""
 
     def __init__(self, connect_seconds: float, idle_seconds: float) -> None:
         self.loop = asyncio.get_running_loop()
         self.closed = False
         self._connect_seconds, self._idle_seconds = connect_seconds, idle_seconds
-        self._buffer = memoryview(bytearray(_READ_AT_ONCE))
+        self._buffer = memoryview(bytearray(_READ_BYTES))
         self._connections: set[Connection] = set()
         self._idle: dict[Origin, list[Connection]] = {}
         self._hosts: dict[Origin, Host] = {}
         self._tls: ssl.SSLContext | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
-    def take(self, origin: Origin) -> Connection | None:
-        """One that was kept, if there is any."""
+    def pop_idle(self, origin: Origin) -> Connection | None:
+        """Return an idle connection that is still usable, or ``None``."""
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
@@ -54,20 +53,20 @@ class Pool:
             connection.abort()
         return None
 
-    def give_back(self, origin: Origin, connection: Connection) -> None:
-        """Keep it if it may be used again, else end it."""
+    def release(self, origin: Origin, connection: Connection) -> None:
+        """Keep a connection for reuse, or close it if it is not usable."""
         if self.closed or not connection.usable:
             connection.abort()
             return
         connection.idle_since = self.loop.time()
         self._idle.setdefault(origin, []).append(connection)
-        self._sweep_later(self._idle_seconds)
+        self._schedule_sweep(self._idle_seconds)
 
     async def connect(self, origin: Origin) -> Connection:
-        """A new one; raises OSError."""
+        """Open a new connection; raises OSError, which includes TimeoutError."""
         try:
             with anyio.fail_after(self._connect_seconds) as scope:
-                connection = await self._connected(origin)
+                connection = await self._open(origin)
         except TimeoutError:
             if scope.cancelled_caught:
                 raise TimeoutError(f"not within {self._connect_seconds:g} s") from None
@@ -75,56 +74,55 @@ class Pool:
         self._connections.add(connection)
         if self.closed:
             connection.abort()
-            raise ConnectionAbortedError("its pool was closed meanwhile")
+            raise ConnectionAbortedError("the pool was closed while connecting")
         return connection
 
     def close(self) -> None:
-        """End all of them at once."""
+        """Close all connections at once."""
         self.closed = True
         if self._sweep is not None:
             self._sweep.cancel()
         for connection in list(self._connections):
             connection.abort()
 
-    async def _connected(self, origin: Origin) -> Connection:
+    async def _open(self, origin: Origin) -> Connection:
         host = self._hosts.get(origin)
         if host is None:
             host = self._hosts[origin] = Host(origin.host, origin.port)
-        dialled = await host.connect()
-        name = origin.host if origin.secure else None
+        sock = await host.connect()
         try:
             _, connection = await self.loop.create_connection(
                 lambda: Connection(self._buffer, self._connections.discard),
-                sock=dialled,
-                ssl=self._context() if origin.secure else None,
-                server_hostname=name,
+                sock=sock,
+                ssl=self._tls_context() if origin.secure else None,
+                server_hostname=origin.host if origin.secure else None,
             )
         except BaseException:
-            with contextlib.suppress(OSError):  # the loop owns the socket by now: it sees its end, and closes it
-                dialled.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the loop owns the socket and closes it at its end of file
+                sock.shutdown(socket.SHUT_RDWR)
             raise
         return connection
 
-    def _context(self) -> ssl.SSLContext:
+    def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:
             self._tls = ssl.create_default_context()
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
 
-    def _sweep_later(self, seconds: float) -> None:
+    def _schedule_sweep(self, seconds: float) -> None:
         if self._sweep is None and self._idle:
-            self._sweep = self.loop.call_later(seconds, self._end_old_ones)
+            self._sweep = self.loop.call_later(seconds, self._close_expired)
 
-    def _end_old_ones(self) -> None:
+    def _close_expired(self) -> None:
         self._sweep = None
-        youngest, left = self.loop.time() - self._idle_seconds, _ENDED_AT_ONCE
+        idle_before, left = self.loop.time() - self._idle_seconds, _CLOSED_PER_SWEEP
         for origin, idle in list(self._idle.items()):
-            old = 0  # the oldest stand first
-            while old < min(left, len(idle)) and idle[old].idle_since <= youngest:
-                idle[old].abort()
-                old += 1
-            del idle[:old]
-            left -= old
+            expired = 0  # the list is sorted, oldest first
+            while expired < min(left, len(idle)) and idle[expired].idle_since <= idle_before:
+                idle[expired].abort()
+                expired += 1
+            del idle[:expired]
+            left -= expired
             if not idle:
                 del self._idle[origin]
-        self._sweep_later(self._idle_seconds if left else _ENDING_SECONDS)
+        self._schedule_sweep(self._idle_seconds if left else _SWEEP_SECONDS)

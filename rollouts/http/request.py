@@ -1,7 +1,7 @@
-"""The head of a request: where a URL leads, and what is said there.
+"""Request heads: origin, request line and header lines from a URL and headers.
 
-Invariant: what is sent is one request, whatever stands in the URL and in the headers; what would be none is refused
-before anything is sent, and no password or value of a header is told. It knows no socket.
+Invariant: any accepted URL and headers form exactly one request; others raise a ConfigError before anything is sent. No
+error contains a password or the value of a header. This module knows no socket.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _SAFE = "/%:@!$&'()*+,;=~?[]"
 
 
 class Origin(NamedTuple):
-    """Where a connection leads."""
+    """Host, port and scheme of a connection."""
 
     host: str
     port: int
     secure: bool
 
 
-def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], last: bool) -> tuple[Origin, bytes]:
-    """Where a request goes, and its head up to the length of its body.
+def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], close: bool) -> tuple[Origin, bytes]:
+    """Return the origin of a URL and the request head, without ``Content-Length`` and the final empty line.
 
     Args:
-        method: ``GET``, ``POST`` or the like; not ``HEAD`` or ``CONNECT``, whose answers have no body.
-        url: a user and a password in it become a header.
-        headers: sent as they are.
-        last: tell the server that no other request will follow on the connection.
+        method: any but ``HEAD`` and ``CONNECT``, whose responses have no body.
+        url: its user and password become an ``Authorization`` header.
+        headers: sent unchanged; they replace the default headers of the same name.
+        close: send ``Connection: close``.
 
     Raises:
-        ConfigError: the URL leads nowhere, or a header cannot be sent. No value of a header is told.
+        ConfigError: invalid URL or header.
     """
-    origin, start = _start(method, url, tuple([name.lower() for name, _ in headers]), last)
+    origin, head = _cached_head(method, url, tuple([name.lower() for name, _ in headers]), close)
     for name, value in headers:
         if _UNSENDABLE.search(value):
-            raise ConfigError(f"header {name}: its value holds characters that cannot stand in a header")
-    return origin, start + "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
+            raise ConfigError(f"header {name}: its value contains characters that are not allowed in a header")
+    return origin, head + "".join([f"{name}: {value}\r\n" for name, value in headers]).encode()
 
 
 @functools.lru_cache(maxsize=256)
-def _start(method: str, url: str, given: tuple[str, ...], last: bool) -> tuple[Origin, bytes]:
-    """What does not depend on the values of the headers: a key is among them, and a name for each conversation."""
+def _cached_head(method: str, url: str, names: tuple[str, ...], close: bool) -> tuple[Origin, bytes]:
+    """Build the part without header values: those contain keys, and a session id that differs for each rollout."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -63,21 +63,21 @@ def _start(method: str, url: str, given: tuple[str, ...], last: bool) -> tuple[O
         path = quote(_LONE_PERCENT.sub("%25", parts.path or "/"), safe=_SAFE)
         query = f"?{quote(_LONE_PERCENT.sub('%25', parts.query), safe=_SAFE)}" if parts.query else ""
         user = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
-    except ValueError:  # not chained: it may tell the password
+    except ValueError:  # not chained: its message may contain the password
         raise ConfigError.of("Endpoint.base_url", without_password(url), "a URL with a host") from None
-    shown = f"[{host.partition('%')[0]}]" if ":" in host else host
-    lines = {"Host": shown if port is None else f"{shown}:{port}"}
+    hostname = f"[{host.partition('%')[0]}]" if ":" in host else host
+    lines = {"Host": hostname if port is None else f"{hostname}:{port}"}
     lines |= {"User-Agent": "rollouts", "Accept-Encoding": "identity"}
-    if last:
+    if close:
         lines["Connection"] = "close"
     if parts.username is not None:
         lines["Authorization"] = f"Basic {base64.b64encode(user).decode()}"
-    if "authorization" in given and "Authorization" in lines:
-        raise ConfigError(f"{without_password(url)}: names a user, but there is a header Authorization, too")
-    for name in given:
+    if "authorization" in names and "Authorization" in lines:
+        raise ConfigError(f"{without_password(url)}: contains a user, and the headers contain Authorization, too")
+    for name in names:
         if not _NAME.fullmatch(name) or name in ("content-length", "transfer-encoding"):
-            raise ConfigError.of("the name of a header", name, "one that a request may bring")
-    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if name.lower() not in given)
+            raise ConfigError.of("header name", name, "a valid name other than Content-Length and Transfer-Encoding")
+    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if name.lower() not in names)
     secure = parts.scheme == "https"
     origin = Origin(host, port if port is not None else (443 if secure else 80), secure)
     return origin, f"{method} {path}{query} HTTP/1.1\r\n{text}".encode()

@@ -1,9 +1,9 @@
-"""Ending a generation on the server that may be running it.
+"""Abort requests for generations.
 
-Invariant: :func:`abort_generation` returns only if the server acknowledged, or is known to be gone; otherwise it
-raises, and the generation must be taken for alive.
+Invariant: :func:`abort_generation` returns only if the server acknowledged the abort or is known to be down. Otherwise
+it raises, and the generation may still be running.
 
-This module does not know why something is aborted, nor what happens next.
+This module does not know why a generation is aborted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rollouts.inference.wire_errors import loads, message_of
 __all__ = ["abort_generation"]
 
 ABORT_SECONDS = 5.0
-"""Deadline of one abort, all of its requests together."""
+"""Deadline of one abort, including the requests to the workers of a router."""
 
 
 async def abort_generation(transport: HttpClient, url: str, rid: str, headers: Mapping[str, str]) -> None:
-    """Tell the server at ``url`` to end the generation ``rid``; an unknown one is no error there.
+    """Abort the generation ``rid`` on the server at ``url``; the server also acknowledges an unknown rid.
 
-    A router has no such route: the workers that it lists are told, all of them, as nobody knows which one has it.
+    A router has no abort route: every worker that it lists receives the abort, since any of them may run it.
 
     Raises:
         EndpointUnavailable: not acknowledged within :data:`ABORT_SECONDS`.
@@ -41,8 +41,8 @@ async def abort_generation(transport: HttpClient, url: str, rid: str, headers: M
                     break
         if status != 200:
             raise EndpointUnavailable(
-                f"a generation may still be running: POST {without_password(url)}/abort_request gave status {status}:"
-                f" {message_of(payload)}"
+                f"a generation may still be running: POST {without_password(url)}/abort_request returned status"
+                f" {status}: {message_of(payload)}"
             )
 
 
@@ -51,7 +51,7 @@ async def _abort(transport: HttpClient, url: str, rid: str, headers: Mapping[str
         return await transport.post(f"{url}/abort_request", msgspec.json.encode({"rid": rid}), headers, fresh=True)
     except ConnectFailed as error:
         if error.refused:
-            return 200, b""  # nobody listens there any more: nothing runs there either
+            return 200, b""  # no server listens there, so nothing runs there
         raise
 
 

@@ -1,6 +1,6 @@
-"""What a policy is: tokens in, tokens out.
+"""Protocol of a policy: prompt tokens in, sampled tokens out.
 
-A policy knows no message, no environment and no sample. Whatever it cannot serve it says with an ``EndpointError``.
+A policy does not know messages, environments or samples. It raises an ``EndpointError`` if it cannot serve.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Policy", "ServerInfo"]
 
 @attrs.frozen
 class ServerInfo:
-    """What a server says of itself; ``None`` where it does not say."""
+    """Description that a server reports; ``None`` for a field that it does not report."""
 
     version: str | None = None
     model: str | None = None
     weight_version: str | None = None
     max_context: int | None = None
-    """Prompt and reply together, in tokens."""
+    """Maximum length of prompt and reply together, in tokens."""
 
 
 class Policy(Protocol):
@@ -34,27 +34,27 @@ class Policy(Protocol):
         """Sample one continuation of ``tokens``.
 
         Args:
-            tokens: ids, shape ``(n,)``, n >= 1; sent as they are.
-            sampling: how to sample; ``max_new_tokens`` is the budget of this reply.
+            tokens: prompt ids, shape ``(n,)``, n >= 1; sent unchanged.
+            sampling: sampling parameters; ``max_new_tokens`` limits this reply.
             stop_token_ids: ids that end the reply, in addition to the model's own.
-            session: names the sequence; calls of one session only ever extend its tokens, so they go to one worker.
+            session: name of the sequence; each call of a session extends its tokens, so all go to one worker.
 
         Raises:
-            EndpointUnavailable: no answer worth keeping, after all retries.
-            EndpointRefused: the server will not serve this request.
-            ContextOverflow: prompt and budget do not fit the model's context.
+            EndpointUnavailable: no valid response after all retries.
+            EndpointRefused: the server refuses this request.
+            ContextOverflow: prompt and ``max_new_tokens`` exceed the model's context.
         """
         ...
 
     async def describe(self) -> ServerInfo:
-        """Ask the server what it is.
+        """Query the description of the server.
 
         Raises:
-            EndpointUnavailable: nobody answers there.
-            EndpointRefused: somebody answers who does not speak the protocol.
+            EndpointUnavailable: no server answers there.
+            EndpointRefused: the server does not implement the protocol.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close connections; in-flight completions must have ended."""
+        """Close connections; no completion may be in flight."""
         ...

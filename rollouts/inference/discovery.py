@@ -1,9 +1,9 @@
-"""Who answers at a URL: a server that speaks SGLang, somebody else, or nobody.
+"""Description of the server at a URL.
 
-Invariant: what does not answer as SGLang does is named with what it said, so that a wrong port or a wrong server is
-seen before the first rollout. Older servers and routers, which lack some of the routes, are recognised by the others.
+Invariant: a server that is not SGLang raises an error that quotes its responses, so that a wrong port or server is
+noticed before the first rollout. Older servers and routers lack some routes and are recognised by the others.
 
-This module knows nothing of completions.
+This module does not know completions.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
 
 __all__ = ["describe_server", "merged", "served_version"]
 
-_MARKS = ("model_path", "tokenizer_path", "weight_version")
+_SGLANG_FIELDS = ("model_path", "tokenizer_path", "weight_version")
 
 
 async def describe_server(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
-    """Ask one server what it is.
+    """Query the description of one server.
 
     Raises:
-        EndpointUnavailable: nobody listens there, or it is not ready.
-        EndpointRefused: it wants another key, or it is no SGLang server.
+        EndpointUnavailable: no server listens there, or it is not ready.
+        EndpointRefused: wrong API key, or not an SGLang server.
     """
-    asked = _Asked(transport, url, headers)
-    model = await asked.first("/model_info", "/get_model_info")
-    server = await asked.first("/server_info", "/get_server_info")
-    if not any(mark in answer for answer in (model, server) for mark in _MARKS):
+    routes = _Routes(transport, url, headers)
+    model = await routes.first("/model_info", "/get_model_info")
+    server = await routes.first("/server_info", "/get_server_info")
+    if not any(field in response for response in (model, server) for field in _SGLANG_FIELDS):
         raise EndpointRefused(
-            f"{without_password(url)} is not an SGLang server: {'; '.join(asked.log)}."
-            " Expected /model_info or /server_info to answer with a model_path"
+            f"{without_password(url)} is not an SGLang server: {'; '.join(routes.log)}."
+            " Expected a model_path from /model_info or /server_info"
         )
-    models = await asked.first("/v1/models")
+    models = await routes.first("/v1/models")
     return ServerInfo(
         version=_text(server.get("version")),
         model=_text(model.get("model_path")) or _text(server.get("model_path")),
@@ -47,21 +47,21 @@ async def describe_server(transport: HttpClient, url: str, headers: Mapping[str,
 
 
 async def served_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
-    """The version of the weights that one server says it serves; ``None`` if it says none.
+    """Return the weight version that one server reports; ``None`` if it reports none.
 
     Raises:
-        EndpointUnavailable: nobody listens there, or it is not ready.
-        EndpointRefused: it wants another key, or it is no SGLang server.
+        EndpointUnavailable: no server listens there, or it is not ready.
+        EndpointRefused: wrong API key, or not an SGLang server.
     """
-    model = await _Asked(transport, url, headers).first("/model_info", "/get_model_info")
+    model = await _Routes(transport, url, headers).first("/model_info", "/get_model_info")
     return _text(model.get("weight_version"))
 
 
 def merged(infos: list[ServerInfo]) -> ServerInfo:
-    """What several workers say together: what they agree on, and the shortest context.
+    """Combine the descriptions of several workers: fields on which all agree, and the shortest context.
 
     Raises:
-        ConfigError: they serve different models.
+        ConfigError: the workers serve different models.
     """
     models = sorted({info.model for info in infos if info.model is not None})
     if len(models) > 1:
@@ -80,8 +80,8 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
     )
 
 
-class _Asked:
-    """The questions put to one server, and what it answered to each."""
+class _Routes:
+    """GET requests to one server, with a log of the responses."""
 
     def __init__(self, transport: HttpClient, url: str, headers: Mapping[str, str]) -> None:
         self._transport = transport
@@ -90,7 +90,7 @@ class _Asked:
         self.log: list[str] = []
 
     async def first(self, *routes: str) -> dict[str, Any]:
-        """The JSON object that the first of these routes gives; an empty one if none does."""
+        """Return the JSON object of the first route that has one; an empty object if none has."""
         for route in routes:
             where = without_password(self._url) + route
             try:
@@ -98,7 +98,7 @@ class _Asked:
             except ConnectFailed as error:
                 where = without_password(self._url)
                 raise EndpointUnavailable(
-                    f"nobody answers at {where}: {error}. Start the server, or correct Endpoint.base_url"
+                    f"no server answers at {where}: {error}. Start the server, or correct Endpoint.base_url"
                 ) from error
             except ProtocolError as error:
                 raise EndpointRefused(f"{without_password(self._url)} is not an SGLang server: {error}") from error
@@ -106,11 +106,11 @@ class _Asked:
                 raise EndpointRefused(f"{where}: status {status}: {message_of(payload)}. Check Endpoint.api_key")
             if status >= 500 or status in RETRIED_STATUSES:
                 raise EndpointUnavailable(f"{where}: status {status}: {message_of(payload)}. Is it ready?")
-            answer = loads(payload) if status == 200 else None
-            if isinstance(answer, dict):
-                self.log.append(f"GET {route} gave JSON with {', '.join(list(answer)[:5]) or 'nothing in it'}")
-                return answer
-            self.log.append(f"GET {route} gave status {status}: {message_of(payload)[:80]}")
+            response = loads(payload) if status == 200 else None
+            if isinstance(response, dict):
+                self.log.append(f"GET {route} returned JSON with {', '.join(list(response)[:5]) or 'no fields'}")
+                return response
+            self.log.append(f"GET {route} returned status {status}: {message_of(payload)[:80]}")
         return {}
 
 

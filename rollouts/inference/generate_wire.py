@@ -1,10 +1,10 @@
-"""SGLang's wire: request bodies out, completions and errors in.
+"""SGLang's ``/generate`` format: request bodies, and responses as completions or errors.
 
-Invariant: any bytes at all become a checked :class:`~rollouts.dtypes.Completion` or an error of the house, and nothing
-else. What a completion holds are the ids that the server sampled, never text, and each id has its own logprob. Where
-the size of the vocabulary is known, all of them are below it.
+Invariant: any response bytes become a checked :class:`~rollouts.dtypes.Completion` or an error of
+:mod:`rollouts.errors`. A completion contains the ids that the server sampled, never encoded text, and one logprob per
+id. Ids are below the vocabulary size where it is known.
 
-Fields that older servers lack are read with defaults. This module does no I/O and knows no retries.
+Fields that older servers lack have defaults. This module does no I/O and does not know retries.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
 class BrokenNumbers(EndpointUnavailable):
-    """The model computed NaN. Not tried again in the same call: sampling until it goes well would hide a sick model."""
+    """The model computed NaN. Not retried in the same call: sampling until it succeeds would hide a broken model."""
 
 
 class _Triple(msgspec.Struct, array_like=True, gc=False):
-    """``[logprob, id, text]``; the text is skipped without being built."""
+    """``[logprob, id, text]``; the text is not decoded."""
 
     logprob: float | None
     token: Id
@@ -75,7 +75,7 @@ class _Meta(msgspec.Struct):
 class _Reply(msgspec.Struct):
     meta_info: _Meta
     output_ids: msgspec.Raw = msgspec.Raw(b"null")
-    """Read as numbers only where their text is not that of the ids beside the logprobs."""
+    """Decoded only if their JSON text differs from that of the ids in ``output_token_logprobs``."""
     error: Any = None
 
 
@@ -83,14 +83,14 @@ _REPLY = msgspec.json.Decoder(_Reply)
 _IDS = msgspec.json.Decoder(list[Id] | None)
 
 
-# -- out --------------------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
 def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
-    """Everything of a ``/generate`` body that stands behind its ids, for :func:`request_body`.
+    """Encode the part of a ``/generate`` body that follows its ids, for :func:`request_body`.
 
     Raises:
-        ConfigError: a seed that does not fit into 64 bits.
+        ConfigError: a seed that does not fit 64 bits.
     """
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -110,19 +110,19 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
             raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["sampling_seed"] = sampling.seed
     encoded = msgspec.json.encode(params)
-    # logprob_start_len -1: logprobs of the reply only; 0 would also cost the prompt's hit in the prefix cache.
+    # logprob_start_len -1: logprobs of the reply only; 0 would also disable the prefix cache for the prompt.
     return b"".join(
         (b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":', encoded, b"}")
     )
 
 
 def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
-    """The body of one attempt, each of which has a rid of its own; and where the text of its ids begins."""
+    """Return the body of one attempt, which has its own rid, and the offset of the ids in it."""
     head = b'{"rid":"%b","input_ids":[' % rid.encode()
     return b"".join((head, *ids.pieces, options)), len(head)
 
 
-# -- in ---------------------------------------------------------------------------------------------------------------
+# -- responses --------------------------------------------------------------------------------------------------------
 
 
 def read_completion(
@@ -134,22 +134,22 @@ def read_completion(
     seconds: float = 0.0,
     vocab_size: int | None = None,
 ) -> Completion:
-    """Read the body of a 200.
+    """Decode and check the body of a response with status 200.
 
     Args:
-        payload: the body.
-        rid: what the request was called.
-        ids: what was sent.
-        stop: the stop strings that were asked for.
-        seconds: wall time of the call, for the completion.
-        vocab_size: ids must be below it; ``None`` where it is not known.
+        payload: response body.
+        rid: request id that was sent.
+        ids: prompt ids that were sent.
+        stop: stop strings of the request.
+        seconds: wall time of the call.
+        vocab_size: upper bound of ids; ``None`` if unknown.
 
     Raises:
-        EndpointUnavailable: not JSON, an error that may pass, or NaN instead of logprobs.
-        EndpointRefused: JSON that is no answer to a ``/generate``, or one that contradicts itself; an id outside the
-            vocabulary, or a logprob above 0.
-        ContextOverflow: an error that says so.
-        TokenMismatchError: not the ids that were sent, or logprobs of other ids than the sampled ones.
+        EndpointUnavailable: not JSON, a transient error, or NaN instead of logprobs.
+        EndpointRefused: not a ``/generate`` response, or an inconsistent one; an id outside the vocabulary, or a
+            logprob above 0.
+        ContextOverflow: the error of a prompt that exceeds the context.
+        TokenMismatchError: another number of prompt ids than sent, or logprobs of other ids than ``output_ids``.
     """
     try:
         reply = _REPLY.decode(payload)
@@ -168,15 +168,15 @@ def read_completion(
         raise BrokenNumbers("the model computed NaN: its last id was replaced by the server")
     if isinstance(meta.id, str) and meta.id != rid:
         raise EndpointRefused(
-            f"meta_info.id: got {meta.id[:80]!r}; expected {rid!r}: something in between renames requests,"
-            " so that replies cannot be told apart and generations cannot be aborted"
+            f"meta_info.id: got {meta.id[:80]!r}; expected {rid!r}: a proxy renames requests,"
+            " so that replies cannot be matched and generations cannot be aborted"
         )
     tokens, logprobs = _columns(reply, meta)
     _check_values(tokens, logprobs, vocab_size)
-    # A request that was aborted while it was queued may have no counts, or zeros.
+    # A request that was aborted in the queue may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
-        raise TokenMismatchError(f"{ids.count} ids were sent; the server says that it was given {prompt_tokens}")
+        raise TokenMismatchError(f"{ids.count} ids were sent; the server counts {prompt_tokens}")
     try:
         return Completion(
             tokens=tokens,
@@ -189,26 +189,26 @@ def read_completion(
             cached_tokens=meta.cached_tokens or 0,
             seconds=seconds,
         )
-    except ValueError as error:  # all but the versions was checked above
+    except ValueError as error:  # everything but the versions was checked above
         raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
 
 
 def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
-    """Notice a request of which something was lost on its way: routers write bodies anew, with the fields they know.
+    """Raise if the server ignored max_new_tokens or stop_token_ids (some routers drop unknown fields).
 
     Raises:
-        EndpointRefused: a reply that goes on after its budget, or after one of its stop ids.
+        EndpointRefused: the reply continues after ``max_new_tokens`` or after a stop id.
     """
     tokens = completion.tokens
-    lost = "something in between loses fields of requests. Ask a worker directly, or update the router"
+    hint = "a proxy drops fields of requests. Use the URL of a worker, or update the router"
     if len(tokens) > sampling.max_new_tokens:
         raise EndpointRefused(
-            f"max_new_tokens: {sampling.max_new_tokens} ids were asked for, {len(tokens)} came: {lost}"
+            f"max_new_tokens: {sampling.max_new_tokens} ids were requested, {len(tokens)} received: {hint}"
         )
-    before_the_end = tokens[:-1]
+    before_last = tokens[:-1]
     for stop in stop_token_ids:
-        if np.count_nonzero(before_the_end == stop):
-            raise EndpointRefused(f"stop_token_ids: the reply goes on after its stop id {stop}: {lost}")
+        if np.count_nonzero(before_last == stop):
+            raise EndpointRefused(f"stop_token_ids: the reply continues after its stop id {stop}: {hint}")
 
 
 def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
@@ -225,7 +225,7 @@ def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
 
 
 def _check_values(tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None) -> None:
-    """Refuse what a trainer could not take: its embedding has no row for such an id, and no probability is above 1."""
+    """Raise at an id without an embedding row, or a logprob above 0."""
     if not len(tokens):
         return
     if vocab_size is not None and np.maximum.reduce(tokens) >= vocab_size:
@@ -234,25 +234,25 @@ def _check_values(tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int 
             f"output_ids[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
             " belong to the server's model?"
         )
-    good = are_logprobs(logprobs)
-    if np.count_nonzero(good) < len(good):
-        at = int(good.argmin())
+    valid = are_logprobs(logprobs)
+    if np.count_nonzero(valid) < len(valid):
+        at = int(valid.argmin())
         raise EndpointRefused(
-            f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a logprob <= 0, give or take"
-            f" {LOGPROB_TOLERANCE:g} of rounding"
+            f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a logprob <= 0, with a tolerance of"
+            f" {LOGPROB_TOLERANCE:g} for rounding"
         )
 
 
 def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> None:
-    """Compare as numbers what is not written alike: there may be white space, or no ``output_ids`` at all."""
+    """Compare ids as numbers; their JSON text may differ by white space, and ``output_ids`` may be missing."""
     try:
         tokens = _IDS.decode(output_ids)
     except UNREADABLE as error:
-        raise EndpointRefused(f"output_ids are no list of ids: {error}") from None
+        raise EndpointRefused(f"output_ids are not a list of ids: {error}") from None
     if tokens is None or tokens == sampled:
         return
     if meta.output_token_logprobs is None:
-        raise EndpointRefused(f"{len(tokens)} sampled ids came without output_token_logprobs, which were asked for")
+        raise EndpointRefused(f"{len(tokens)} sampled ids came without the requested output_token_logprobs")
     at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
     where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
     raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
@@ -261,10 +261,10 @@ def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> Non
 def _finite(values: list[float | None]) -> LogprobColumn:
     try:
         packed = struct.pack(f"={len(values)}f", *values)
-    except (struct.error, OverflowError):  # null, which is how NaN and infinity come over the wire; or too large
-        given = np.array(values, np.float64)
-        at = int(np.flatnonzero(~(np.abs(given) <= _LARGEST))[0])
-        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {given[at]}; expected a finite number") from None
+    except (struct.error, OverflowError):  # null, which stands for NaN and infinity in JSON, or too large
+        received = np.array(values, np.float64)
+        at = int(np.flatnonzero(~(np.abs(received) <= _LARGEST))[0])
+        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {received[at]}; expected a finite number") from None
     return np.frombuffer(packed, np.float32)
 
 

@@ -1,10 +1,10 @@
-"""How many requests a server is sent at once, and how that number follows the server's own load.
+"""Concurrency limit for the requests to one server, fixed or adapted to the load that the server reports.
 
-Invariant: never more are inside than the limit was when they entered, first come first served. A limit that adapts
-grows by a fixed step while it is what holds requests back and the server keeps up, and is cut by a factor where
-requests queue there or its KV cache is nearly full; a server that does not tell its load is not limited.
+Invariant: a request enters only while fewer than ``limit`` are inside, first in first out. An adaptive limit increases
+by a fixed step while requests wait for it and the server is not congested, and decreases by a factor while the server
+queues requests or its KV cache is nearly full. A server that does not report its load is not limited.
 
-This module knows no HTTP: it is told loads, and tells when it wants one.
+This module does no I/O: callers query the load and pass it in.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ FIRST_LIMIT = 32
 STEP = 8
 CUT = 0.7
 KV_FULL = 0.9
-"""Use of the KV cache from which on running requests are about to be thrown out and computed again."""
+"""KV cache usage above which the server is about to retract running requests."""
 QUEUE_SHARE = 0.1
-"""A queue of this share of what runs is none: it keeps the server busy."""
-LOOK_SECONDS = 1.0
+"""A queue of up to this share of the running requests is no congestion: it keeps the server busy."""
+QUERY_SECONDS = 1.0
 
 
 @attrs.frozen
 class Load:
-    """What a server says of its load, all its ranks together."""
+    """Load that a server reports, over all its ranks."""
 
     running: int
     waiting: int
     kv_use: float = 0.0
-    """Of the fullest rank, 0 to 1."""
+    """KV cache usage of the fullest rank, 0 to 1."""
 
     @property
     def total(self) -> int:
@@ -49,9 +49,9 @@ class Load:
         return self.waiting > QUEUE_SHARE * self.running or self.kv_use >= KV_FULL
 
 
-def read_load(answer: Any) -> Load | None:
-    """What ``/v1/loads`` answered; ``None`` if it is no such answer."""
-    ranks = answer.get("loads") if isinstance(answer, dict) else None
+def read_load(response: Any) -> Load | None:
+    """Parse the response of ``/v1/loads``; ``None`` if it is something else."""
+    ranks = response.get("loads") if isinstance(response, dict) else None
     if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, dict) for rank in ranks):
         return None
     return Load(
@@ -67,10 +67,10 @@ def _number(rank: dict[str, Any], name: str) -> float:
 
 
 class Limiter:
-    """Lets so many in at once.
+    """First-in-first-out limit of concurrent requests.
 
     Args:
-        limit: how many; ``math.inf`` for all.
+        limit: maximum inside; ``math.inf`` for no limit.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -95,20 +95,20 @@ class Limiter:
         self._admit()
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for a place, and have it inside."""
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a slot, and occupy it inside the context."""
         if self.inside < self._limit and not self._waiting:
             self.inside += 1
         else:
-            turn = anyio.Event()
-            self._waiting.append(turn)
+            admitted = anyio.Event()
+            self._waiting.append(admitted)
             try:
-                await turn.wait()
+                await admitted.wait()
             except BaseException:
-                if turn.is_set():  # admitted at the moment of being cancelled
+                if admitted.is_set():  # admitted and cancelled in the same loop iteration
                     self._leave()
                 else:
-                    self._waiting.remove(turn)
+                    self._waiting.remove(admitted)
                 raise
         try:
             yield
@@ -126,53 +126,53 @@ class Limiter:
 
 
 class AdaptiveLimit:
-    """Moves the limit of a :class:`Limiter` after the loads of its server.
+    """Additive increase and multiplicative decrease of the limit of a :class:`Limiter`, by the load of its server.
 
-    It doubles until the server is congested for the first time; then it grows by :data:`STEP` a look, and is cut to
-    :data:`CUT` of itself where the server is congested: at most every other look, since a cut shows as requests end.
+    The limit doubles until the first congestion; then it increases by :data:`STEP` per query, and is multiplied by
+    :data:`CUT` under congestion: at most at every other query, since a decrease takes effect only as requests end.
     """
 
     def __init__(self, limiter: Limiter) -> None:
         self.limiter = limiter
         self.limiter.limit = FIRST_LIMIT
         self.load: Load | None = None
-        self.mine = 0
-        """Of the load, those that came from here."""
-        self.look_seconds = LOOK_SECONDS
-        self.deaf = False
-        """The server does not tell its load."""
+        self.own = 0
+        """Requests of this client in the last load."""
+        self.query_seconds = QUERY_SECONDS
+        self.unsupported = False
+        """Whether the server does not report its load."""
         self._doubling = True
         self._was_cut = False
-        self._next_look = 0.0
-        self._looking = False
+        self._next_query = 0.0
+        self._querying = False
 
     def __repr__(self) -> str:
         return f"<AdaptiveLimit: {self.limiter!r}, {self.load}>"
 
     @property
     def others(self) -> int:
-        """Requests of other clients, when last seen."""
-        return 0 if self.load is None else max(0, self.load.total - self.mine)
+        """Requests of other clients in the last load."""
+        return 0 if self.load is None else max(0, self.load.total - self.own)
 
-    def claim_look(self) -> bool:
-        """Whether the caller is to look at the server's load now, and tell it by :meth:`seen`; asked by many."""
-        if self.deaf or self._looking or time.monotonic() < self._next_look:
+    def claim_query(self) -> bool:
+        """Return whether the caller must query the load now, and pass it to :meth:`update`; one caller at a time."""
+        if self.unsupported or self._querying or time.monotonic() < self._next_query:
             return False
-        self._looking = True
+        self._querying = True
         return True
 
-    def unseen(self) -> None:
-        """The look came to nothing this time."""
-        self._looking, self._next_look = False, time.monotonic() + self.look_seconds
+    def end_query(self) -> None:
+        """Schedule the next query, also after one that failed."""
+        self._querying, self._next_query = False, time.monotonic() + self.query_seconds
 
-    def seen(self, load: Load | None) -> None:
-        """What the server says; ``None`` if it has no such route."""
-        self.unseen()
+    def update(self, load: Load | None) -> None:
+        """Adapt the limit to a load; ``None`` if the server has no such route."""
+        self.end_query()
         if load is None:
-            self.deaf, self.limiter.limit = True, math.inf
+            self.unsupported, self.limiter.limit = True, math.inf
             return
-        self.load, self.mine = load, self.limiter.inside
-        held_back = self.limiter.waiting > 0 and 2 * load.total >= self.mine  # else it has not seen what was sent
+        self.load, self.own = load, self.limiter.inside
+        saturated = self.limiter.waiting > 0 and 2 * load.total >= self.own  # else the load is older than the requests
         if load.congested:
             self._doubling = False
             if not self._was_cut:
@@ -180,5 +180,5 @@ class AdaptiveLimit:
             self._was_cut = not self._was_cut
         else:
             self._was_cut = False
-            if held_back:
+            if saturated:
                 self.limiter.limit = self.limiter.limit * 2 if self._doubling else self.limiter.limit + STEP

@@ -1,14 +1,12 @@
-"""Servers that are paused for new weights: they are up, take requests, and answer none.
+"""Servers that are paused for new weights: they accept requests and do not answer them.
 
-Invariant: a pause is no failure. While a server is known to be paused the deadlines of whoever waits for its answer do
-not run, and nothing is counted, tried again or sent elsewhere because of it;
-:func:`~rollouts.concurrency.deadlines.pauses` lists
-it, with the number of turns that wait.
+Invariant: a pause is not a failure. While a server is known to be paused, the deadlines of the turns that wait for it
+are paused, and nothing is counted, retried or sent elsewhere because of it.
+:func:`~rollouts.concurrency.deadlines.pauses` lists the pause with the number of waiting turns.
 
-A pause is known at once where this process orders it (:func:`ordered`), whoever's policy it concerns; one that somebody
-else ordered is seen by a look at ``/ready``, which answers 503 meanwhile (``/health`` would block). A pause that was
-only seen stops the clocks for :data:`PATIENCE_SECONDS` at most: whoever ordered it may be dead. This module sends no
-request for tokens.
+A pause by this process (:func:`ordered`) is known at once to all its policies. A pause by another process is detected
+by polling ``/ready``, which returns 503 meanwhile (``/health`` would block). A detected pause stops deadlines for
+:data:`PATIENCE_SECONDS` at most, since its initiator may be dead. This module sends no request for tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from rollouts.http.client import HttpClient
 __all__ = ["PATIENCE_SECONDS", "Pause", "is_ready", "ordered", "watch_pauses"]
 
 PATIENCE_SECONDS = 3600.0
-LOOK_SECONDS = 2.0
-"""A server that takes longer to answer a look says nothing. One that answered a turn as lately is not asked."""
+POLL_SECONDS = 2.0
+"""Timeout of one poll. A server that completed a turn more recently is not polled."""
 
 _LOCK = threading.Lock()
 _ORDERED: Counter[str] = Counter()
@@ -40,12 +38,12 @@ _ALL: weakref.WeakSet[Pause] = weakref.WeakSet()
 
 
 class Pause:
-    """What is known of one server, and who waits for it.
+    """Pause state of one server, with the deadlines of the turns that wait for it.
 
     Args:
-        url: the server's.
-        name: for messages, without credentials.
-        patience: seconds that a pause is believed in which was only seen.
+        url: URL of the server.
+        name: the URL without credentials, for messages.
+        patience: maximum seconds for which a pause of another process stops deadlines.
     """
 
     def __init__(self, url: str, name: str, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -54,8 +52,8 @@ class Pause:
         self._patience = patience
         self._waiting: set[Clocks] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._seen_since: float | None = None
-        self._seen = False
+        self._detected_since: float | None = None
+        self._detected = False
         self._listed: contextlib.ExitStack | None = None
         with _LOCK:
             _ALL.add(self)
@@ -66,41 +64,41 @@ class Pause:
 
     @property
     def is_on(self) -> bool:
-        """Whether the server is paused, as far as is known here."""
+        """Whether the server is known to be paused."""
         return self._listed is not None
 
     def entered(self) -> Clocks:
-        """A turn waits for the server from now on; to be given back to :meth:`left`."""
+        """Register a waiting turn; its deadlines must be passed to :meth:`left`."""
         clocks = Clocks()
         self._waiting.add(clocks)
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         if self.is_on or self.url in _ORDERED:
-            self.look_again()
+            self.refresh()
             clocks.pause()
         return clocks
 
     def left(self, clocks: Clocks) -> None:
-        """It does no longer."""
+        """Unregister a turn."""
         self._waiting.discard(clocks)
         clocks.resume()
         if self.is_on:
-            for other in self._waiting:  # a deadline that both are in, of their group, was stopped by one of them
+            for other in self._waiting:  # a deadline that both share, of their group, was paused by only one of them
                 other.pause()
 
-    def seen(self, paused: bool) -> None:
-        """What a look has found."""
+    def detected(self, paused: bool) -> None:
+        """Record the result of a poll."""
         now = time.monotonic()
         if not paused:
-            self._seen_since = None
-        elif self._seen_since is None:
-            self._seen_since = now
-        self._seen = self._seen_since is not None and now - self._seen_since < self._patience
-        self.look_again()
+            self._detected_since = None
+        elif self._detected_since is None:
+            self._detected_since = now
+        self._detected = self._detected_since is not None and now - self._detected_since < self._patience
+        self.refresh()
 
-    def look_again(self) -> None:
-        """Begin or end, as what is ordered and seen says; in the loop of those who wait."""
-        on = self._seen or self.url in _ORDERED
+    def refresh(self) -> None:
+        """Start or end the pause; runs in the event loop of the waiting turns."""
+        on = self._detected or self.url in _ORDERED
         if on and self._listed is None:
             self._listed = contextlib.ExitStack()
             self._listed.enter_context(
@@ -114,21 +112,21 @@ class Pause:
             for clocks in self._waiting:
                 clocks.resume()
 
-    def tell(self) -> None:
-        """Have it look again, from any thread."""
+    def refresh_from_thread(self) -> None:
+        """Schedule :meth:`refresh`, from any thread."""
         loop = self._loop
         if loop is None or loop.is_closed():
             return
         if _running_loop() is loop:
-            self.look_again()
+            self.refresh()
         else:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                loop.call_soon_threadsafe(self.look_again)
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(self.refresh)
 
 
 @contextlib.contextmanager
 def ordered(url: str) -> Iterator[None]:
-    """This process pauses a server while inside, or keeps it from answering in another way."""
+    """Declare that this process pauses the server, or keeps it from answering, inside the context."""
     _count(url, 1)
     try:
         yield
@@ -141,9 +139,9 @@ def _count(url: str, change: int) -> None:
         _ORDERED[url] += change
         if not _ORDERED[url]:
             del _ORDERED[url]
-        concerned = [pause for pause in _ALL if pause.url == url]
-    for pause in concerned:
-        pause.tell()
+        affected = [pause for pause in _ALL if pause.url == url]
+    for pause in affected:
+        pause.refresh_from_thread()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -154,19 +152,19 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 async def is_ready(transport: HttpClient, url: str, headers: Mapping[str, str]) -> bool | None:
-    """Ask a server whether it is ready; ``None`` if it does not say."""
-    with anyio.move_on_after(LOOK_SECONDS), contextlib.suppress(EndpointUnavailable):
+    """Poll ``/ready``; ``None`` if the server has no such route or does not answer."""
+    with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):
         status, _ = await transport.get(f"{url}/ready", headers)
         return {200: True, 503: False}.get(status)
     return None
 
 
-class _Looking(Protocol):
+class _PausablePolicy(Protocol):
     async def look_for_pauses(self) -> None: ...
 
 
-async def watch_pauses(policies: Callable[[], Iterable[_Looking]], *, every: float = 1.0) -> None:
-    """Look for pauses that others have ordered, until cancelled; beside a run."""
+async def watch_pauses(policies: Callable[[], Iterable[_PausablePolicy]], *, every: float = 1.0) -> None:
+    """Poll for pauses by other processes until cancelled; runs in parallel to a run."""
     while True:
         await anyio.sleep(every)
         for policy in policies():

@@ -1,10 +1,10 @@
-"""A policy that can be stopped between two tokens, and goes on from there: pauses, and aborts that a server makes.
+"""A policy that resumes interrupted completions, after its own pauses and after aborts by the server.
 
-Invariant: a completion that was interrupted is continued from exactly its own ids, so what comes back is one sequence,
-each token with the logprob and the version that it was sampled with. While the gate is closed nothing is sampled, and
-the deadlines of whoever waits at it do not run.
+Invariant: an interrupted completion is continued from exactly its own ids. The result is one sequence, each token with
+the logprob and the version with which it was sampled. While the policy is paused nothing is sampled, and the deadlines
+of waiting calls are paused.
 
-It knows no trainer: somebody closes the gate and opens it again. It knows no message and no sample.
+It does not know trainers, messages or samples.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rollouts.inference.base import Policy, ServerInfo
 __all__ = ["InterruptiblePolicy", "ResumablePolicy", "recorded_sessions"]
 
 _EMPTY_ABORTS = 30
-"""Aborts in a row without a single token after which a server counts as broken."""
-_CALL_AGAIN_SECONDS = 0.5
-"""A request that was on its way when the abort was sent is aborted again after this long."""
+"""Consecutive aborts without a token after which a server counts as broken."""
+_INTERRUPT_SECONDS = 0.5
+"""Delay before the next interrupt: the server does not know a request that had not arrived at the last one."""
 
 _SESSIONS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("rollouts_sessions", default=None)
 
 
 class InterruptiblePolicy(Policy, Protocol):
-    """A policy whose requests can be made to answer at once with what they have."""
+    """A policy whose requests in flight can be ended early with the tokens sampled so far."""
 
     async def interrupt(self) -> None: ...
 
 
 @contextmanager
 def recorded_sessions() -> Iterator[list[str]]:
-    """Collect the sessions that are named inside, in order of first use: the routing keys of what ran."""
+    """Collect the session names (routing keys) of the calls inside, in order of first use."""
     sessions: list[str] = []
     token = _SESSIONS.set(sessions)
     try:
@@ -52,13 +52,13 @@ def recorded_sessions() -> Iterator[list[str]]:
 
 
 class ResumablePolicy:
-    """Puts a gate before a policy.
+    """Adds pause and resume to a policy.
 
     Args:
-        inner: samples.
-        at_most: requests in flight at once; ``None`` for no limit.
-        stop_token_ids: ids that end a reply, beside those that the caller names.
-        backoff_seconds: between two attempts when a server aborts before the first token.
+        inner: policy that samples.
+        at_most: maximum requests in flight; ``None`` for no limit.
+        stop_token_ids: ids that end a reply, in addition to those of each call.
+        backoff_seconds: delay between attempts if a server aborts before the first token.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ResumablePolicy:
         self.inner = inner
         self.stop_token_ids = stop_token_ids
         self.resumed = 0
-        """How often a completion was continued after an interruption."""
+        """Number of times a completion was continued after an interruption."""
         self.in_flight = 0
         self._open = anyio.Event()
         self._open.set()
@@ -89,14 +89,14 @@ class ResumablePolicy:
         return not self._open.is_set()
 
     def resume(self) -> None:
-        """Open the gate."""
+        """Let waiting and new calls sample again."""
         self._open.set()
 
     async def pause(self, *, seconds: float = 60.0) -> None:
-        """Close the gate, and return when nothing is sampled any more.
+        """Interrupt all requests, let new ones wait, and return when nothing is sampled any more.
 
         Raises:
-            EndpointUnavailable: requests were still unanswered after ``seconds``.
+            EndpointUnavailable: requests were still in flight after ``seconds``.
         """
         if not self.paused:
             self._open = anyio.Event()
@@ -104,7 +104,7 @@ class ResumablePolicy:
             while self.in_flight:
                 self._idle = anyio.Event()
                 await self.inner.interrupt()
-                with anyio.move_on_after(_CALL_AGAIN_SECONDS):
+                with anyio.move_on_after(_INTERRUPT_SECONDS):
                     if self.in_flight:
                         await self._idle.wait()
 
@@ -157,7 +157,7 @@ class ResumablePolicy:
                 self._idle.set()
 
     async def wait_until_open(self) -> None:
-        """Return when the gate is open; deadlines do not run meanwhile."""
+        """Return when the policy is not paused; deadlines are paused meanwhile."""
         if self.paused:
             with boundary(EndpointUnavailable, "paused between batches"), paused_deadlines():
                 while self.paused:
@@ -171,7 +171,7 @@ class ResumablePolicy:
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """The parts of one reply as one completion; its request is that of the first."""
+    """Join the parts of one reply; prompt fields are those of the first request."""
     versions: list[VersionSpan] = []
     start = 0
     for part in parts:

@@ -1,10 +1,10 @@
-"""Which worker serves which session.
+"""Routing of sessions to workers.
 
-Invariant: a session stays with its worker, whose prefix cache holds its tokens, until that worker fails it or has far
-more to do than another. A new session goes to the worker with the least to do; one that just could not be reached is
-asked last.
+Invariant: a session stays with its worker, whose prefix cache contains its tokens, until a request fails there or the
+load is much higher than elsewhere. A new session goes to the least loaded worker; recently unreachable workers are the
+last choice.
 
-This module knows nothing of requests: it is told when one begins, ends, or finds nobody.
+This module sends nothing: callers count requests and report failures.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SUSPECT_SECONDS = 10.0
 MAX_SESSIONS = 1 << 16
 SKEW_FACTOR = 2.0
 SKEW_REQUESTS = 8
-"""A session moves where its worker has more to do than ``SKEW_FACTOR`` times what the least loaded has, and so many
-requests: computing its tokens again there is then cheaper than standing in line here."""
+"""A session moves if the load of its worker exceeds ``SKEW_FACTOR`` times the lowest load plus ``SKEW_REQUESTS``:
+computing its tokens again elsewhere is then cheaper than waiting in the queue."""
 
 
 @attrs.define(eq=False)
@@ -37,10 +37,9 @@ class Worker:
     """The URL without credentials."""
     in_flight: int = 0
     assigned: int = attrs.field(default=0, repr=False)
-    """How many times it was chosen."""
+    """Number of sessions and calls assigned to it."""
     suspect_until: float = attrs.field(default=0.0, repr=False)
-    """``time.monotonic()`` until which others are preferred."""
-
+    """``time.monotonic()`` until which other workers are preferred."""
     answered: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` of its last completion."""
     pause: Pause = attrs.field(
@@ -48,39 +47,39 @@ class Worker:
     )
     limiter: Limiter = attrs.field(factory=Limiter, repr=False)
     adaptive_limit: AdaptiveLimit | None = attrs.field(default=None, repr=False)
-    """Moves the limit, where it adapts to the load of the server."""
+    """Adapts ``limiter`` to the load of the server; ``None`` for a fixed limit."""
 
     @property
     def load(self) -> int:
-        """Requests in flight, those that wait here for a place, and those of other clients where they are known."""
+        """Requests in flight, waiting for a slot, and of other clients where they are known."""
         return (
             self.in_flight + self.limiter.waiting + (0 if self.adaptive_limit is None else self.adaptive_limit.others)
         )
 
     def suspect(self) -> None:
-        """Say that it could not be reached."""
+        """Mark it as unreachable for :data:`SUSPECT_SECONDS`."""
         self.suspect_until = time.monotonic() + SUSPECT_SECONDS
 
 
 class Workers:
-    """The servers of one model, and the sessions that stay with them; the least recently used are forgotten first."""
+    """All workers of one model, with an LRU map of sessions to workers."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.all = tuple(workers)
         self._sessions: OrderedDict[str, Worker] = OrderedDict()
         self.moved = 0
-        """Sessions that left a worker that had far more to do than another."""
+        """Sessions moved because of skewed load."""
 
     def __repr__(self) -> str:
         return f"<Workers: {', '.join(f'{worker.name} {worker.in_flight} in flight' for worker in self.all)}>"
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait for an answer now."""
+        """Requests sent and not answered yet."""
         return sum(worker.in_flight for worker in self.all)
 
-    def of(self, session: str) -> Worker:
-        """The worker of a session; the least loaded for a new one, and for a call without one."""
+    def worker_for(self, session: str) -> Worker:
+        """Return the worker of a session; the least loaded one for a new session or none."""
         if len(self.all) == 1:
             return self.all[0]
         worker = self._sessions.get(session)
@@ -99,8 +98,8 @@ class Workers:
         least = min((other.load for other in self.all if other.suspect_until <= now), default=worker.load)
         return worker.load > SKEW_FACTOR * least + SKEW_REQUESTS
 
-    def instead_of(self, worker: Worker, session: str) -> Worker:
-        """Move a session away from a worker that failed it; there may be no other."""
+    def reassign(self, worker: Worker, session: str) -> Worker:
+        """Move a session away from a worker on which it failed; a single worker is returned itself."""
         others = [other for other in self.all if other is not worker]
         return self._assign(session, others) if others else worker
 

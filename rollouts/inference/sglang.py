@@ -1,10 +1,10 @@
-"""A policy that samples from SGLang servers.
+"""Policy that samples from SGLang servers.
 
-Invariant: for one call of :meth:`SGLangPolicy.complete` at most one generation may be running anywhere. Each attempt
-has a rid of its own; before the next one is sent, the one before was answered, cannot have reached its server, or its
-abort was acknowledged. A call that ends in any other way (cancelled, too late, given up) aborts what it leaves behind.
+Invariant: one call of :meth:`SGLangPolicy.complete` runs at most one generation at a time on all servers. Each attempt
+has its own rid. The next attempt is sent only after the previous one was answered, did not reach its server, or its
+abort was acknowledged. A call that is cancelled, late or out of retries aborts its generation.
 
-This module knows tokens only: no message, no environment, no sample.
+This module knows tokens, but no messages, environments or samples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollouts.inference.aborts import abort_generation
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
-from rollouts.inference.pauses import LOOK_SECONDS, is_ready
+from rollouts.inference.pauses import POLL_SECONDS, is_ready
 from rollouts.inference.routing import Worker, Workers
 from rollouts.inference.token_json import EncodedIds, SequenceCache
 from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
@@ -41,25 +41,25 @@ __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policies", "shared_p
 
 DESCRIBE_SECONDS = 30.0
 LOAD_SECONDS = 2.0
-ABORTS_AT_ONCE = 64
+MAX_CONCURRENT_ABORTS = 64
 _LONG_REPLY = 1 << 16
-"""Bytes of a reply (some 1,600 tokens) from which on it waits for its turn to be read."""
+"""Bytes (some 1,600 tokens) from which on a response is decoded alone in its loop iteration."""
 
 
 def full_jitter(failures: int) -> float:
-    """Seconds to wait after so many failed attempts: evenly spread below a bound that doubles from 0.5 s to 15 s."""
+    """Return a random backoff in seconds: uniform below a bound that doubles from 0.5 s to 15 s."""
     return _RANDOM.uniform(0.0, min(15.0, 0.5 * 2.0 ** min(failures - 1, 10)))
 
 
-_RANDOM = random.Random()  # our own, so that no user's seeded stream moves with the network
+_RANDOM = random.Random()  # not the global generator, whose seeded stream belongs to the user
 
 
 @attrs.define
 class Totals:
-    """What a policy did so far."""
+    """Counters of a policy."""
 
     requests: int = 0
-    """Sent to ``/generate``, retries included."""
+    """Requests sent to ``/generate``, including retries."""
     retries: int = 0
     aborts: int = 0
     """Aborts that a server acknowledged."""
@@ -68,12 +68,12 @@ class Totals:
     cached_tokens: int = 0
     sampled_tokens: int = 0
     encoded_tokens: int = 0
-    """Prompt ids that were written as JSON: those that were new since their session's last call."""
+    """Prompt ids encoded as JSON: those that were new since the last call of their session."""
 
 
 @attrs.define(eq=False)
 class _Call:
-    """One call of complete, over all its attempts."""
+    """State of one call of ``complete`` over all its attempts."""
 
     ids: EncodedIds
     options: bytes
@@ -83,8 +83,8 @@ class _Call:
     stop_token_ids: tuple[int, ...]
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
-    """Where a generation of this call may be running, and its rid. Nothing is sent while this is set."""
-    last: EndpointUnavailable | None = None
+    """Worker and rid of a generation that may be running; no attempt is sent while this is set."""
+    last_error: EndpointUnavailable | None = None
 
 
 class SGLangPolicy:
@@ -94,10 +94,10 @@ class SGLangPolicy:
     ``async with`` block. Belongs to one event loop at a time.
 
     Args:
-        endpoint: where, with which key, deadlines and number of retries. Its ``sampling`` is not read here.
-        vocab_size: ids at or above it are never sent (a real server dies of them), and a reply that has one is refused.
-            ``None`` if it is not known.
-        backoff: seconds to wait after the given number of failed attempts, from 1.
+        endpoint: URLs, key, deadlines and number of retries; its ``sampling`` is ignored.
+        vocab_size: upper bound of ids, ``None`` if unknown. Other ids are not sent (they would crash the server), and a
+            reply that contains one is refused.
+        backoff: maps the number of failed attempts (from 1) to the seconds before the next one.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class SGLangPolicy:
     ) -> None:
         key = endpoint.api_key
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise ConfigError("Endpoint.api_key: holds characters that cannot stand in a header")
+            raise ConfigError("Endpoint.api_key: contains characters that are not allowed in a header")
         self.endpoint = endpoint
         self.totals = Totals()
         self.on_completion: Callable[[Completion, str], None] | None = None
-        """Is told every completion, and the server that it came from."""
+        """Called with every completion and the name of its server."""
         self._backoff = backoff
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -117,11 +117,11 @@ class SGLangPolicy:
         self._sequences = SequenceCache(vocab_size)
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
-        self._sound_stops: set[tuple[int, ...]] = set()
+        self._checked_stops: set[tuple[int, ...]] = set()
         self._last_options: tuple[SamplingParams | None, tuple[int, ...], bytes] = (None, (), b"")
-        self._one_long_reply = anyio.Lock(fast_acquire=True)
+        self._long_reply_lock = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
-        """By rid, what was sent and is not answered yet."""
+        """Workers of the requests in flight, by rid."""
 
     def __repr__(self) -> str:
         urls = ", ".join(worker.name for worker in self._workers.all)
@@ -134,17 +134,17 @@ class SGLangPolicy:
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait for an answer now."""
+        """Requests sent and not answered yet."""
         return self._workers.in_flight
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place at their server."""
+        """Requests that wait for a slot of their server."""
         return sum(worker.limiter.waiting for worker in self._workers.all)
 
     @property
     def moved(self) -> int:
-        """Sessions that left a server which had far more to do than another."""
+        """Sessions moved to another server because of skewed load."""
         return self._workers.moved
 
     async def __aenter__(self) -> SGLangPolicy:
@@ -156,7 +156,7 @@ class SGLangPolicy:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close all connections; a later call opens them anew."""
+        """Close all connections; a later call opens new ones."""
         await self._transport.aclose()
 
     async def complete(
@@ -165,23 +165,23 @@ class SGLangPolicy:
         """Sample one continuation of ``tokens``.
 
         Args:
-            tokens: ids, shape ``(n,)``, n >= 1; sent as they are.
-            sampling: how to sample; ``max_new_tokens`` is the budget of this reply.
+            tokens: prompt ids, shape ``(n,)``, n >= 1; sent unchanged.
+            sampling: sampling parameters; ``max_new_tokens`` limits this reply.
             stop_token_ids: ids that end the reply, in addition to the model's own.
-            session: names the sequence; its calls go to one worker, and only what it has grown by is encoded.
+            session: name of the sequence; its calls go to one worker, and only new ids are encoded.
 
         Raises:
-            EndpointUnavailable: no answer worth keeping within ``request_seconds`` and ``max_retries``.
-            EndpointRefused: the server will not serve this request, or its reply is none that could be trained.
-            ContextOverflow: prompt and budget do not fit the model's context.
-            ConfigError: an id is not one of the vocabulary; nothing was sent.
-            TokenMismatchError: the answer is not about the ids that were sent.
+            EndpointUnavailable: no valid response within ``request_seconds`` and ``max_retries``.
+            EndpointRefused: the server refuses this request, or its reply cannot be trained.
+            ContextOverflow: prompt and ``max_new_tokens`` exceed the model's context.
+            ConfigError: an id is outside the vocabulary; nothing was sent.
+            TokenMismatchError: the response is not about the ids that were sent.
         """
-        if stop_token_ids not in self._sound_stops:
+        if stop_token_ids not in self._checked_stops:
             self._sequences.check(stop_token_ids, "stop_token_ids")
-            self._sound_stops = {tuple(stop_token_ids)}
+            self._checked_stops = {tuple(stop_token_ids)}
         call = _Call(
-            ids=self._sequences.encode(tokens, session),  # nobody else holds the text: see move_into
+            ids=self._sequences.encode(tokens, session),  # not kept in a variable: see move_into
             options=self._options(sampling, stop_token_ids),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
@@ -189,38 +189,38 @@ class SGLangPolicy:
             stop_token_ids=stop_token_ids,
         )
         self.totals.encoded_tokens = self._sequences.encoded
-        worker = self._workers.of(session)
+        worker = self._workers.worker_for(session)
         try:
             with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
                 return await self._attempts(call, worker)
         except EndpointUnavailable as error:
-            if error.__cause__ is None and call.last not in (None, error):
-                raise error from call.last  # too late: say what went wrong before
+            if error.__cause__ is None and call.last_error not in (None, error):
+                raise error from call.last_error  # deadline: attach the error of the last attempt
             raise
         finally:
-            call.last = None  # its traceback holds the call: nothing but a collector would free the two
+            call.last_error = None  # breaks the reference cycle through its traceback
 
     def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
-        """What stands behind the ids; made again only where it differs from the call before."""
-        known_sampling, known_stops, options = self._last_options
-        if sampling is not known_sampling or stop_token_ids is not known_stops:
+        """Encode the options; those of the last call are reused if they are the same objects."""
+        last_sampling, last_stops, options = self._last_options
+        if sampling is not last_sampling or stop_token_ids is not last_stops:
             options = generate_wire.request_options(sampling, stop_token_ids)
             self._last_options = (sampling, stop_token_ids, options)
         return options
 
     async def interrupt(self) -> None:
-        """Abort what is in flight, each by its rid: it is answered at once with what it has; nobody else's is touched.
+        """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.
 
-        A request that has not reached its server yet is not known there: call again while one is in flight.
+        A server does not know a request that has not arrived yet: call again while one is in flight.
         """
-        limiter = anyio.CapacityLimiter(ABORTS_AT_ONCE)
+        limiter = anyio.CapacityLimiter(MAX_CONCURRENT_ABORTS)
 
         async def abort(rid: str, worker: Worker) -> None:
             async with limiter:
                 try:
                     await abort_generation(self._transport, worker.url, rid, self._headers)
                 except EndpointUnavailable:
-                    return  # its own call finds out what became of it
+                    return  # the call itself handles the failure
                 self.totals.aborts += 1
 
         async with anyio.create_task_group() as aborts:
@@ -228,18 +228,18 @@ class SGLangPolicy:
                 aborts.start_soon(abort, rid, worker)
 
     async def look_for_pauses(self) -> None:
-        """See which of the servers that keep turns waiting are paused; a server that does not say is not."""
+        """Poll the servers that keep turns waiting for a pause; no answer counts as not paused."""
         for worker in self._workers.all:
-            quiet = worker.in_flight and time.monotonic() - worker.answered > LOOK_SECONDS
-            if quiet or worker.pause.is_on:
-                worker.pause.seen(await is_ready(self._transport, worker.url, self._headers) is False)
+            waiting = worker.in_flight and time.monotonic() - worker.answered > POLL_SECONDS
+            if waiting or worker.pause.is_on:
+                worker.pause.detected(await is_ready(self._transport, worker.url, self._headers) is False)
 
     async def describe(self) -> ServerInfo:
-        """Ask the servers what they are. Several are asked in turn: what they agree on, and the shortest context.
+        """Query all servers in turn: the fields on which they agree, and the shortest context.
 
         Raises:
-            EndpointUnavailable: nobody answers at one of the URLs.
-            EndpointRefused: somebody answers who does not speak the protocol, or who wants another key.
+            EndpointUnavailable: no server answers at one of the URLs.
+            EndpointRefused: a server does not implement the protocol, or rejects the key.
         """
         infos = []
         for worker in self._workers.all:
@@ -257,57 +257,57 @@ class SGLangPolicy:
             while True:
                 try:
                     if call.running is not None:
-                        await self._settle(call, call.running)
+                        await self._abort_running(call, call.running)
                     if worker.limiter.limit == math.inf:
                         return await self._send(call, worker, fresh=fresh)
-                    return await self._send_paced(call, worker, fresh=fresh)
+                    return await self._send_limited(call, worker, fresh=fresh)
                 except generate_wire.BrokenNumbers:
                     raise
                 except EndpointUnavailable as error:
-                    call.last = error
+                    call.last_error = error
                     fresh = isinstance(error, ConnectionLost)
                     if isinstance(error, ConnectionLost) and error.stale and not replaced:
-                        replaced = True  # the server had closed a kept connection: no fault of this attempt
+                        replaced = True  # the server had closed an idle connection: not a failed attempt
                     else:
                         failures += 1
                         if failures > self.endpoint.max_retries:
                             raise EndpointUnavailable(f"gave up after {failures} attempts: {error}") from error
-                        failed = worker if call.running is None else call.running[0]  # it may be the abort that failed
-                        worker = self._workers.instead_of(failed, call.session)
-                        await self._pause(failures, worker)
+                        failed = worker if call.running is None else call.running[0]  # the abort may have failed
+                        worker = self._workers.reassign(failed, call.session)
+                        await self._back_off(failures, worker)
                 self.totals.retries += 1
         finally:
             if call.running is not None:
                 with anyio.CancelScope(shield=True):
                     try:
-                        await self._settle(call, call.running)
+                        await self._abort_running(call, call.running)
                     except EndpointUnavailable as error:
-                        call.last = error  # the server ends it by itself once it sees that we are gone
+                        call.last_error = error  # the server aborts it once it notices the closed connection
 
-    async def _send_paced(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
-        """Send once the server has a place for it."""
-        await self._look(worker)
-        async with worker.limiter.place():
+    async def _send_limited(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
+        """Send within the limit of the server."""
+        await self._query_load(worker)
+        async with worker.limiter.slot():
             completion = await self._send(call, worker, fresh=fresh)
-        await self._look(worker)
+        await self._query_load(worker)
         return completion
 
-    async def _look(self, worker: Worker) -> None:
-        """Ask a server for its load, if it is time to: one request in a second does so for all."""
-        if worker.adaptive_limit is None or not worker.adaptive_limit.claim_look():
+    async def _query_load(self, worker: Worker) -> None:
+        """Query the load of a server if it is due: one request a second does so for all."""
+        if worker.adaptive_limit is None or not worker.adaptive_limit.claim_query():
             return
         try:
             with anyio.move_on_after(LOAD_SECONDS):
                 status, payload = await self._transport.get(f"{worker.url}/v1/loads?include=core", self._headers)
-                worker.adaptive_limit.seen(read_load(loads(payload)) if status == 200 else None)
+                worker.adaptive_limit.update(read_load(loads(payload)) if status == 200 else None)
                 return
         except EndpointUnavailable:
-            pass  # whoever sends a request there finds out
+            pass  # the next request to this server reports it
         finally:
-            worker.adaptive_limit.unseen()
+            worker.adaptive_limit.end_query()
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
-        rid = os.urandom(16).hex()  # of fixed width, as no rid may be the beginning of another: SGLang aborts by prefix
+        rid = os.urandom(16).hex()  # fixed width, so that none is a prefix of another: SGLang aborts by prefix
         body, start = generate_wire.request_body(rid, call.ids, call.options)
         call.ids.move_into(body, start)
         call.running = (worker, rid)
@@ -337,8 +337,8 @@ class SGLangPolicy:
             call.running = None
             seconds = time.monotonic() - call.began
             if len(payload) >= _LONG_REPLY:
-                # Many long replies that arrive at once are read one in each turn of the loop, not all in one.
-                async with self._one_long_reply:
+                # Of long responses that arrive together, decode one in each loop iteration.
+                async with self._long_reply_lock:
                     await anyio.lowlevel.checkpoint()
             completion = generate_wire.read_completion(
                 payload,
@@ -361,12 +361,12 @@ class SGLangPolicy:
             self.on_completion(completion, worker.name)
         return completion
 
-    async def _pause(self, failures: int, worker: Worker) -> None:
+    async def _back_off(self, failures: int, worker: Worker) -> None:
         with boundary(EndpointUnavailable, f"pause after {failures} failed attempts at {worker.name}"):
             await anyio.sleep(self._backoff(failures))
 
-    async def _settle(self, call: _Call, running: tuple[Worker, str]) -> None:
-        """Make sure that no generation of this call is running; raises EndpointUnavailable if that cannot be known."""
+    async def _abort_running(self, call: _Call, running: tuple[Worker, str]) -> None:
+        """Abort the generation of this call; raises EndpointUnavailable if it may still be running."""
         worker, rid = running
         try:
             await abort_generation(self._transport, worker.url, rid, self._headers)
@@ -378,7 +378,7 @@ class SGLangPolicy:
 
     def _hide_key(self, error: EndpointError) -> None:
         key = self.endpoint.api_key
-        if key and key in str(error):  # a server may echo what it was sent
+        if key and key in str(error):  # a server may echo request headers
             error.args = (str(error).replace(key, "***"),)
 
 
@@ -388,23 +388,23 @@ _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoin
 
 
 def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPolicy:
-    """The policy of this endpoint in the running event loop: one pool, however often it is asked for.
+    """Return the policy of this endpoint in the running event loop, created at the first call.
 
-    Endpoints that differ only in their sampling share it. It is closed when the loop shuts down.
+    Endpoints that differ only in their sampling share one policy. It is closed when the loop shuts down.
 
     Raises:
         RuntimeError: no event loop is running.
     """
-    mine = _SHARED.setdefault(asyncio.get_running_loop(), {})
+    policies = _SHARED.setdefault(asyncio.get_running_loop(), {})
     key = (attrs.evolve(endpoint, sampling=_ANY_SAMPLING), vocab_size)
-    policy = mine.get(key)
+    policy = policies.get(key)
     if policy is None:
-        policy = mine[key] = SGLangPolicy(endpoint, vocab_size=vocab_size)
+        policy = policies[key] = SGLangPolicy(endpoint, vocab_size=vocab_size)
     return policy
 
 
 def shared_policies() -> list[SGLangPolicy]:
-    """Those that were asked for in the running event loop."""
+    """Return all shared policies of the running event loop."""
     return list(_SHARED.get(asyncio.get_running_loop(), {}).values())
 
 

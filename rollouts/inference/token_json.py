@@ -1,12 +1,12 @@
-"""What was already encoded of each session's sequence, so that a further call encodes only its new ids.
+"""Cache of each session's token ids as JSON text, so that a call encodes only its new ids.
 
-Invariant: what is encoded is exactly what was asked for. Kept text is used only where it was made of as many ids with
-the same checksum, the one by which a trajectory proves its requests; a sequence that did not merely grow is encoded
-anew. A read-only view of the very memory that the call before viewed, as of a trajectory that grows in place, is taken
-to begin with the same ids: looking through them again would cost each turn time in proportion to the history. Memory is
-bounded, by size and by age.
+Invariant: the text is exactly that of the given ids. Cached text is reused only if the sequence begins with the same
+number of ids and the same CRC-32 (also the checksum by which a trajectory verifies its requests); any other sequence is
+encoded in full. A read-only view of the same memory as in the last call, as of a trajectory that grows in place, is
+trusted to begin with the same ids: a checksum would cost time in proportion to the history. Memory is bounded by size
+and by age.
 
-This module knows nothing of requests, servers or what the ids mean.
+This module does not know requests, servers or the meaning of ids.
 """
 
 from __future__ import annotations
@@ -32,53 +32,53 @@ _INT32, _UINT32, _ON_THE_WIRE = np.dtype(np.int32), np.dtype(np.uint32), np.dtyp
 
 @attrs.define(eq=False)
 class EncodedIds:
-    """Token ids as they go over the wire."""
+    """Token ids as JSON text."""
 
     pieces: Sequence[bytes | memoryview]
-    """Decimal ids with commas between them, one piece right after the other."""
+    """Consecutive parts of the comma-separated decimal ids."""
     count: int
     digest: int
     """CRC-32 of the ids as little-endian int32."""
 
     @property
     def text(self) -> bytes:
-        """The pieces as one."""
+        """All pieces joined."""
         return b"".join(self.pieces)
 
     def move_into(self, body: bytes, start: int) -> None:
-        """Let the text be the part of a request's body where it stands, so that it is in memory once only.
+        """Replace the pieces by a view of a request body, so that the text is in memory only once.
 
         Args:
-            body: has the text, from ``start`` on.
-            start: where.
+            body: request body that contains the text.
+            start: offset of the text in ``body``.
         """
         stop = start + sum(map(len, self.pieces))
         self.pieces = (memoryview(body)[start:stop],)
 
 
-def _nothing() -> None:
+def _no_owner() -> None:
     return None
 
 
 @attrs.define(eq=False)
-class _Kept:
+class _Entry:
     ids: EncodedIds
     size: int
-    """Of the text."""
+    """Bytes of the text."""
     used: float
     owner: Callable[[], Any]
-    """The array that the sequence was a read-only view of, if there was one and is one still."""
-    place: Any
-    """Where in its memory the sequence lay, and how."""
+    """Weak reference to the array of which the sequence was a read-only view, if any."""
+    layout: Any
+    """Address, strides and dtype of that view."""
 
 
 class SequenceCache:
-    """Encodes sequences, and keeps the last one of every session.
+    """Encodes sequences, and caches the last one of every session.
 
     Args:
-        vocab_size: ids must be below it; ``None`` where it is not known.
-        max_bytes: what may be kept in all; the least recently used session goes first.
-        max_idle_seconds: a session unused for longer goes, too.
+        vocab_size: upper bound of ids; ``None`` if unknown.
+        max_bytes: maximum size of the cached text; the least recently used session is evicted first.
+        max_idle_seconds: sessions unused for longer are evicted, too.
     """
 
     def __init__(
@@ -91,33 +91,33 @@ class SequenceCache:
         self.max_idle_seconds = max_idle_seconds
         self._limit = _LARGEST_ID + 1 if vocab_size is None else min(vocab_size, _LARGEST_ID + 1)
         self.encoded = 0
-        """Ids encoded so far; an id that was taken from kept text is not counted again."""
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        """Ids encoded so far, without those from cached text."""
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._bytes = 0
 
     def __repr__(self) -> str:
-        return f"<SequenceCache: {len(self._kept)} sessions, {self._bytes / 2**20:.1f} MiB>"
+        return f"<SequenceCache: {len(self._entries)} sessions, {self._bytes / 2**20:.1f} MiB>"
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def encode(self, tokens: Any, session: str = "") -> EncodedIds:
-        """Encode a sequence; with a session, only what it has grown by.
+        """Encode a sequence; with a session, only the ids added since its last call.
 
         Args:
             tokens: ids, shape ``(n,)``, n >= 1.
             session: its name; empty for a sequence that will not be extended.
 
         Raises:
-            ConfigError: an id is not one of the vocabulary (a real server dies of it), or there are none.
+            ConfigError: an id is outside the vocabulary (it would crash an SGLang server), or there are no ids.
         """
         column = np.asarray(tokens)
         if column.ndim != 1 or column.size == 0 or column.dtype.kind not in "iu":
             shape = f"{column.dtype} of shape {column.shape}"
             raise ConfigError(f"tokens: got {shape}; expected integers of shape (n,), n >= 1")
-        owner, place = _place(column)
-        kept = self._forget(session) if session else None
-        ids = None if kept is None else _beginning(kept, column, owner, place)
+        owner, layout = _view_of(column)
+        entry = self._evict(session) if session else None
+        ids = None if entry is None else _cached_prefix(entry, column, owner, layout)
         start, digest = (0, 0) if ids is None else (ids.count, ids.digest)
         if ids is None or start < len(column):
             new = column[start:]
@@ -128,21 +128,20 @@ class SequenceCache:
             ids = EncodedIds(pieces, len(column), zlib.crc32(new.data, digest))
             self.encoded += len(new)
         if session:
-            viewed = _nothing if owner is None else weakref.ref(owner)
-            self._keep(session, _Kept(ids, sum(map(len, ids.pieces)), time.monotonic(), viewed, place))
+            owner_ref = _no_owner if owner is None else weakref.ref(owner)
+            self._store(session, _Entry(ids, sum(map(len, ids.pieces)), time.monotonic(), owner_ref, layout))
         return ids
 
     def check(self, ids: Any, field: str, start: int = 0) -> None:
-        """Check that ids are of the vocabulary.
+        """Check that ids are inside the vocabulary.
 
         Raises:
-            ConfigError: one is not; the message names its position (counted from ``start``), the id and the limit. It
-                is no EndpointError: nothing was sent, and a tokenizer that does not belong to the model is a mistake
-                in the set-up, not something that a server said about one request.
+            ConfigError: one is not; the message contains its position (counted from ``start``), the id and the limit.
+                Not an EndpointError: nothing was sent, and the cause is a tokenizer of another model.
         """
         ids, limit = np.asarray(ids), self._limit
         if ids.dtype == _INT32 and ids.size and np.maximum.reduce(ids.view(_UINT32)) < limit:
-            return  # a negative id is a large one there
+            return  # as uint32, a negative id is above the limit
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             raise ConfigError(
@@ -150,35 +149,35 @@ class SequenceCache:
                 f"{'' if self.vocab_size is None else ' (vocab_size)'}: does the tokenizer belong to this model?"
             )
 
-    def _forget(self, session: str) -> _Kept | None:
-        kept = self._kept.pop(session, None)
-        if kept is not None:
-            self._bytes -= kept.size
-        return kept
+    def _evict(self, session: str) -> _Entry | None:
+        entry = self._entries.pop(session, None)
+        if entry is not None:
+            self._bytes -= entry.size
+        return entry
 
-    def _keep(self, session: str, kept: _Kept) -> None:
-        self._kept[session] = kept
-        self._bytes += kept.size
-        while self._kept:
-            oldest = next(iter(self._kept))
-            if self._bytes <= self.max_bytes and kept.used - self._kept[oldest].used <= self.max_idle_seconds:
+    def _store(self, session: str, entry: _Entry) -> None:
+        self._entries[session] = entry
+        self._bytes += entry.size
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if self._bytes <= self.max_bytes and entry.used - self._entries[oldest].used <= self.max_idle_seconds:
                 break
-            self._forget(oldest)
+            self._evict(oldest)
 
 
-def _beginning(kept: _Kept, column: Any, owner: Any, place: Any) -> EncodedIds | None:
-    """What is kept, where a sequence begins with it."""
-    ids = kept.ids
+def _cached_prefix(entry: _Entry, column: Any, owner: Any, layout: Any) -> EncodedIds | None:
+    """Return the cached ids if the sequence begins with them."""
+    ids = entry.ids
     if ids.count > len(column):
         return None
-    if owner is not None and owner is kept.owner() and place == kept.place:
+    if owner is not None and owner is entry.owner() and layout == entry.layout:
         return ids
     same = zlib.crc32(np.ascontiguousarray(column[: ids.count], _ON_THE_WIRE).data) == ids.digest
     return ids if same else None
 
 
-def _place(column: Any) -> tuple[Any, Any]:
-    """The array that a column is a read-only view of, and where it lies there, and how; ``None`` if it is none."""
+def _view_of(column: Any) -> tuple[Any, Any]:
+    """Return the array of which ``column`` is a read-only view, and the layout of the view; ``None`` for no view."""
     owner = column.base
     if column.flags.writeable or not isinstance(owner, np.ndarray):
         return None, None

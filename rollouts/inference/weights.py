@@ -1,15 +1,15 @@
-"""New weights for servers that are up: from a folder on disk, under a version that every later token carries.
+"""Weight updates of running servers, from a folder on disk.
 
-Invariant: when :func:`update_weights` returns, every server serves the folder under ``version`` and says so, none is
-paused, and, unless ``while_running`` is ``"in_place"``, none keeps K/V of the old weights. When it raises, no server
-that still answers is paused, and the error says of each server which weights it has. No turn of this process that waits
-for a server meanwhile comes too late by that (``pauses.py``). This module knows no trainer and no tensor.
+Invariant: when :func:`update_weights` returns, every server serves the folder and reports ``version``, no server is
+paused, and, unless ``while_running`` is ``"in_place"``, no server has K/V of the old weights. When it raises, no
+reachable server is paused, and the error lists which weights each server has. Turns of this process do not exceed their
+deadlines because of the update (``pauses.py``). This module does not know trainers or tensors.
 
-The update itself asks for a flush, and :func:`update_weights` then flushes again and looks at the status. The first is
-answered for by every rank of a server, ``/flush_cache`` only by one. The second is not trusted to have happened: SGLang
-before 0.5.22 reports no flush that failed, and later versions answer 400 although the weights are new. A flush fails
-while requests hold K/V, so it is done while requests are retracted. Under ``"retract"`` that is the pause of the update
-itself: no request runs between the new weights and the flush.
+The update request includes a flush, and :func:`update_weights` flushes once more and checks the status. Every rank of
+a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a failed
+first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have K/V,
+so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no request
+runs between the new weights and the flush.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from rollouts.inference.wire_errors import loads, message_of
 __all__ = ["WhileRunning", "update_weights"]
 
 WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
-"""What becomes of requests that run when weights change.
+"""Treatment of running requests when weights change.
 
-``retract``: they stop, and go on under the new weights, which read their tokens again: the logprob of each token is
-exactly that of the version that it carries.
+``retract``: they are interrupted and continue under the new weights, which prefill their tokens again. The logprob of
+each token is exactly that of the version of the token.
 
-``wait``: they end first, under the old weights. ``abort``: they end now, and their sender may send them again. Neither
-pauses the server before the weights are new. Where it then fails to flush by itself, as SGLang does at times on a busy
-server, it is flushed at once under a pause that retracts; what a reply sampled in between carries the new version and
-may have read K/V of the old weights, and a warning in the log says so.
+``wait``: they finish first, under the old weights. ``abort``: they end at once; the caller may send them again. Neither
+pauses the server before the weights are new. If the server then fails to flush, as SGLang sometimes does under load, it
+is flushed at once in a pause that retracts. Tokens sampled in between have the new version but may have read K/V of the
+old weights; a warning is logged.
 
-``in_place``: they go on at once on the K/V of the old weights: their later logprobs are of no single version. The cache
-is flushed only if no request holds K/V. Else a warning in the log says that it was not, and then not only they are
-inexact: a new conversation whose prompt begins like an older one (a system prompt) reads K/V of the old weights and
-carries the new version, until the cache is flushed. Logprobs were off by up to 0.6 on a server left so for minutes.
+``in_place``: they continue at once on the K/V of the old weights; their later logprobs are of no single version. The
+cache is flushed only if no request has K/V. Otherwise a warning is logged, and new conversations are inexact, too: one
+that shares a prefix with an older one (a system prompt) reads K/V of the old weights under the new version until the
+cache is flushed. Logprobs were off by up to 0.6 on a server left so for minutes.
 """
 
 CONTINUE_SECONDS = 30.0
-"""How long a server that does not acknowledge the end of its pause is asked again."""
+"""Time limit for retries of ``/continue_generation``."""
 FLUSH_SECONDS = 60.0
-"""How long a flush that fails is tried again, each time under a new pause."""
+"""Time limit for retries of a failed flush, each in a new pause."""
 RETRY_SECONDS = 0.1
 
 _LOG = logging.getLogger(__name__)
@@ -69,24 +69,24 @@ async def update_weights(
     while_running: WhileRunning = "retract",
     seconds: float = 600.0,
 ) -> None:
-    """Serve the weights of ``folder``, on all servers of the endpoint at once.
+    """Load the weights of ``folder`` on all servers of the endpoint concurrently.
 
     Args:
-        endpoint: the servers.
-        folder: a model folder that the servers can read.
-        version: what the weights are called from now on.
-        while_running: what becomes of requests that run: :data:`WhileRunning`.
+        endpoint: URLs and key of the servers.
+        folder: model folder that the servers can read.
+        version: weight version that later tokens carry.
+        while_running: treatment of running requests, see :data:`WhileRunning`.
         seconds: deadline of the whole update.
 
     Raises:
         ConfigError: an unknown ``while_running``.
-        EndpointRefused: a server refused; the message says which weights each server has.
-        EndpointUnavailable: a server did not answer, or could not flush its cache; the message says which weights each
-            server has, and whether its cache still holds K/V of the old ones.
+        EndpointRefused: a server refused; the message lists which weights each server has.
+        EndpointUnavailable: a server did not answer, or could not flush its cache; the message lists which weights each
+            server has, and whether its cache still contains K/V of the old ones.
     """
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
-    where = os.path.abspath(folder)  # noqa: ASYNC240 - reads no disk but the name of the working directory
+    path = os.path.abspath(folder)  # noqa: ASYNC240 - does not access the disk
     headers = {"Content-Type": "application/json"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
@@ -95,7 +95,7 @@ async def update_weights(
     try:
         async with anyio.create_task_group() as tasks:
             for server in servers:
-                tasks.start_soon(server.update, where, while_running, seconds)
+                tasks.start_soon(server.update, path, while_running, seconds)
     finally:
         with anyio.CancelScope(shield=True):
             await transport.aclose()
@@ -104,18 +104,18 @@ async def update_weights(
 
 @attrs.define
 class _Server:
-    """One server, and what is known of its weights, its cache and its pause."""
+    """One server, with the known state of its weights, cache and pause."""
 
     _transport: HttpClient
     _headers: dict[str, str]
     _url: str
     _version: str
     updated: bool | None = False
-    """``None``: it may have the new weights or the old."""
+    """Whether it has the new weights; ``None`` if unknown."""
     complete: bool = False
-    """The server says that it did all that was asked, the flush included."""
+    """Whether the server reported success of the update, including its flush."""
     flushed: bool = False
-    """A flush of ours succeeded."""
+    """Whether a ``/flush_cache`` succeeded."""
     paused: bool = False
     error: RolloutsError | None = None
 
@@ -125,7 +125,7 @@ class _Server:
 
     @property
     def state(self) -> str:
-        """Which weights it has."""
+        """Sentence about its weights, for messages."""
         if self.updated is None:
             text = f"{self.name} may have the old weights or the new"
         elif not self.updated:
@@ -135,13 +135,13 @@ class _Server:
         else:
             text = (
                 f"{self.name} has the weights {self._version!r}, but its prefix cache"
-                f" {'may hold' if self.complete else 'holds'} K/V of the old weights:"
-                " new replies that read it carry the new version, and their logprobs are of neither"
+                f" {'may contain' if self.complete else 'contains'} K/V of the old weights:"
+                " new replies that read it carry the new version, but their logprobs are of neither"
             )
         return f"{text}; it may still be paused: POST {{}} to its /continue_generation" if self.paused else text
 
     async def update(self, folder: str, while_running: WhileRunning, seconds: float) -> None:
-        """Do it; a failure is kept in ``error``, so that it ends the update of no other server."""
+        """Update this server; a failure is stored in ``error`` and does not stop other servers."""
         body = {
             "model_path": folder,
             "weight_version": self._version,
@@ -161,28 +161,28 @@ class _Server:
         async with contextlib.AsyncExitStack() as stack:
             if while_running in ("retract", "in_place"):
                 await stack.enter_async_context(self._while_paused(while_running))
-            named = await self._load(body)
-            self.complete = named and while_running != "in_place"
+            has_version = await self._load(body)
+            self.complete = has_version and while_running != "in_place"
             await self._flush()
         if while_running == "in_place":
             if not self.flushed:
-                _LOG.warning("%s. Flush it when nothing runs, or update with while_running='retract'", self.state)
+                _LOG.warning("%s. Flush it while no request runs, or update with while_running='retract'", self.state)
         elif not self.flushed:
             if not self.complete or while_running == "retract":
-                _LOG.warning("%s. It is flushed now; replies of this moment may be inexact", self.state)
+                _LOG.warning("%s. It is flushed now; current replies may be inexact", self.state)
             await self._flush_under_pauses()
-        await self._check(named=named)
+        await self._check(has_version=has_version)
 
     async def _load(self, body: dict[str, Any]) -> bool:
-        """Have the weights loaded; false where they are, but the server neither flushed nor took the version's name."""
+        """Load the weights; returns false if they were loaded, but the cache and the version are still the old ones."""
         self.updated = None
         try:
             status, payload = await self._send("/update_weights_from_disk", body)
         except ConnectFailed:
             self.updated = False
             raise
-        answer = loads(payload)
-        if status == 200 and not (isinstance(answer, dict) and answer.get("success") is False):
+        response = loads(payload)
+        if status == 200 and not (isinstance(response, dict) and response.get("success") is False):
             self.updated = True
             return True
         if status < 500:
@@ -198,21 +198,21 @@ class _Server:
         self.flushed = status == 200
 
     async def _flush_under_pauses(self) -> None:
-        """Flush while requests are retracted, again and again: between two pauses what was in its way may end."""
-        pause = RETRY_SECONDS
+        """Flush while requests are retracted; retry, since requests that block the flush may end between two pauses."""
+        delay = RETRY_SECONDS
         with anyio.move_on_after(FLUSH_SECONDS):
             while not self.flushed:
                 async with self._while_paused("retract"):
                     await self._flush()
                 if not self.flushed:
-                    await anyio.sleep(pause)
-                    pause = min(2 * pause, 2.0)
+                    await anyio.sleep(delay)
+                    delay = min(2 * delay, 2.0)
         if not self.flushed:
             raise EndpointUnavailable(f"{self.name}/flush_cache failed for {FLUSH_SECONDS:g} s, under pauses as well")
 
-    async def _check(self, *, named: bool) -> None:
-        """See that the server says what it serves."""
-        if not named:  # an update that could not flush leaves the name of before, and only in what the server says
+    async def _check(self, *, has_version: bool) -> None:
+        """Check the weight version that the server reports."""
+        if not has_version:  # an update that could not flush does not change the version that the server reports
             await self._post("/update_weight_version", {"new_version": self._version, "abort_all_requests": False})
         served = await served_version(self._transport, self._url, self._headers)
         if served != self._version:
@@ -244,7 +244,7 @@ class _Server:
                     self.paused = False
                 except EndpointError as error:
                     if isinstance(error, ConnectFailed) and error.refused:
-                        self.paused = False  # no server listens there, and one that starts again is not paused
+                        self.paused = False  # a restarted server is not paused
                     else:
                         await anyio.sleep(RETRY_SECONDS)
 
@@ -254,7 +254,7 @@ class _Server:
             raise self._error(path, status, payload)
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        # A connection of its own: one that was kept may be closed by the server at this moment.
+        # A new connection: the server may be closing an idle one at this moment.
         return await self._transport.post(self._url + path, msgspec.json.encode(body), self._headers, fresh=True)
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
@@ -263,7 +263,7 @@ class _Server:
 
 
 def _has_updated(message: str) -> bool | None:
-    """Whether a failed update has changed the weights, by the words of all ranks; ``None`` where some have."""
+    """Whether a failed update changed the weights, by the messages of all ranks; ``None`` if only some did."""
     ranks = [part.startswith(("Weights were updated", "Succeeded")) for part in message.split(" | ")]
     return all(ranks) or (None if any(ranks) else False)
 
@@ -284,5 +284,5 @@ def _raise_if_any_failed(servers: Sequence[_Server], version: str) -> None:
         + ". "
         + ". ".join(server.state for server in servers)
     )
-    text += ". Mend what failed, and call update_weights again, with while_running='retract', before samples are used"
+    text += ". Fix the cause and call update_weights again, with while_running='retract', before samples are used"
     raise (EndpointUnavailable if unavailable else EndpointRefused)(text) from errors[0]

@@ -1,6 +1,6 @@
-"""What SGLang says when it does not serve: bodies of four shapes, and more of whatever stands in between.
+"""Errors from HTTP statuses and error bodies of SGLang and of proxies.
 
-Invariant: any status with any bytes becomes one error of the house, which says whether another attempt may help and
+Invariant: any status with any bytes becomes one ``EndpointError``, whose class states whether a retry may help and
 whether a generation may still be running. This module does no I/O.
 """
 
@@ -24,25 +24,25 @@ __all__ = [
 ]
 
 RETRIED_STATUSES = frozenset({408, 425, 429})
-"""Besides 5xx."""
+"""Retried statuses in addition to 5xx."""
 
 _ANY = msgspec.json.Decoder()
 UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
-"""What decoding raises on bytes that are not the JSON expected."""
+"""Exceptions of the decoder for bytes that are not the expected JSON."""
 
 
 class MayStillRun(EndpointUnavailable):
-    """An error in spite of which the generation may be running: it came from something in between, or about it."""
+    """An error after which the generation may still be running, e.g. from a proxy."""
 
 
 def error_of(status: int, message: str) -> EndpointError:
-    """The error that an HTTP status and its message amount to."""
+    """Return the error for an HTTP status and its message."""
     text = f"status {status}: {message}"
     lowered = message.lower()
     if 400 <= status < 500 and "context length" in lowered and ("longer than" in lowered or "exceed" in lowered):
         return ContextOverflow(text)
-    # 503 is a full queue. Any other 5xx may be a proxy's, whose server works on; so does one that was sent a rid again,
-    # which routers do when a connection breaks.
+    # 503 is a full queue. Any other 5xx may be a proxy's, while the server still generates. A duplicate rid means that
+    # a router sent the request twice, and the first one still runs.
     if (status >= 500 and status != 503) or (status == 400 and "duplicate request id" in lowered):
         return MayStillRun(text)
     if status == 503 or status in RETRIED_STATUSES:
@@ -51,16 +51,16 @@ def error_of(status: int, message: str) -> EndpointError:
 
 
 def message_of(payload: bytes) -> str:
-    """What an error body says, in whichever of the server's shapes it comes; else its beginning."""
+    """Extract the message from an error body of any known format; else return its beginning."""
     value = loads(payload)
-    found = _message(value)
-    if found is None:
-        found = " ".join(payload[:400].decode(errors="replace").split())[:200]
-    return found[:1000] or "(empty body)"
+    message = _message(value)
+    if message is None:
+        message = " ".join(payload[:400].decode(errors="replace").split())[:200]
+    return message[:1000] or "(empty body)"
 
 
 def loads(payload: bytes) -> Any:
-    """Decode any JSON; ``None`` for what is none."""
+    """Decode any JSON; ``None`` for invalid JSON."""
     try:
         return _ANY.decode(payload)
     except UNREADABLE:
@@ -79,7 +79,7 @@ def _message(value: Any) -> str | None:
 
 
 def error_in_200(payload: bytes, problem: BaseException | None) -> EndpointError:
-    """A 200 that is no reply: an error that came with the wrong status, or something else altogether."""
+    """Return the error for a response with status 200 that is not a completion."""
     value = loads(payload)
     if value is None:
         return EndpointUnavailable(f"status 200, but the body is not JSON: {message_of(payload)}")
@@ -92,7 +92,7 @@ def error_in_200(payload: bytes, problem: BaseException | None) -> EndpointError
             status = 400 if isinstance(kind, str) and ("invalid" in kind or "BadRequest" in kind) else 500
         return error_of(status, f"{message_of(payload)} (in a body that came with status 200)")
     reason = "no finish_reason" if problem is None else str(problem)[:200]
-    return EndpointRefused(f"not an answer of SGLang's /generate ({reason}): {message_of(payload)}")
+    return EndpointRefused(f"not a response of SGLang's /generate ({reason}): {message_of(payload)}")
 
 
 def status_of(value: Any) -> int | None:

@@ -162,7 +162,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
         (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
         (
             ["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"],
-            "nobody answers at http://127.0.0.1:9",
+            "no server answers at http://127.0.0.1:9",
         ),
         (["verify", "OUT"], "run: got"),
         (["show", "OUT"], "run: got"),
@@ -200,7 +200,7 @@ def test_an_old_run_survives_a_server_that_is_not_there(run_folder: Path, capsys
     """--overwrite deletes nothing before the new run can start."""
     arguments = ["--endpoint", "http://127.0.0.1:9", "--model", str(DEMO_MODEL), "--out", str(run_folder)]
     assert main(["run", CALCULATOR, *arguments, "--overwrite"]) == 2
-    assert "nobody answers" in capsys.readouterr().err
+    assert "no server answers" in capsys.readouterr().err
     assert verify_run(run_folder).ok
 
 

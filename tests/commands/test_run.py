@@ -129,7 +129,7 @@ async def test_a_server_that_is_gone_is_named(aim: RunTarget, tmp_path: Path) ->
     async with a_server() as server:
         await play(attrs.evolve(aim, urls=(server.url,)), tmp_path / "run")
     before = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(EndpointUnavailable, match=f"nobody answers at {server.url}"):
+    with pytest.raises(EndpointUnavailable, match=f"no server answers at {server.url}"):
         await go_on(tmp_path / "run")
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 

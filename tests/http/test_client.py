@@ -1,4 +1,4 @@
-"""Bytes over HTTP: what an error proves."""
+"""HTTP client: errors, connection reuse and closing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def transport() -> HttpClient:
     return HttpClient(connect_seconds=5.0)
 
 
-async def test_where_nobody_listens_nothing_was_sent(transport: HttpClient) -> None:
-    """A refused connection proves that there is no server."""
+async def test_a_refused_connection_is_a_connect_failure(transport: HttpClient) -> None:
+    """It proves that no server runs there."""
     async with StubServer() as server:
         url = server.url
     with pytest.raises(ConnectFailed, match="cannot connect") as raised:
@@ -38,16 +38,18 @@ async def test_where_nobody_listens_nothing_was_sent(transport: HttpClient) -> N
 
 
 async def test_a_name_that_does_not_resolve_proves_nothing_about_the_server(transport: HttpClient) -> None:
-    """Nothing was sent, but whatever runs there runs on."""
+    """Nothing was sent, but the server may be running."""
     with pytest.raises(ConnectFailed) as raised:
         await transport.post("http://nowhere.invalid", BODY, {})
     assert not raised.value.refused
     await transport.aclose()
 
 
-@pytest.mark.parametrize(("fault", "where"), [("reset", "before the answer"), ("reset_in_body", "in the middle of")])
+@pytest.mark.parametrize(
+    ("fault", "where"), [("reset", "before the response"), ("reset_in_body", "in the middle of the response")]
+)
 async def test_a_broken_connection_is_lost_and_not_stale(transport: HttpClient, fault: Fault, where: str) -> None:
-    """A first use cannot have been closed while it was idle."""
+    """The server cannot have closed a new connection while it was idle."""
     async with StubServer(faults=[fault]) as server:
         with pytest.raises(ConnectionLost, match=where) as raised:
             await transport.post(f"{server.url}/generate", BODY, {})
@@ -56,7 +58,7 @@ async def test_a_broken_connection_is_lost_and_not_stale(transport: HttpClient, 
 
 
 async def test_a_kept_connection_that_breaks_is_stale(transport: HttpClient) -> None:
-    """Before the first byte of the answer; after it, it is lost as any other. Fresh ones are never stale."""
+    """Only before the first byte of the response. New connections are never stale."""
     async with StubServer(closes_idle=True) as server:
         url = f"{server.url}/generate"
         await transport.post(url, BODY, {})
@@ -75,16 +77,16 @@ async def test_a_kept_connection_that_breaks_is_stale(transport: HttpClient) -> 
         await transport.aclose()
 
 
-async def test_what_is_no_http_is_garbled(transport: HttpClient) -> None:
-    """It may have the request all the same."""
+async def test_bytes_that_are_not_http_are_a_protocol_error(transport: HttpClient) -> None:
+    """The server may still have received the request."""
     async with StubServer(faults=["not_http"]) as server:
-        with pytest.raises(ProtocolError, match="not an HTTP answer"):
+        with pytest.raises(ProtocolError, match="not an HTTP response"):
             await transport.post(f"{server.url}/generate", BODY, {})
         await transport.aclose()
 
 
-async def test_a_redirect_is_an_answer(transport: HttpClient) -> None:
-    """Following it would send the key, and the request as another one, to wherever it says."""
+async def test_a_redirect_is_not_followed(transport: HttpClient) -> None:
+    """Following it would send the API key to another server."""
     seen: list[str] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -103,15 +105,15 @@ async def test_a_redirect_is_an_answer(transport: HttpClient) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://host:99999999/x"])
-async def test_a_url_without_a_host_is_a_mistake(transport: HttpClient, url: str) -> None:
-    """Of the user, not of the network."""
+async def test_an_invalid_url_is_a_config_error(transport: HttpClient, url: str) -> None:
+    """Not a network error."""
     with pytest.raises(ConfigError, match="base_url"):
         await transport.post(url, BODY, {})
     await transport.aclose()
 
 
-async def test_connections_are_kept_and_single_ones_are_not(transport: HttpClient) -> None:
-    """One after the other goes over one connection, unless a fresh one is asked for."""
+async def test_connections_are_reused_unless_fresh(transport: HttpClient) -> None:
+    """Sequential requests share one connection; each fresh request opens its own."""
     async with StubServer() as server:
         for fresh in (False, False, False, True, True):
             await transport.post(f"{server.url}/generate", BODY, {}, fresh=fresh)
@@ -119,8 +121,8 @@ async def test_connections_are_kept_and_single_ones_are_not(transport: HttpClien
         await transport.aclose()
 
 
-async def test_what_is_cancelled_leaves_no_connection_to_the_next(transport: HttpClient) -> None:
-    """A late answer never meets another request."""
+async def test_the_connection_of_a_cancelled_request_is_not_reused(transport: HttpClient) -> None:
+    """A late response never belongs to another request."""
     async with StubServer(lambda ids, params: ids, faults=["hang", "none"]) as server:
         with anyio.move_on_after(0.05):
             await transport.post(f"{server.url}/generate", BODY, {})
@@ -131,33 +133,33 @@ async def test_what_is_cancelled_leaves_no_connection_to_the_next(transport: Htt
         await transport.aclose()
 
 
-async def test_a_close_is_not_the_end(transport: HttpClient) -> None:
-    """The next use opens a pool anew; closing twice is closing."""
+async def test_a_closed_client_can_be_used_again(transport: HttpClient) -> None:
+    """The next use opens a new pool; closing twice is no error."""
     async with StubServer() as server:
         for _ in range(2):
             await transport.post(f"{server.url}/generate", BODY, {})
             await transport.aclose()
             await transport.aclose()
-    assert repr(transport) == "<Transport: closed, opened 2 times>"
+    assert repr(transport) == "<HttpClient: closed, opened 2 times>"
 
 
 def test_a_closed_pool_has_closed_its_sockets(transport: HttpClient) -> None:
-    """A loop that runs nothing after the close leaves none open (a warning, which would be an error here)."""
+    """Even if the loop runs nothing afterwards; an open socket would warn, which is an error in the tests."""
 
     async def use() -> None:
         async with StubServer() as server:
             await transport.post(f"{server.url}/generate", BODY, {})
             await transport.post(f"{server.url}/generate", BODY, {})
             await anyio.lowlevel.checkpoint()
-            held.extend(_sockets(transport))
+            sockets.extend(_sockets(transport))
             await transport.aclose()
-            assert all(socket.fileno() == -1 for socket in held)
+            assert all(each.fileno() == -1 for each in sockets)
 
-    held: list[Any] = []
+    sockets: list[Any] = []
     loop = asyncio.new_event_loop()
     loop.run_until_complete(use())
     loop.close()
-    assert held
+    assert sockets
 
 
 def _sockets(transport: HttpClient) -> list[Any]:
@@ -166,8 +168,8 @@ def _sockets(transport: HttpClient) -> list[Any]:
     return [connection._transport.get_extra_info("socket") for connection in pool._connections]
 
 
-async def test_a_close_is_not_cut_short(transport: HttpClient) -> None:
-    """Though whoever closes it has been cancelled: every socket is closed, without a warning."""
+async def test_a_close_is_shielded_from_cancellation(transport: HttpClient) -> None:
+    """Every socket is closed, without a warning."""
     async with StubServer() as server:
         with anyio.CancelScope() as scope:
             try:
@@ -176,11 +178,11 @@ async def test_a_close_is_not_cut_short(transport: HttpClient) -> None:
                 await anyio.sleep_forever()
             finally:
                 await transport.aclose()
-    assert repr(transport) == "<Transport: closed, opened 1 times>"
+    assert repr(transport) == "<HttpClient: closed, opened 1 times>"
 
 
 async def test_a_pool_belongs_to_one_loop(transport: HttpClient) -> None:
-    """Another loop is told so, instead of hanging on the first one's sockets."""
+    """Use in another loop raises, instead of waiting for sockets of the first one."""
     async with StubServer() as server:
         await transport.post(f"{server.url}/generate", BODY, {})
 
@@ -192,13 +194,13 @@ async def test_a_pool_belongs_to_one_loop(transport: HttpClient) -> None:
         await transport.aclose()
 
 
-def test_a_password_in_a_url_is_not_shown() -> None:
-    """Nor is its user."""
+def test_user_and_password_of_a_url_are_not_shown() -> None:
+    """Only scheme, host and path are."""
     assert without_password("https://me:secret@host:1/x") == "https://host:1/x"
 
 
-async def test_no_error_tells_the_key(transport: HttpClient) -> None:
-    """Neither what is no HTTP, nor what it was raised from; nor the user in a URL."""
+async def test_no_error_contains_a_secret(transport: HttpClient) -> None:
+    """Neither header values nor the password of the URL, in the error and its causes."""
     async with StubServer(faults=["not_http", "reset"]) as server:
         key = "hid" + "den"  # a traceback quotes this line
         url = server.url.replace("//", f"//me:{key}@")
@@ -209,8 +211,8 @@ async def test_no_error_tells_the_key(transport: HttpClient) -> None:
         await transport.aclose()
 
 
-async def test_a_user_in_a_url_is_who_asks(transport: HttpClient) -> None:
-    """As the server sees it; the same with any case of a header's name."""
+async def test_headers_arrive_at_the_server(transport: HttpClient) -> None:
+    """The user of a URL as Authorization; header names in any case; values outside ASCII."""
     async with StubServer() as server:
         await transport.post(server.url.replace("//", "//me:a%40b@") + "/generate", BODY, {"x-A": "é"})
         arrived = server.requests[0].headers
@@ -221,7 +223,7 @@ async def test_a_user_in_a_url_is_who_asks(transport: HttpClient) -> None:
 
 
 async def test_idle_connections_do_not_stay_open() -> None:
-    """They end by themselves after their time, and none is used after it."""
+    """They are closed after ``idle_seconds``, and none is used after it."""
     ended: list[anyio.Event] = [anyio.Event() for _ in range(3)]
     visits = 0
 
@@ -244,8 +246,8 @@ async def test_idle_connections_do_not_stay_open() -> None:
     assert visits == 3
 
 
-async def test_a_connection_for_one_request_is_not_kept(transport: HttpClient) -> None:
-    """Though the server would; it is told so, and the connection ends with the answer."""
+async def test_a_fresh_connection_is_closed_after_its_response(transport: HttpClient) -> None:
+    """The request contains ``Connection: close``."""
     heads: list[bytes] = []
     ended = anyio.Event()
 
@@ -263,8 +265,8 @@ async def test_a_connection_for_one_request_is_not_kept(transport: HttpClient) -
     assert b"\r\nConnection: close\r\n" in heads[0]
 
 
-async def test_each_idle_connection_has_its_time() -> None:
-    """Those that were used later end later, though nothing is asked any more."""
+async def test_each_idle_connection_expires_on_its_own() -> None:
+    """Connections that were used later are closed later, without a further request."""
     answered, ended = anyio.Event(), [anyio.Event(), anyio.Event()]
 
     async def handle(visit: Visit) -> None:
@@ -289,18 +291,18 @@ async def test_each_idle_connection_has_its_time() -> None:
         await transport.aclose()
 
 
-async def test_of_many_idle_connections_none_stays_open() -> None:
-    """More than are ended in one turn of the loop, all given back at about the same time."""
-    many, asked, ended = 250, 0, 0
-    all_asked, all_ended = anyio.Event(), anyio.Event()
+async def test_many_idle_connections_are_all_closed() -> None:
+    """More than one sweep closes, all released at about the same time."""
+    many, received, ended = 250, 0, 0
+    all_received, all_ended = anyio.Event(), anyio.Event()
 
     async def handle(visit: Visit) -> None:
-        nonlocal asked, ended
+        nonlocal received, ended
         await visit.request()
-        asked += 1
-        if asked == many:
-            all_asked.set()
-        await all_asked.wait()
+        received += 1
+        if received == many:
+            all_received.set()
+        await all_received.wait()
         await visit.say(answer())
         await visit.ended()
         ended += 1
@@ -317,19 +319,19 @@ async def test_of_many_idle_connections_none_stays_open() -> None:
         await transport.aclose()
 
 
-async def test_what_is_under_way_at_a_close_is_lost(transport: HttpClient) -> None:
-    """It was not stale, and half a body is none, though the server might have ended it so."""
-    asked = anyio.Event()
+async def test_a_close_fails_requests_in_flight(transport: HttpClient) -> None:
+    """As lost, not as stale; also a body that lasts until close."""
+    received = anyio.Event()
 
     async def handle(visit: Visit) -> None:
         await visit.request()
         await visit.say(answer())
         await visit.request()
         await visit.say(b"HTTP/1.1 200 OK\r\n\r\nhalf")
-        asked.set()
+        received.set()
         await visit.ended()
 
-    async def ask(url: str) -> None:
+    async def post(url: str) -> None:
         with pytest.raises(ConnectionLost) as raised:
             await transport.post(url, BODY, {})
         assert not raised.value.stale
@@ -338,13 +340,13 @@ async def test_what_is_under_way_at_a_close_is_lost(transport: HttpClient) -> No
         url = f"http://127.0.0.1:{port}/"
         await transport.post(url, BODY, {})
         async with anyio.create_task_group() as requests:
-            requests.start_soon(ask, url)
-            await asked.wait()
+            requests.start_soon(post, url)
+            await received.wait()
             await transport.aclose()
 
 
-def test_what_a_loop_leaves_open_ends_with_it() -> None:
-    """Without a close: idle connections, and one whose answer was under way; a warning would be an error here."""
+def test_the_end_of_a_loop_closes_its_connections() -> None:
+    """Idle ones and one whose request was cancelled; a warning would be an error."""
 
     async def use() -> None:
         async with StubServer(faults=["none", "none", "hang"]) as server:
@@ -356,11 +358,11 @@ def test_what_a_loop_leaves_open_ends_with_it() -> None:
     transport = HttpClient(connect_seconds=5.0)
     asyncio.run(use())
     gc.collect()
-    assert repr(transport) == "<Transport: closed, opened 1 times>"
+    assert repr(transport) == "<HttpClient: closed, opened 1 times>"
 
 
-async def test_a_connection_is_not_waited_for_longer_than_that() -> None:
-    """Nothing was sent; nobody says that nobody listens. Who gives up before that leaves no socket."""
+async def test_connecting_has_a_deadline() -> None:
+    """It is not reported as refused. A cancellation before the deadline leaves no socket."""
     transport = HttpClient(connect_seconds=0.05)
     with full_backlog() as port:
         with pytest.raises(ConnectFailed, match=r"cannot connect: TimeoutError: not within 0.05 s") as raised:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 byte by byte: every kind of answer, however it is cut."""
+"""HTTP/1.1 responses, split at every byte."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import attrs
 import pytest
 
-from rollouts.http.connection import HEAD, HIGH_WATER, SOME, WHOLE, Connection
+from rollouts.http.connection import DATA, END_OF_MESSAGE, HEADERS, HIGH_WATER, Connection, ConnectionState
 
 
-class Wire(asyncio.Transport):
-    """What the event loop hands to a connection, without a socket."""
+class FakeTransport(asyncio.Transport):
+    """An asyncio transport without a socket."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
-        self.left = 0
+        self.unsent = 0
         self.aborted = False
         self.reading = True
 
@@ -31,7 +31,7 @@ class Wire(asyncio.Transport):
         return self.aborted
 
     def get_write_buffer_size(self) -> int:
-        return self.left
+        return self.unsent
 
     def pause_reading(self) -> None:
         self.reading = False
@@ -40,12 +40,12 @@ class Wire(asyncio.Transport):
         self.reading = True
 
 
-def asked() -> tuple[Connection, Wire]:
-    """A connection with a request on it."""
-    connection, wire = Connection(memoryview(bytearray(1 << 16)), lambda _: None), Wire()
-    connection.connection_made(wire)
-    connection.ask(b"POST / HTTP/1.1\r\n", b"{}")
-    return connection, wire
+def requested() -> tuple[Connection, FakeTransport]:
+    """A connection with one request sent."""
+    connection, transport = Connection(memoryview(bytearray(1 << 16)), lambda _: None), FakeTransport()
+    connection.connection_made(transport)
+    connection.send_request(b"POST / HTTP/1.1\r\n", b"{}")
+    return connection, transport
 
 
 def feed(connection: Connection, data: bytes) -> None:
@@ -53,10 +53,10 @@ def feed(connection: Connection, data: bytes) -> None:
     connection.buffer_updated(len(data))
 
 
-def cuts(data: bytes) -> list[list[bytes]]:
-    """At once, cut once at each place, and byte by byte."""
-    once = [[data[:place], data[place:]] for place in range(1, len(data))]
-    return [[data], *once, [data[place : place + 1] for place in range(len(data))]]
+def splits(data: bytes) -> list[list[bytes]]:
+    """Unsplit, split once at each offset, and byte by byte."""
+    once = [[data[:offset], data[offset:]] for offset in range(1, len(data))]
+    return [[data], *once, [data[offset : offset + 1] for offset in range(len(data))]]
 
 
 @attrs.frozen
@@ -64,31 +64,33 @@ class Case:
     raw: bytes
     status: int = 200
     body: bytes = b"abc"
-    keeps: bool = True
-    until_end: bool = False
+    keep_alive: bool = True
+    until_close: bool = False
     headers: dict[bytes, bytes] = attrs.field(factory=dict)
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
-ANSWERS = {
+RESPONSES = {
     "a length": Case(OK + b"Content-Length: 3\r\n\r\nabc"),
     "no body": Case(OK + b"Content-Length: 0\r\n\r\n", body=b""),
     "chunks": Case(OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n2\r\nbc\r\n0\r\n\r\n"),
-    "chunks with words": Case(
+    "chunk extensions and trailers": Case(
         OK + b"transfer-encoding: Chunked\r\n\r\n3;x=y\r\nabc\r\n000\r\nX-Later: 1\r\n\r\n",
         headers={b"transfer-encoding": b"Chunked"},
     ),
     "chunks with spaces": Case(OK + b"Transfer-Encoding: chunked\r\n\r\n3 \r\nabc\r\n0\r\n\r\n"),
-    "up to the end": Case(OK + b"\r\nabc", keeps=False, until_end=True),
-    "up to the end, as told": Case(OK + b"Connection: close\r\n\r\nabc", keeps=False, until_end=True),
-    "an older version": Case(b"HTTP/1.0 200 OK\r\n\r\nabc", keeps=False, until_end=True),
-    "an older version with a length": Case(b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\n\r\nabc", keeps=False),
-    "an older version that keeps": Case(b"HTTP/1.0 200 OK\r\nConnection: Keep-Alive\r\nContent-Length: 3\r\n\r\nabc"),
-    "another encoding": Case(OK + b"Transfer-Encoding: identity\r\n\r\nabc", keeps=False, until_end=True),
-    "a close": Case(OK + b"CONTENT-LENGTH:3\r\nconnection: x, CLOSE\r\n\r\nabc", keeps=False),
-    "nothing new": Case(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\n\r\n", status=304, body=b""),
-    "nothing": Case(b"HTTP/1.1 204 No Content\r\n\r\n", status=204, body=b""),
-    "more to come": Case(
+    "body until close": Case(OK + b"\r\nabc", keep_alive=False, until_close=True),
+    "body until close, with a header": Case(OK + b"Connection: close\r\n\r\nabc", keep_alive=False, until_close=True),
+    "an older version": Case(b"HTTP/1.0 200 OK\r\n\r\nabc", keep_alive=False, until_close=True),
+    "an older version with a length": Case(b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\n\r\nabc", keep_alive=False),
+    "an older version with keep-alive": Case(
+        b"HTTP/1.0 200 OK\r\nConnection: Keep-Alive\r\nContent-Length: 3\r\n\r\nabc"
+    ),
+    "another encoding": Case(OK + b"Transfer-Encoding: identity\r\n\r\nabc", keep_alive=False, until_close=True),
+    "a close": Case(OK + b"CONTENT-LENGTH:3\r\nconnection: x, CLOSE\r\n\r\nabc", keep_alive=False),
+    "not modified": Case(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\n\r\n", status=304, body=b""),
+    "no content": Case(b"HTTP/1.1 204 No Content\r\n\r\n", status=204, body=b""),
+    "informational responses": Case(
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
         b"HTTP/1.1 201 Created\r\nContent-Length: 3\r\n\r\nabc",
         status=201,
@@ -104,39 +106,39 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-async def test_an_answer_is_the_same_however_it_is_cut(name: str) -> None:
-    """Status, headers and body; a second one on the same connection, too, where it is kept."""
-    case = ANSWERS[name]
-    for pieces in cuts(case.raw):
-        connection, wire = asked()
-        for _ in range(2 if case.keeps else 1):
+@pytest.mark.parametrize("name", RESPONSES)
+async def test_a_response_is_the_same_for_every_split(name: str) -> None:
+    """Status, headers and body; also for a second response on a kept connection."""
+    case = RESPONSES[name]
+    for pieces in splits(case.raw):
+        connection, transport = requested()
+        for _ in range(2 if case.keep_alive else 1):
             for piece in pieces:
-                assert not connection.whole
+                assert connection.state is ConnectionState.ACTIVE
                 feed(connection, piece)
-            if case.until_end:
+            if case.until_close:
                 connection.connection_lost(None)
-            assert await connection.wait_for(WHOLE)
+            assert await connection.wait_for(END_OF_MESSAGE)
             assert (connection.status, connection.body()) == (case.status, case.body)
             assert not case.headers or dict(connection.headers) == case.headers
-            assert (connection.usable, connection.garbled) == (case.keeps, "")
-            connection.ask(b"POST / HTTP/1.1\r\n", None)
-        assert not wire.aborted
+            assert (connection.usable, connection.protocol_error) == (case.keep_alive, "")
+            connection.send_request(b"POST / HTTP/1.1\r\n", None)
+        assert not transport.aborted
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-async def test_an_answer_that_is_cut_short_is_not_whole(name: str) -> None:
-    """Wherever the connection ends, but for bodies that go on to its end; a reset ends no body."""
-    case = ANSWERS[name]
-    for place in range(len(case.raw)):
+@pytest.mark.parametrize("name", RESPONSES)
+async def test_a_truncated_response_is_incomplete(name: str) -> None:
+    """At every offset, except in a body that lasts until close; a reset completes no body."""
+    case = RESPONSES[name]
+    for size in range(len(case.raw)):
         for reason in (None, ConnectionResetError()):
-            connection, _ = asked()
-            if place:
-                feed(connection, case.raw[:place])
+            connection, _ = requested()
+            if size:
+                feed(connection, case.raw[:size])
             connection.connection_lost(reason)
-            in_body = place >= len(case.raw) - len(case.body)
-            assert await connection.wait_for(WHOLE) is (case.until_end and in_body and reason is None)
-            assert (connection.begun, connection.reason) == (place > 0, reason)
+            in_body = size >= len(case.raw) - len(case.body)
+            assert await connection.wait_for(END_OF_MESSAGE) is (case.until_close and in_body and reason is None)
+            assert (connection.response_started, connection.lost_by) == (size > 0, reason)
             assert not connection.usable
 
 
@@ -158,87 +160,87 @@ async def test_an_answer_that_is_cut_short_is_not_whole(name: str) -> None:
         b"HTTP/1.1 101 Switching Protocols\r\n\r\nHTTP/1.1 200 OK\r\n",
     ],
 )
-async def test_what_is_no_answer_ends_the_connection(raw: bytes) -> None:
-    """And is said to be none, at the same place however it is cut."""
-    for pieces in cuts(raw):
-        connection, wire = asked()
+async def test_an_invalid_response_closes_the_connection(raw: bytes) -> None:
+    """For every split, with a protocol error."""
+    for pieces in splits(raw):
+        connection, transport = requested()
         for piece in pieces:
             feed(connection, piece)
-        assert not await connection.wait_for(WHOLE)
-        assert connection.garbled
-        assert wire.aborted
+        assert not await connection.wait_for(END_OF_MESSAGE)
+        assert connection.protocol_error
+        assert transport.aborted
         assert not connection.usable
 
 
-async def test_a_head_without_end_is_no_answer() -> None:
-    """It is not kept for ever."""
-    connection, wire = asked()
+async def test_the_size_of_a_head_is_limited() -> None:
+    """A longer one is a protocol error."""
+    connection, transport = requested()
     feed(connection, OK + b"X: ")
     for _ in range(10):
         feed(connection, b"a" * (1 << 15))
-    assert "longer than" in connection.garbled
-    assert wire.aborted
+    assert "longer than" in connection.protocol_error
+    assert transport.aborted
 
 
 @pytest.mark.parametrize("more", [b"H", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nb", b"{}", b"\x00"])
-async def test_what_nobody_asked_for_ends_the_connection(more: bytes) -> None:
-    """With the answer or after it; the answer is whole all the same, and nothing else is taken for it."""
+async def test_unsolicited_bytes_close_the_connection(more: bytes) -> None:
+    """In the same read as the response or in a later one; the response itself stays complete."""
     raw = OK + b"Content-Length: 3\r\n\r\nabc"
     for pieces in ([raw + more], [raw, more]):
-        connection, _ = asked()
+        connection, _ = requested()
         for piece in pieces:
             feed(connection, piece)
-        assert await connection.wait_for(WHOLE)
+        assert await connection.wait_for(END_OF_MESSAGE)
         assert (connection.status, connection.body()) == (200, b"abc")
         assert not connection.usable
 
 
-async def test_an_answer_that_did_not_wait_for_the_request_ends_the_connection() -> None:
-    """The rest of the request would stand before the next one."""
-    connection, wire = asked()
-    wire.left = 1
+async def test_a_response_before_the_end_of_the_request_closes_the_connection() -> None:
+    """Otherwise the rest of the request would precede the next request."""
+    connection, transport = requested()
+    transport.unsent = 1
     feed(connection, b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
-    assert await connection.wait_for(WHOLE)
+    assert await connection.wait_for(END_OF_MESSAGE)
     assert connection.status == 413
     assert not connection.usable
 
 
-async def test_only_a_connection_that_was_kept_is_stale() -> None:
-    """And only before the first byte of the answer, and if it was not we who ended it."""
-    for requests, begun, by_us, stale in [(2, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 0), (2, 0, 1, 0)]:
-        connection, _ = asked()
+async def test_only_a_reused_connection_is_stale() -> None:
+    """And only before the first byte of the response, and unless the client aborted it."""
+    for requests, started, aborted, stale in [(2, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 0), (2, 0, 1, 0)]:
+        connection, _ = requested()
         for _ in range(requests - 1):
             feed(connection, OK + b"Content-Length: 0\r\n\r\n")
-            connection.ask(b"POST / HTTP/1.1\r\n", None)
-        if begun:
+            connection.send_request(b"POST / HTTP/1.1\r\n", None)
+        if started:
             feed(connection, b"H")
-        if by_us:
+        if aborted:
             connection.abort()
         connection.connection_lost(None)
-        assert not await connection.wait_for(WHOLE)
+        assert not await connection.wait_for(END_OF_MESSAGE)
         assert connection.stale == bool(stale)
 
 
-async def test_what_came_before_the_end_can_be_taken() -> None:
-    """The head and the pieces of a body that breaks off."""
-    connection, _ = asked()
+async def test_the_received_part_of_a_broken_response_can_be_read() -> None:
+    """Its headers and the received part of its body."""
+    connection, _ = requested()
     feed(connection, OK + b"Content-Length: 3\r\n\r\nab")
     connection.connection_lost(ConnectionResetError())
-    assert await connection.wait_for(HEAD)
-    assert await connection.wait_for(SOME)
+    assert await connection.wait_for(HEADERS)
+    assert await connection.wait_for(DATA)
     assert connection.body() == b"ab"
-    assert not await connection.wait_for(SOME)
+    assert not await connection.wait_for(DATA)
 
 
-async def test_reading_pauses_while_much_was_not_taken() -> None:
-    """Where the body is taken piece by piece; who wants the whole of it gets it without a pause."""
-    for piecewise in (True, False):
-        connection, wire = asked()
+async def test_reading_pauses_above_the_high_water_mark() -> None:
+    """For streamed responses only."""
+    for streamed in (True, False):
+        connection, transport = requested()
         feed(connection, OK + b"Content-Length: 0\r\n\r\n")
-        connection.ask(b"GET / HTTP/1.1\r\n", None, piecewise=piecewise)
+        connection.send_request(b"GET / HTTP/1.1\r\n", None, streamed=streamed)
         feed(connection, OK + b"Content-Length: 1000000\r\n\r\n")
         for _ in range(HIGH_WATER // (1 << 16) + 1):
             feed(connection, b"a" * (1 << 16))
-        assert wire.reading is not piecewise
+        assert transport.reading is not streamed
         connection.body()
-        assert wire.reading
+        assert transport.reading

@@ -1,4 +1,4 @@
-"""Connections of one event loop. What is kept, and for how long, is tried through ``Transport``."""
+"""Connection pool; reuse and expiry are tested through ``HttpClient`` in ``test_client.py``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rollouts.http.request import Origin
 from tests.raw_server import Visit, raw_server
 
 
-async def test_a_pool_that_was_closed_meanwhile_makes_no_connection() -> None:
-    """Whoever was still connecting is told so, and nothing stays open."""
+async def test_a_pool_that_is_closed_while_connecting_opens_no_connection() -> None:
+    """The connect call raises, and no socket stays open."""
 
     async def handle(visit: Visit) -> None:
         await visit.ended()

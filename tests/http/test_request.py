@@ -1,4 +1,4 @@
-"""Heads of requests: what a URL and headers become, and what is refused."""
+"""Request heads from URLs and headers, and invalid ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ HEADS = {
 
 
 @pytest.mark.parametrize("url", HEADS)
-def test_a_url_says_where_and_what(url: str) -> None:
-    """The host is told as it stands in the URL, with a port if there is one."""
+def test_a_url_gives_the_origin_and_the_request_line(url: str) -> None:
+    """The Host header has the port if the URL has one."""
     origin, line, host = HEADS[url]
-    found, head = request_head("POST", url, (("X-A", "b"),), False)
-    assert found == origin
+    actual, head = request_head("POST", url, (("X-A", "b"),), False)
+    assert actual == origin
     assert head == line + b" HTTP/1.1\r\nHost: " + host + (
         b"\r\nUser-Agent: rollouts\r\nAccept-Encoding: identity\r\nX-A: b\r\n"
     )
 
 
 def test_a_user_in_a_url_becomes_a_header() -> None:
-    """Its parts may be quoted."""
+    """Its parts may be percent-encoded."""
     _, head = request_head("GET", "http://me:a%40b@h/", (), True)
     assert b"\r\nConnection: close\r\nAuthorization: Basic bWU6YUBi\r\n" in head
     with pytest.raises(ConfigError, match="Authorization") as raised:
@@ -41,8 +41,8 @@ def test_a_user_in_a_url_becomes_a_header() -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_given_headers_stand_for_our_own() -> None:
-    """In any case; nothing is said twice."""
+def test_headers_of_the_caller_replace_the_defaults() -> None:
+    """Names are compared without case; no header is sent twice."""
     _, head = request_head("GET", "http://h/", (("user-agent", "me"), ("HOST", "other")), False)
     assert head == b"GET / HTTP/1.1\r\nAccept-Encoding: identity\r\nuser-agent: me\r\nHOST: other\r\n"
 
@@ -60,8 +60,8 @@ def test_given_headers_stand_for_our_own() -> None:
         ("Content-Length", "3"),
     ],
 )
-def test_a_header_that_cannot_be_sent_is_a_mistake(name: str, value: str) -> None:
-    """Its value is not told: it may be a secret."""
+def test_an_invalid_header_is_a_config_error(name: str, value: str) -> None:
+    """The message does not contain its value, which may be a secret."""
     with pytest.raises(ConfigError, match="header") as raised:
         request_head("POST", "http://h/", ((name, f"secret{value}"),), False)
     assert "secret" not in str(raised.value)
@@ -88,8 +88,8 @@ def test_a_header_that_cannot_be_sent_is_a_mistake(name: str, value: str) -> Non
         "http://me:secret@h:x/",
     ],
 )
-def test_a_url_that_leads_nowhere_is_a_mistake(url: str) -> None:
-    """CompactRecord without its password, with whatever came before."""
+def test_an_invalid_url_is_a_config_error(url: str) -> None:
+    """The message does not contain its password, nor does the cause."""
     with pytest.raises(ConfigError, match="base_url") as raised:
         request_head("POST", url, (), False)
     assert "secret" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""A client for tests: no pauses between attempts, and short questions."""
+"""Helper for tests: policies without backoff, and short completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollouts.inference.sglang import SGLangPolicy
 
 
 class Client:
-    """Makes policies that do not wait between attempts, and asks them short questions."""
+    """Creates policies without backoff and requests short completions."""
 
     ids = np.arange(1, 6, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=16)

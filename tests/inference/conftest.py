@@ -1,4 +1,4 @@
-"""What the tests of the client share."""
+"""Fixtures of the inference tests."""
 
 from __future__ import annotations
 

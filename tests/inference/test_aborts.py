@@ -1,4 +1,4 @@
-"""Ending a generation: acknowledged, or taken for alive."""
+"""Aborts: acknowledged, or an error because the generation may still be running."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ async def transport() -> AsyncIterator[HttpClient]:
 
 
 async def test_an_unknown_rid_is_no_error(transport: HttpClient) -> None:
-    """The server acknowledges whatever it is told."""
+    """The server acknowledges any rid."""
     async with StubServer() as server:
         await abort_generation(transport, server.url, "a" * 32, {})
         assert server.aborted == ["a" * 32]
 
 
 async def test_a_server_that_is_gone_runs_nothing(transport: HttpClient) -> None:
-    """Nobody listens there any more."""
+    """No server listens there any more."""
     async with StubServer() as server:
         url = server.url
     await abort_generation(transport, url, "r", {})
 
 
 async def test_a_name_that_does_not_resolve_proves_nothing(transport: HttpClient) -> None:
-    """The server may be alive where we cannot see it."""
+    """The server may still be running."""
     with pytest.raises(EndpointUnavailable):
         await abort_generation(transport, "http://nowhere.invalid", "r", {})
 
 
 async def test_a_router_without_workers_acknowledges_nothing(transport: HttpClient) -> None:
-    """And one of whose workers refuses does not, either."""
+    """Nor does a router with a worker that refuses."""
     async with StubServer(workers=[]) as router:
         with pytest.raises(EndpointUnavailable, match="may still be running"):
             await abort_generation(transport, router.url, "r", {})
     async with (
-        StubServer() as sound,
-        StubServer(workers=[]) as deaf,
-        StubServer(workers=[sound.url, deaf.url]) as router,
+        StubServer() as healthy,
+        StubServer(workers=[]) as refusing,
+        StubServer(workers=[healthy.url, refusing.url]) as router,
     ):
         with pytest.raises(EndpointUnavailable, match="may still be running"):
             await abort_generation(transport, router.url, "r", {})
-        assert sound.aborted == ["r"]
+        assert healthy.aborted == ["r"]

@@ -1,4 +1,4 @@
-"""Who answers at a URL."""
+"""Description of the server at a URL."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from tests.inference.client import Client
 
 
 @pytest.mark.parametrize("old_routes", [False, True])
-async def test_an_sglang_server_says_what_it_is(client: Client, old_routes: bool) -> None:
-    """Version, model, weights and context, by the routes of today or those of before."""
+async def test_an_sglang_server_is_described(client: Client, old_routes: bool) -> None:
+    """Version, model, weights and context, by the current or the older routes."""
     async with StubServer(max_context=99, old_routes=old_routes) as server, client.policy(server.url) as policy:
         assert await policy.describe() == ServerInfo("0.5.23", "stub", "v1", 99)
 
 
-async def test_nobody_there_is_said_with_what_to_do(client: Client) -> None:
-    """The URL, and that a server must be started there or the URL corrected; a completion names it as well."""
+async def test_a_missing_server_is_reported_with_the_fix(client: Client) -> None:
+    """The message contains the URL; so does that of a completion."""
     async with StubServer() as server:
         url = server.url
     async with client.policy(url, max_retries=0) as policy:
-        with pytest.raises(EndpointUnavailable, match=rf"nobody answers at {url}: .* Start the server, or correct"):
+        with pytest.raises(EndpointUnavailable, match=rf"no server answers at {url}: .* Start the server, or correct"):
             await policy.describe()
         with pytest.raises(EndpointUnavailable, match=url):
             await client.complete(policy)
 
 
-async def test_another_server_is_refused_by_what_it_said(client: Client) -> None:
-    """Routes that are not there, or JSON of another kind."""
+async def test_a_server_of_another_kind_is_refused(client: Client) -> None:
+    """Missing routes, or other JSON; the message quotes the responses."""
     async with StubServer(model_info=None) as server, client.policy(server.url) as policy:
-        with pytest.raises(EndpointRefused, match=r"not an SGLang server: GET /model_info gave status 404: .*Expected"):
+        with pytest.raises(
+            EndpointRefused, match=r"not an SGLang server: GET /model_info returned status 404: .*Expected"
+        ):
             await policy.describe()
     async with StubServer(model_info={"hello": 1}) as server, client.policy(server.url) as policy:
-        with pytest.raises(EndpointRefused, match=r"gave JSON with version, hello"):
+        with pytest.raises(EndpointRefused, match=r"returned JSON with version, hello"):
             await policy.describe()
 
 
@@ -53,26 +55,26 @@ async def site(answer: web.Response) -> tuple[web.AppRunner, str]:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "kind", "said"),
+    ("status", "body", "kind", "message"),
     [
         (200, "<html>Welcome to nginx</html>", EndpointRefused, "not an SGLang server: .*Welcome to nginx"),
         (401, '{"error":"who are you"}', EndpointRefused, "who are you. Check Endpoint.api_key"),
         (503, '{"detail":"loading"}', EndpointUnavailable, "status 503: loading. Is it ready?"),
     ],
 )
-async def test_other_answers_are_told_apart(
-    client: Client, status: int, body: str, kind: type[Exception], said: str
+async def test_other_responses_are_distinguished(
+    client: Client, status: int, body: str, kind: type[Exception], message: str
 ) -> None:
-    """A web page, a closed door, and a server that is not ready."""
+    """A web page, a rejected key, and a server that is not ready."""
     runner, url = await site(web.Response(text=body, status=status))
     async with client.policy(url) as policy:
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             await policy.describe()
     await runner.cleanup()
 
 
 async def test_workers_agree_on_their_model(client: Client) -> None:
-    """The shortest context counts; different models behind one endpoint are a mistake."""
+    """The shortest context counts; different models behind one endpoint are a config error."""
     async with StubServer(max_context=9) as one, StubServer(max_context=7) as two:
         async with client.policy(one.url, two.url) as policy:
             assert (await policy.describe()).max_context == 7
@@ -82,6 +84,6 @@ async def test_workers_agree_on_their_model(client: Client) -> None:
                 await policy.describe()
 
 
-def test_what_workers_do_not_agree_on_is_not_said() -> None:
+def test_fields_on_which_workers_differ_are_none() -> None:
     """Two versions of weights are no version."""
     assert merged([ServerInfo(weight_version="a", model="m"), ServerInfo(weight_version="b")]).weight_version is None

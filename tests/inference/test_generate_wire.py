@@ -1,4 +1,4 @@
-"""SGLang's wire: what a body amounts to, whatever it holds."""
+"""SGLang's ``/generate`` format: request bodies, and completions or errors from any response body."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(payload: bytes, **options: Any) -> Completion:
 
 
 def test_a_body_is_one_json_object() -> None:
-    """Made of the ids' text, the parameters and the rid."""
+    """It consists of the rid, the ids and the options."""
     body = loads(request_body("abc", IDS, request_options(SamplingParams(), ()))[0])
     assert (body["rid"], body["input_ids"]) == ("abc", [1, 2, 3, 4, 5])
 
@@ -51,14 +51,14 @@ def test_stop_ids_may_come_from_a_column() -> None:
     ] == [4]
 
 
-def test_a_seed_that_fits_nowhere_is_a_mistake_of_the_user() -> None:
+def test_a_seed_above_64_bits_is_a_config_error() -> None:
     """Not an error of the encoder."""
     with pytest.raises(ConfigError, match="64 bits"):
         request_options(SamplingParams(seed=2**70), ())
 
 
 def test_logprobs_belong_to_the_sampled_ids() -> None:
-    """Text beside them is skipped; whole numbers are numbers."""
+    """The text in each triple is ignored; integers are valid logprobs."""
     completion = read(reply())
     assert completion.tokens.tolist() == [7, 8, 9]
     assert completion.logprobs.tolist() == [-0.5, -1.5, 0.0]
@@ -81,13 +81,13 @@ def test_logprobs_belong_to_the_sampled_ids() -> None:
     ],
 )
 def test_versions_cover_every_token(meta: dict[str, Any], versions: list[tuple[str, int, int]]) -> None:
-    """Spans where there are any, else the one version, else a default; empty spans say nothing."""
+    """Spans if there are any, else the single version, else a default; empty spans are ignored."""
     assert read(reply(**meta)).versions == tuple(VersionSpan(*span) for span in versions)
 
 
 @pytest.mark.parametrize("edges", [[(0, 2)], [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 4)], [(1, 3)], [(0, 5), (5, 3)]])
 def test_versions_with_gaps_are_refused(edges: list[tuple[int, int]]) -> None:
-    """A token whose policy is not known must not be trained as if it were."""
+    """A token of unknown policy version must not be trained."""
     spans = [{"version": "a", "start": start, "end": end} for start, end in edges]
     with pytest.raises(EndpointRefused, match="weight_versions"):
         read(reply(weight_versions=spans))
@@ -95,13 +95,13 @@ def test_versions_with_gaps_are_refused(edges: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("logprob", [None, 1e300, -1e39])
 def test_a_logprob_is_a_finite_float32(logprob: float | None) -> None:
-    """Null is how a server writes NaN; what overflows is no better."""
+    """Servers write NaN as null; an overflow is refused, too."""
     with pytest.raises(BrokenNumbers, match=r"output_token_logprobs\[1\]"):
         read(reply(output_token_logprobs=[TRIPLES[0], [logprob, 8, None], TRIPLES[2]]))
 
 
-def test_nan_happened_is_a_failure_unless_it_was_asked_for() -> None:
-    """The server's word for a numerical failure may also be somebody's stop string."""
+def test_nan_happened_is_a_failure_unless_it_is_a_stop_string() -> None:
+    """The server's marker of a numerical failure may also be a stop string of the request."""
     payload = reply(finish_reason={"type": "stop", "matched": "NaN happened"})
     with pytest.raises(BrokenNumbers):
         read(payload)
@@ -116,8 +116,8 @@ def test_ids_without_their_logprobs_break_a_law(output_ids: list[int]) -> None:
 
 
 def test_the_server_counts_what_was_sent() -> None:
-    """Another count means other tokens; a request aborted in the queue has no count that matters."""
-    with pytest.raises(TokenMismatchError, match="5 ids were sent; the server says that it was given 6"):
+    """Another count means other tokens; the count of a request aborted in the queue is ignored."""
+    with pytest.raises(TokenMismatchError, match="5 ids were sent; the server counts 6"):
         read(reply(prompt_tokens=6))
     queued = {"prompt_tokens": 0, "finish_reason": {"type": "abort"}, "output_token_logprobs": []}
     assert read(reply(output_ids=[], **queued)).finish_reason == "abort"
@@ -133,8 +133,8 @@ def test_the_server_counts_what_was_sent() -> None:
         (None, EndpointRefused),
     ],
 )
-def test_an_end_that_is_an_error(finish: Any, kind: type[EndpointError]) -> None:
-    """An abort with a status is that error; an end of no known kind is none."""
+def test_a_finish_reason_may_be_an_error(finish: Any, kind: type[EndpointError]) -> None:
+    """An abort with a status is that error; an unknown finish reason is refused."""
     with pytest.raises(kind):
         read(reply(finish_reason=finish))
 
@@ -154,7 +154,7 @@ def test_an_end_that_is_an_error(finish: Any, kind: type[EndpointError]) -> None
     ],
 )
 def test_an_error_with_status_200_is_an_error(body: bytes, kind: type[EndpointError]) -> None:
-    """Its own code counts; without one it may pass, unless it says that the request was wrong."""
+    """Its own code counts; without one it is transient, unless its type declares an invalid request."""
     with pytest.raises(kind):
         read(body)
 
@@ -187,12 +187,12 @@ REPLY = st.fixed_dictionaries(
 ERRONEOUS = st.fixed_dictionaries({"error": ERROR | ANYTHING}, optional={"object": ANYTHING, "code": ANYTHING})
 
 
-def written(value: Any) -> str:
-    """JSON as no careful encoder would write it: NaN, huge integers."""
+def to_json(value: Any) -> str:
+    """JSON with values that careful encoders reject: NaN, huge integers."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{written(str(key))}:{written(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ",".join(f"{to_json(str(key))}:{to_json(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(to_json, value))}]"
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -200,13 +200,13 @@ def written(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-BODIES = st.binary(max_size=30) | (ANYTHING | REPLY | ERRONEOUS).map(lambda value: written(value).encode())
+BODIES = st.binary(max_size=30) | (ANYTHING | REPLY | ERRONEOUS).map(lambda value: to_json(value).encode())
 
 
 @settings(max_examples=1500, deadline=None)
 @given(body=BODIES, status=st.sampled_from([200, 400, 404, 429, 500, 503]))
 def test_any_answer_is_a_completion_or_a_typed_error(body: bytes, status: int) -> None:
-    """Nothing that a server says becomes an exception of another kind."""
+    """No response body raises any other exception."""
     assert isinstance(error_of(status, message_of(body)), EndpointError)
     try:
         completion = read(body)
@@ -222,7 +222,7 @@ def test_any_answer_is_a_completion_or_a_typed_error(body: bytes, status: int) -
     cut=st.integers(0, 20),
     kind=st.sampled_from(["stop", "length", "abort"]),
 )
-def test_a_sound_answer_is_read_exactly(tokens: list[tuple[float, int]], cut: int, kind: str) -> None:
+def test_a_valid_response_is_read_exactly(tokens: list[tuple[float, int]], cut: int, kind: str) -> None:
     """Ids, float32 logprobs and version spans arrive as they were sent."""
     ids = [token for _, token in tokens]
     edges = [0, min(cut, len(ids)), len(ids)]
@@ -251,12 +251,12 @@ SPACE = st.sampled_from([b"", b"", b"", b" ", b"\n\t", b"x"])
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """Most of them sound; ids stand in them twice or once, keys in any order and more than once."""
+    """Mostly valid bodies; with or without ``output_ids``, keys in any order and repeated."""
     tail = draw(st.sampled_from([b"", b" "]))
     comma, text = b"," + tail, draw(st.just(b"null") | TEXT)
     sampled = draw(st.lists(SAMPLED, max_size=4))
     ids = [b"%d" % token for _, token in sampled]
-    said = draw(st.just(ids) | st.lists(NEAR | st.sampled_from(ids or [b"1"]), max_size=4))
+    output_ids = draw(st.just(ids) | st.lists(NEAR | st.sampled_from(ids or [b"1"]), max_size=4))
     first = draw(st.just(b"-1") | st.just(b"-1") | BROKEN)
     triples = [
         b"[" + comma.join((logprob, token, text)) + b"]" for (logprob, _), token in zip(sampled, ids, strict=True)
@@ -265,7 +265,7 @@ def bodies(draw: st.DrawFn) -> bytes:
         triples[0] = b"[" + first + triples[0][len(sampled[0][0]) + 1 :]
     meta = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":%b[' % draw(SPACE)
     meta += comma.join(triples) + b"]" + tail + b"}"
-    output = b'"output_ids":%b[%b]' % (draw(SPACE), comma.join(said))
+    output = b'"output_ids":%b[%b]' % (draw(SPACE), comma.join(output_ids))
     more = st.sampled_from(
         [output, meta, b'"output_ids":null', b'"output_ids":[7]', b'"text":"\xff"', b'"x":{"y":[0]}']
     )
@@ -275,32 +275,32 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=2000, deadline=None)
 @given(body=bodies())
-def test_however_it_is_written_it_says_the_same(body: bytes) -> None:
-    """Ids that stand there twice are compared as text where that does; what is read is what the text says."""
+def test_a_completion_does_not_depend_on_the_json_style(body: bytes) -> None:
+    """Differential test against the ``json`` module; the ids are in the body once or twice."""
     try:
-        found = read(body)
+        completion = read(body)
     except (EndpointError, TokenMismatchError):
-        found = None
+        completion = None
     try:
-        said = json.loads(body.decode("utf-8", "replace"))
+        decoded = json.loads(body.decode("utf-8", "replace"))
     except ValueError:
-        assert found is None
+        assert completion is None
         return
-    triples = said["meta_info"]["output_token_logprobs"]
-    sampled, told = [triple[1] for triple in triples], said.get("output_ids")
+    triples = decoded["meta_info"]["output_token_logprobs"]
+    sampled, output_ids = [triple[1] for triple in triples], decoded.get("output_ids")
     numbers = all(type(triple[0]) in (int, float) and abs(triple[0]) < 1e38 for triple in triples)
-    ids = all(type(token) is int and 0 <= token < 2**31 for token in told or ())
-    if not (numbers and ids and told in (None, sampled)):
-        assert found is None
+    ids = all(type(token) is int and 0 <= token < 2**31 for token in output_ids or ())
+    if not (numbers and ids and output_ids in (None, sampled)):
+        assert completion is None
         return
-    assert found is not None
-    assert found.tokens.tolist() == sampled
-    assert found.logprobs.tobytes() == np.array([triple[0] for triple in triples], np.float32).tobytes()
+    assert completion is not None
+    assert completion.tokens.tolist() == sampled
+    assert completion.logprobs.tobytes() == np.array([triple[0] for triple in triples], np.float32).tobytes()
 
 
 @pytest.mark.parametrize("token", [-1, 2**31, 2**63, 2**64])
 def test_an_id_has_31_bits(token: int) -> None:
-    """Whether it stands there once or twice."""
+    """With and without ``output_ids``."""
     triples = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[-1,%d,null]]}' % token
     for body in (b"{%b}" % triples, b'{"output_ids":[%d],%b}' % (token, triples)):
         with pytest.raises(EndpointRefused):
@@ -309,7 +309,7 @@ def test_an_id_has_31_bits(token: int) -> None:
 
 @pytest.mark.parametrize("text", [b"5", b"{}", b"[7.5]", b'["7"]', b"[[7]]", b"[-7]", b"[2147483648]"])
 def test_output_ids_are_ids(text: bytes) -> None:
-    """Anything else is no answer, and what is wrong with it is said."""
+    """Anything else is refused; the message names the field."""
     triples = b'"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[-1,7,null]]}'
     with pytest.raises(EndpointRefused, match="output_ids"):
         read(b'{"output_ids":%b,%b}' % (text, triples))
@@ -317,7 +317,7 @@ def test_output_ids_are_ids(text: bytes) -> None:
 
 @pytest.mark.parametrize("sign", [b"", b"-"])
 def test_a_logprob_may_be_as_small_as_a_float32(sign: bytes) -> None:
-    """What is larger in size, even by little, is not finite there."""
+    """A larger magnitude is not finite in float32."""
     body = b'{"meta_info":{"finish_reason":{"type":"stop"},"output_token_logprobs":[[0,7,null],[%b,7,null]]}}'
     assert read(body % b"-3.402823e38").logprobs[1] == np.float32(-3.402823e38)
     with pytest.raises(BrokenNumbers, match=r"output_token_logprobs\[1\]"):
@@ -327,21 +327,21 @@ def test_a_logprob_may_be_as_small_as_a_float32(sign: bytes) -> None:
 @pytest.mark.parametrize("logprob", [5.0, 1.1e-4, 3.4028234e38])
 def test_a_logprob_above_0_is_refused(logprob: float) -> None:
     """No probability is above 1; the message names the position and the value."""
-    expected = r"output_token_logprobs\[1\]: got .*; expected a logprob <= 0, give or take 0\.0001 of rounding"
+    expected = r"output_token_logprobs\[1\]: got .*; expected a logprob <= 0, with a tolerance of 0\.0001 for rounding"
     with pytest.raises(EndpointRefused, match=expected):
         read(reply(output_token_logprobs=[TRIPLES[0], [logprob, 8, None], TRIPLES[2]]))
 
 
-def test_rounding_above_0_is_stored_as_it_came() -> None:
-    """As much as the laws of a stored sample allow, and no bit of it is changed."""
-    kept = read(reply(output_token_logprobs=[TRIPLES[0], [LOGPROB_TOLERANCE, 8, None], TRIPLES[2]]))
-    assert kept.logprobs[1] == np.float32(LOGPROB_TOLERANCE)
+def test_rounding_above_0_is_stored_unchanged() -> None:
+    """Up to the tolerance of the laws of stored samples."""
+    completion = read(reply(output_token_logprobs=[TRIPLES[0], [LOGPROB_TOLERANCE, 8, None], TRIPLES[2]]))
+    assert completion.logprobs[1] == np.float32(LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize(("vocab_size", "good"), [(9, False), (10, True), (None, True)])
-def test_ids_outside_the_vocabulary_are_refused(vocab_size: int | None, good: bool) -> None:
-    """By position and id, where the vocabulary is known: no trainer has a row for such an id."""
-    if good:
+@pytest.mark.parametrize(("vocab_size", "valid"), [(9, False), (10, True), (None, True)])
+def test_ids_outside_the_vocabulary_are_refused(vocab_size: int | None, valid: bool) -> None:
+    """The message contains position and id; without a known vocabulary size every id passes."""
+    if valid:
         assert read(reply(), vocab_size=vocab_size).tokens.tolist() == [7, 8, 9]
         return
     with pytest.raises(EndpointRefused, match=r"output_ids\[2\]: got id 9; expected 0 <= id < 9 \(vocab_size\)"):

@@ -1,4 +1,4 @@
-"""How many requests a server is sent at once."""
+"""Concurrency limit of a server, fixed and adaptive."""
 
 from __future__ import annotations
 
@@ -19,94 +19,94 @@ from rollouts.testing.server import Request, StubServer
 ONE = SamplingParams(max_new_tokens=4)
 
 
-async def test_a_gate_lets_so_many_in_and_the_others_in_their_order() -> None:
-    """Each who leaves admits the next."""
-    gate = Limiter(2)
+async def test_a_limiter_is_first_in_first_out() -> None:
+    """Each exit admits the next task."""
+    limited = Limiter(2)
     order: list[int] = []
     most = 0
 
     async def visit(number: int) -> None:
         nonlocal most
-        async with gate.place():
+        async with limited.slot():
             order.append(number)
-            most = max(most, gate.inside)
+            most = max(most, limited.inside)
             await anyio.lowlevel.checkpoint()
 
     async with anyio.create_task_group() as tasks:
         for number in range(7):
             tasks.start_soon(visit, number)
-    assert (order, most, gate.inside, gate.waiting) == (list(range(7)), 2, 0, 0)
+    assert (order, most, limited.inside, limited.waiting) == (list(range(7)), 2, 0, 0)
 
 
-async def test_who_gives_up_waiting_takes_no_place() -> None:
-    """Whether before or after it was admitted."""
-    gate = Limiter(1)
-    async with gate.place():
+async def test_a_cancelled_wait_takes_no_slot() -> None:
+    """Cancelled before or after it was admitted."""
+    limited = Limiter(1)
+    async with limited.slot():
         async with anyio.create_task_group() as tasks:
             scopes = [anyio.CancelScope(), anyio.CancelScope()]
 
             async def wait(scope: anyio.CancelScope) -> None:
                 with scope:
-                    async with gate.place():
+                    async with limited.slot():
                         await anyio.lowlevel.checkpoint()
 
             for scope in scopes:
                 tasks.start_soon(wait, scope)
             await anyio.wait_all_tasks_blocked()
             scopes[0].cancel()
-            gate.limit = 2  # admits the second, and is cancelled before it runs
+            limited.limit = 2  # admits the second, and is cancelled before it runs
             scopes[1].cancel()
-    assert (gate.inside, gate.waiting) == (0, 0)
+    assert (limited.inside, limited.waiting) == (0, 0)
 
 
-def grown(pace: AdaptiveLimit, load: Load, looks: int, *, waiting: bool = True) -> list[float]:
-    """The limits after each of so many looks at one load."""
+def limits_after(adaptive: AdaptiveLimit, load: Load, updates: int, *, waiting: bool = True) -> list[float]:
+    """Return the limit after each of several updates with one load."""
     limits = []
-    for _ in range(looks):
-        if waiting and not pace.limiter.waiting:
-            pace.limiter._waiting.append(anyio.Event())
-        pace.limiter.inside = int(min(pace.limiter.limit, 10**6))
-        pace.seen(load)
-        limits.append(pace.limiter.limit)
+    for _ in range(updates):
+        if waiting and not adaptive.limiter.waiting:
+            adaptive.limiter._waiting.append(anyio.Event())
+        adaptive.limiter.inside = int(min(adaptive.limiter.limit, 10**6))
+        adaptive.update(load)
+        limits.append(adaptive.limiter.limit)
     return limits
 
 
 async def test_a_limit_doubles_until_the_server_is_full_and_then_grows_by_steps() -> None:
-    """Additive increase; multiplicative decrease, at every other look."""
-    pace = AdaptiveLimit(Limiter())
+    """Additive increase; multiplicative decrease at every other query."""
+    adaptive = AdaptiveLimit(Limiter())
     first = limiter.FIRST_LIMIT
-    assert grown(pace, Load(60, 0), 2) == [2 * first, 4 * first]
+    assert limits_after(adaptive, Load(60, 0), 2) == [2 * first, 4 * first]
     cut = math.floor(4 * first * limiter.CUT)
-    assert grown(pace, Load(100, 40), 2) == [cut, cut]
-    assert grown(pace, Load(100, 9), 2) == [cut + limiter.STEP, cut + 2 * limiter.STEP]
+    assert limits_after(adaptive, Load(100, 40), 2) == [cut, cut]
+    assert limits_after(adaptive, Load(100, 9), 2) == [cut + limiter.STEP, cut + 2 * limiter.STEP]
 
 
 async def test_a_full_cache_is_congestion_though_nothing_queues() -> None:
-    """What runs then is about to be thrown out."""
-    pace = AdaptiveLimit(Limiter())
-    assert grown(pace, Load(30, 0, kv_use=0.95), 1) == [math.floor(limiter.FIRST_LIMIT * limiter.CUT)]
+    """The server is about to retract running requests."""
+    adaptive = AdaptiveLimit(Limiter())
+    assert limits_after(adaptive, Load(30, 0, kv_use=0.95), 1) == [math.floor(limiter.FIRST_LIMIT * limiter.CUT)]
 
 
-async def test_a_limit_that_holds_nobody_back_does_not_grow() -> None:
-    """It would mean nothing."""
-    pace = AdaptiveLimit(Limiter())
-    assert grown(pace, Load(3, 0), 3, waiting=False) == [limiter.FIRST_LIMIT] * 3
+async def test_a_limit_for_which_no_request_waits_does_not_grow() -> None:
+    """Its growth would have no reason in the load."""
+    adaptive = AdaptiveLimit(Limiter())
+    assert limits_after(adaptive, Load(3, 0), 3, waiting=False) == [limiter.FIRST_LIMIT] * 3
 
 
 async def test_a_limit_never_falls_below_one() -> None:
     """However full the server stays."""
-    pace = AdaptiveLimit(Limiter())
-    assert grown(pace, Load(1, 500), 100, waiting=False)[-1] == 1
+    adaptive = AdaptiveLimit(Limiter())
+    assert limits_after(adaptive, Load(1, 500), 100, waiting=False)[-1] == 1
 
 
 @pytest.mark.parametrize("answer", [None, [], {"loads": []}, {"loads": [3]}, {"version": "x"}])
-def test_what_is_no_load_is_none(answer: object) -> None:
+def test_other_responses_are_no_load(answer: object) -> None:
     """A router's 404, or another server."""
     assert read_load(answer) is None
 
 
 def test_ranks_are_added_and_the_fullest_counts() -> None:
-    """Fields that are missing are nought; so are numbers that are none."""
+    """Missing and invalid numbers count as 0."""
     ranks = [
         {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.2},
         {"num_running_reqs": 4, "token_usage": 0.7},
@@ -116,12 +116,12 @@ def test_ranks_are_added_and_the_fullest_counts() -> None:
 
 @pytest.mark.parametrize("concurrency", [0, True, "fast", 1.5])
 def test_a_concurrency_is_checked(concurrency: object) -> None:
-    """By name."""
+    """The message contains the field."""
     with pytest.raises(ConfigError, match=r"Endpoint.concurrency: got .*expected an integer >= 1"):
         Endpoint(concurrency=concurrency)  # type: ignore[arg-type]
 
 
-async def many(policy: SGLangPolicy, count: int) -> None:
+async def complete_many(policy: SGLangPolicy, count: int) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def one(number: int) -> None:
@@ -135,75 +135,75 @@ async def test_a_fixed_number_is_never_exceeded() -> None:
     """At each server."""
     async with StubServer() as one, StubServer() as two:
         async with SGLangPolicy(Endpoint(base_url=[one.url, two.url], concurrency=3)) as policy:
-            await many(policy, 40)
+            await complete_many(policy, 40)
         assert len(one.requests) + len(two.requests) == 40
         assert max(one.most_live, two.most_live) <= 3
         assert "/v1/loads" not in one.asked
 
 
 class Engine:
-    """Has 8 slots: what comes beyond them queues, as its loads say."""
+    """An engine with 8 slots and a queue, which reports both as its load."""
 
     def __init__(self) -> None:
         self.slots = anyio.Semaphore(8)
-        self.here = 0
+        self.in_flight = 0
         self.longest_queue = 0
 
     async def serve(self, request: Request) -> None:
-        self.here += 1
-        self.longest_queue = max(self.longest_queue, self.here - 8)
+        self.in_flight += 1
+        self.longest_queue = max(self.longest_queue, self.in_flight - 8)
         try:
             async with self.slots:
                 await anyio.sleep(0.002)
         finally:
-            self.here -= 1
+            self.in_flight -= 1
 
     def loads(self) -> Mapping[str, float]:
-        return {"num_running_reqs": min(self.here, 8), "num_waiting_reqs": max(0, self.here - 8)}
+        return {"num_running_reqs": min(self.in_flight, 8), "num_waiting_reqs": max(0, self.in_flight - 8)}
 
 
 async def test_an_adaptive_number_follows_the_server() -> None:
-    """It falls from its start until hardly anything queues at the server, by the server's own word."""
+    """It decreases until the server reports almost no queue."""
     engine = Engine()
     async with StubServer(latency=engine.serve, loads=engine.loads) as server:
         async with SGLangPolicy(Endpoint(base_url=server.url, concurrency="adaptive")) as policy:
             (worker,) = policy._workers.all
             assert worker.adaptive_limit is not None
-            worker.adaptive_limit.look_seconds = 0.01
-            await many(policy, 600)
+            worker.adaptive_limit.query_seconds = 0.01
+            await complete_many(policy, 600)
             limit = worker.limiter.limit
         assert engine.longest_queue <= limiter.FIRST_LIMIT - 8
         assert limit <= 8 + 2 * limiter.STEP
         assert server.asked.count("/v1/loads") > 3
 
 
-async def test_a_server_that_does_not_tell_is_not_limited() -> None:
-    """Nor asked again."""
+async def test_a_server_without_loads_is_not_limited() -> None:
+    """And its load is not queried again."""
     async with StubServer() as server:
         async with SGLangPolicy(Endpoint(base_url=server.url, concurrency="adaptive")) as policy:
-            await many(policy, 100)
+            await complete_many(policy, 100)
             (worker,) = policy._workers.all
         assert worker.limiter.limit == math.inf
         assert worker.adaptive_limit is not None
-        assert worker.adaptive_limit.deaf
+        assert worker.adaptive_limit.unsupported
 
 
-async def test_the_embedded_engine_tells_its_load(engine_url: str) -> None:
-    """Its answer is read as a real server's is, and sets the pace."""
+async def test_the_embedded_engine_reports_its_load(engine_url: str) -> None:
+    """In the format of a real server."""
     async with SGLangPolicy(Endpoint(base_url=engine_url, concurrency="adaptive")) as policy:
-        await many(policy, 40)
+        await complete_many(policy, 40)
         (worker,) = policy._workers.all
     assert worker.adaptive_limit is not None
     assert worker.adaptive_limit.load is not None
-    assert not worker.adaptive_limit.deaf
+    assert not worker.adaptive_limit.unsupported
 
 
 async def test_sessions_leave_a_slow_server() -> None:
-    """Of two servers one does not answer: sessions of it that go on later go on at the other."""
-    stuck = anyio.Event()
+    """Sessions of a server that does not answer move to the other one at their next call."""
+    released = anyio.Event()
 
     async def wait(request: Request) -> None:
-        await stuck.wait()
+        await released.wait()
 
     async with StubServer(latency=wait) as slow, StubServer() as fast:
         async with SGLangPolicy(Endpoint(base_url=[slow.url, fast.url])) as policy:
@@ -212,10 +212,10 @@ async def test_sessions_leave_a_slow_server() -> None:
                     tasks.start_soon(policy.complete, packed_tokens([number]), ONE)
                 while slow.most_live < 10 or policy.totals.completions < 10:
                     await anyio.lowlevel.checkpoint()
-                session = next(f"s{n}" for n in range(99) if policy._workers.of(f"s{n}").url == fast.url)
+                session = next(f"s{n}" for n in range(99) if policy._workers.worker_for(f"s{n}").url == fast.url)
                 policy._workers._sessions["s"] = policy._workers.all[0]
                 await policy.complete(packed_tokens([1, 2]), ONE, session="s")
-                assert policy._workers.of("s").url == fast.url
-                assert policy._workers.of(session).url == fast.url
+                assert policy._workers.worker_for("s").url == fast.url
+                assert policy._workers.worker_for(session).url == fast.url
                 assert policy._workers.moved == 1
-                stuck.set()
+                released.set()

@@ -1,4 +1,4 @@
-"""A server that is paused for new weights, by the embedded engine: nobody fails of it, and everybody can see it."""
+"""Pauses of the embedded engine for new weights: they fail no turn, and are listed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ PROMPT = packed_tokens(range(1, 30))
 LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
 
 
-async def some_time(seconds: float) -> None:
+async def sleep(seconds: float) -> None:
     with anyio.move_on_after(seconds):
         await anyio.sleep_forever()
 
 
-async def tell(url: str, path: str, **body: str) -> None:
-    """What a trainer says to the server, past the policy."""
+async def control(url: str, path: str, **body: str) -> None:
+    """Send a control request to the server, as a trainer does."""
     transport = HttpClient(connect_seconds=5)
     status, _ = await transport.post(url + path, msgspec.json.encode(body), {"Content-Type": "application/json"})
     assert status == 200
     await transport.aclose()
 
 
-async def test_a_pause_of_our_own_makes_no_turn_late() -> None:
-    """It is told as what it is, costs no attempt, and the turn has its own time afterwards."""
+async def test_a_pause_by_this_process_does_not_expire_deadlines() -> None:
+    """It is listed as a pause, costs no attempt, and the deadline of the turn continues afterwards."""
     async with running_server(DEMO_MODEL) as url:
         endpoint = Endpoint(base_url=url, request_seconds=3.0, max_retries=0)
         async with SGLangPolicy(endpoint) as policy:
             await policy.complete(PROMPT, SamplingParams(max_new_tokens=1))  # the engine is warm
-            await tell(url, "/pause_generation", mode="retract")
+            await control(url, "/pause_generation", mode="retract")
             answers: list[Completion] = []
 
             async def turn() -> None:
@@ -53,20 +53,20 @@ async def test_a_pause_of_our_own_makes_no_turn_late() -> None:
                 with ordered(url):
                     for _ in range(3):
                         tasks.start_soon(turn)
-                    await some_time(3.5)
+                    await sleep(3.5)
                     assert answers == []
-                    (still,) = pauses()
-                    assert str(still).startswith(f"{url} is paused for new weights for ")
-                    assert str(still).endswith("3 turns wait")
+                    (pause,) = pauses()
+                    assert str(pause).startswith(f"{url} is paused for new weights for ")
+                    assert str(pause).endswith("3 turns wait")
                     assert "3 turns wait" in report()
-                    await tell(url, "/continue_generation")
+                    await control(url, "/continue_generation")
             assert [len(answer.tokens) for answer in answers] == [2, 2, 2]
             assert (policy.totals.requests, policy.totals.retries, policy.totals.aborts) == (4, 0, 0)
             assert pauses() == []
 
 
-async def test_a_pause_that_somebody_else_ordered_is_seen() -> None:
-    """By whoever watches, while a reply is on its way; and its end."""
+async def test_a_pause_by_another_process_is_detected() -> None:
+    """By ``watch_pauses`` while a request is in flight; so is its end."""
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(Endpoint(base_url=url)) as policy:
         with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
@@ -81,80 +81,80 @@ async def test_a_pause_that_somebody_else_ordered_is_seen() -> None:
                 tasks.start_soon(end, tasks.cancel_scope)
                 while not policy.in_flight:
                     await anyio.lowlevel.checkpoint()
-                await tell(url, "/pause_generation", mode="in_place")
+                await control(url, "/pause_generation", mode="in_place")
                 while not pauses():
-                    await some_time(0.05)
+                    await sleep(0.05)
                 assert str(pauses()[0]).endswith(", 1 turns wait")
-                await tell(url, "/continue_generation")
+                await control(url, "/continue_generation")
         await policy.look_for_pauses()
         assert pauses() == []
         assert (policy.totals.requests, policy.totals.retries) == (1, 0)
 
 
-async def test_new_weights_take_no_time_of_a_turn() -> None:
-    """However long they load: the time of a turn is shorter here than its pause."""
+async def test_a_weight_update_does_not_expire_deadlines() -> None:
+    """An update is listed as a pause if turns have used the server."""
     async with running_server(DEMO_MODEL) as url:
         endpoint = Endpoint(base_url=url, request_seconds=30.0, max_retries=0)
         async with SGLangPolicy(endpoint) as policy:
-            seen: list[str] = []
+            listed: list[str] = []
 
             async def watch() -> None:
                 while True:
-                    seen.extend(map(str, pauses()))
-                    await some_time(0.01)
+                    listed.extend(map(str, pauses()))
+                    await sleep(0.01)
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 await update_weights(endpoint, DEMO_MODEL, "2", while_running="retract")
                 tasks.cancel_scope.cancel()
-            assert seen == []  # nobody had asked this server for anything: nobody stands still
+            assert listed == []  # no request was sent to this server: no pause to list
             await policy.complete(PROMPT, SamplingParams(max_new_tokens=1))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 await update_weights(endpoint, DEMO_MODEL, "3", while_running="retract")
                 tasks.cancel_scope.cancel()
-            assert any("is paused for new weights" in text for text in seen)
+            assert any("is paused for new weights" in text for text in listed)
             assert pauses() == []
 
 
-async def test_a_pause_ordered_in_another_thread_is_known_here() -> None:
-    """A trainer has a thread of its own."""
+async def test_a_pause_by_another_thread_is_known() -> None:
+    """A trainer may run in its own thread."""
     pause = Pause("http://there", "there")
     clocks = pause.entered()
     with deadline(60):
-        before = [pause.is_on]
+        states = [pause.is_on]
         async with anyio.create_task_group() as tasks:
-            begun, over = anyio.Event(), anyio.Event()
+            started, finish = anyio.Event(), anyio.Event()
 
             def order() -> None:
                 with ordered("http://there"):
-                    anyio.from_thread.run_sync(begun.set)
-                    anyio.from_thread.run(over.wait)
+                    anyio.from_thread.run_sync(started.set)
+                    anyio.from_thread.run(finish.wait)
 
             tasks.start_soon(anyio.to_thread.run_sync, order)
-            await begun.wait()
-            before.append(pause.is_on)
-            over.set()
+            await started.wait()
+            states.append(pause.is_on)
+            finish.set()
         await anyio.lowlevel.checkpoint()
-        before.append(pause.is_on)
+        states.append(pause.is_on)
     pause.left(clocks)
-    assert before == [False, True, False]
+    assert states == [False, True, False]
 
 
-async def test_what_was_only_seen_is_not_believed_for_ever() -> None:
-    """Whoever paused the server may be dead: then deadlines run again, and turns fail as ever."""
+async def test_a_detected_pause_expires() -> None:
+    """Its initiator may be dead: then deadlines run again, and turns fail as usual."""
     pause = Pause("http://there", "there", patience=0.0)
-    pause.seen(True)
+    pause.detected(True)
     assert not pause.is_on
     patient = Pause("http://there", "there")
-    patient.seen(True)
+    patient.detected(True)
     assert patient.is_on
-    patient.seen(False)
+    patient.detected(False)
     assert not patient.is_on
 
 
-async def test_one_that_leaves_does_not_start_the_clock_of_all() -> None:
-    """A deadline that several turns are in, of their group, stands still while one of them waits."""
+async def test_a_turn_that_ends_does_not_resume_the_deadline_of_others() -> None:
+    """A deadline shared by several turns of a group stays paused while one of them waits."""
     pause = Pause("http://there", "there")
     with deadline(60) as limit:
         turns = [pause.entered(), pause.entered()]
@@ -165,8 +165,8 @@ async def test_one_that_leaves_does_not_start_the_clock_of_all() -> None:
         pause.left(turns[1])
 
 
-async def test_a_server_that_does_not_say_is_not_paused() -> None:
-    """An older one, a router, or none at all."""
+async def test_a_server_without_ready_is_not_paused() -> None:
+    """An older server, a router, or no server."""
     transport = HttpClient(connect_seconds=5)
     async with StubServer() as server:
         assert await is_ready(transport, server.url, {}) is None

@@ -1,4 +1,4 @@
-"""The gate before a policy: what is stopped goes on from its own ids, and nobody's deadline runs meanwhile."""
+"""Pause and resume: replies continue from their own ids, and deadlines are paused meanwhile."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rollouts.trajectory import digest
 PROMPT = packed_tokens([1, 2, 3])
 
 
-class Counting:
-    """Samples the number of the token, one at a scheduling point, and stops between two when it is told to."""
+class CountingPolicy:
+    """Samples the position as token, one per checkpoint; can be interrupted between two tokens."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -67,9 +67,9 @@ class Counting:
         return None
 
 
-async def test_a_stopped_reply_goes_on_from_its_own_ids() -> None:
-    """Three parts, three versions, one completion: every id once, with the logprob it was sampled with."""
-    inner = Counting()
+async def test_an_interrupted_reply_continues_from_its_own_ids() -> None:
+    """Three parts, three versions, one completion: every id once, with its own logprob."""
+    inner = CountingPolicy()
     policy = ResumablePolicy(inner)
     stops = {7, 9}
     async with anyio.create_task_group() as tasks:
@@ -97,9 +97,9 @@ async def test_a_stopped_reply_goes_on_from_its_own_ids() -> None:
     assert policy.resumed == 2
 
 
-async def test_nothing_is_sampled_while_the_gate_is_closed() -> None:
-    """Requests that begin meanwhile wait for it."""
-    inner = Counting()
+async def test_nothing_is_sampled_while_paused() -> None:
+    """New requests wait for the resume."""
+    inner = CountingPolicy()
     policy = ResumablePolicy(inner)
     await policy.pause()
     async with anyio.create_task_group() as tasks:
@@ -111,9 +111,9 @@ async def test_nothing_is_sampled_while_the_gate_is_closed() -> None:
     assert len(inner.requests) == 1
 
 
-async def test_deadlines_do_not_run_at_the_gate() -> None:
-    """An episode that waits for a trainer's step is not cut by it; its own time goes on afterwards."""
-    inner = Counting()
+async def test_deadlines_do_not_run_while_paused() -> None:
+    """An episode that waits for a trainer step does not expire; its deadline continues afterwards."""
+    inner = CountingPolicy()
     policy = ResumablePolicy(inner)
     await policy.pause()
     async with anyio.create_task_group() as tasks:
@@ -130,9 +130,9 @@ async def test_deadlines_do_not_run_at_the_gate() -> None:
         await anyio.sleep(5)
 
 
-async def test_an_abort_of_the_servers_is_resumed_too() -> None:
-    """A weight update aborts what runs: nobody asked for it here, and the reply goes on all the same."""
-    inner = Counting()
+async def test_an_abort_by_the_server_is_resumed_too() -> None:
+    """As by a weight update of another process."""
+    inner = CountingPolicy()
     inner.abort_at_once = 1
     policy = ResumablePolicy(inner)
     completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
@@ -140,17 +140,17 @@ async def test_an_abort_of_the_servers_is_resumed_too() -> None:
     assert completion.finish_reason == "length"
 
 
-async def test_a_server_that_only_aborts_is_given_up() -> None:
-    """After a number of aborts in a row without a token."""
-    inner = Counting()
+async def test_a_server_that_only_aborts_is_an_error() -> None:
+    """After a number of consecutive aborts without a token."""
+    inner = CountingPolicy()
     inner.abort_at_once = 1000
     with pytest.raises(EndpointUnavailable, match="before its first token"):
         await ResumablePolicy(inner, backoff_seconds=0.0).complete(PROMPT, SamplingParams(max_new_tokens=3))
 
 
-async def test_at_most_so_many_are_in_flight() -> None:
-    """The limit holds over pauses, and nobody is left behind."""
-    inner = Counting()
+async def test_at_most_limits_requests_in_flight() -> None:
+    """Also across pauses; every request completes."""
+    inner = CountingPolicy()
     policy = ResumablePolicy(inner, at_most=2)
     most = 0
 
@@ -169,9 +169,9 @@ async def test_at_most_so_many_are_in_flight() -> None:
     assert policy.in_flight == 0
 
 
-async def test_sessions_are_recorded_where_they_are_named() -> None:
-    """In order of first use, inside the block only."""
-    policy = ResumablePolicy(Counting())
+async def test_sessions_are_recorded_inside_the_context() -> None:
+    """In order of first use."""
+    policy = ResumablePolicy(CountingPolicy())
     with recorded_sessions() as sessions:
         for name in ("b", "a", "b"):
             await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session=name)
@@ -179,8 +179,8 @@ async def test_sessions_are_recorded_where_they_are_named() -> None:
     assert sessions == ["b", "a"]
 
 
-async def test_the_real_protocol_gives_the_same_reply_in_pieces() -> None:
-    """Greedy, on the embedded engine: a reply that was stopped again and again is the one that was left alone."""
+async def test_an_interrupted_reply_of_the_engine_is_the_same() -> None:
+    """Greedy, on the embedded engine: a reply that was interrupted repeatedly equals an uninterrupted one."""
     codec = Codec(load_tokenizer(DEMO_MODEL))
     text = "<|im_start|>user\nWhat is (52 + 19) * 7?<|im_end|>\n<|im_start|>assistant\n"
     ids = packed_tokens(codec.encode(text))
@@ -194,10 +194,10 @@ async def test_the_real_protocol_gives_the_same_reply_in_pieces() -> None:
         pieces: list[Completion] = []
         async with anyio.create_task_group() as tasks:
 
-            async def ask() -> None:
+            async def complete() -> None:
                 pieces.append(await policy.complete(ids, sampling))
 
-            tasks.start_soon(ask)
+            tasks.start_soon(complete)
             while not pieces:
                 await anyio.sleep(0.004)
                 await policy.pause()

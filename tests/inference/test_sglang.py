@@ -1,4 +1,4 @@
-"""The SGLang policy: what it sends, what it tries again, and that no generation is ever left behind or doubled."""
+"""The SGLang policy: requests, checks, retries, and at most one running generation per call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def crc(ids: Sequence[int]) -> int:
 
 
 def arrivals(count: int) -> tuple[anyio.Event, Any]:
-    """An event that is set when so many requests have arrived, and the latency that sets it."""
+    """Return an event that is set after ``count`` requests have arrived, and the latency that sets it."""
     seen, arrived = [], anyio.Event()
 
     async def latency(request: Request) -> None:
@@ -39,11 +39,11 @@ def arrivals(count: int) -> tuple[anyio.Event, Any]:
     return arrived, latency
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_request_holds_what_sglang_takes_and_nothing_else(client: Client) -> None:
-    """Ids, logprobs of the output only, a uuid as rid, and no sampling key that a server may not know."""
+async def test_the_request_contains_only_known_fields(client: Client) -> None:
+    """Ids, logprobs of the output only, a UUID as rid, and only sampling keys that every server knows."""
     sampling = SamplingParams(temperature=0.5, max_new_tokens=7, seed=3, stop=["x"], min_p=0.1)
     async with StubServer() as server, client.policy(server.url, api_key="secret") as policy:
         await client.complete(policy, sampling=sampling, stop_token_ids=(8, 9), session="s1")
@@ -67,31 +67,31 @@ async def test_the_request_holds_what_sglang_takes_and_nothing_else(client: Clie
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"),
+    ("ids", "message"),
     [
-        (range(17), "max_new_tokens: 16 ids were asked for, 17 came"),
-        ([4, 2, 5], "stop_token_ids: the reply goes on after its stop id 2"),
+        (range(17), "max_new_tokens: 16 ids were requested, 17 received"),
+        ([4, 2, 5], "stop_token_ids: the reply continues after its stop id 2"),
     ],
 )
-async def test_what_is_lost_on_the_way_is_noticed(client: Client, ids: Sequence[int], words: str) -> None:
-    """A reply that goes on after its budget or its stop id answers a request that lost them, as behind a router."""
+async def test_ignored_sampling_fields_are_an_error(client: Client, ids: Sequence[int], message: str) -> None:
+    """A reply that continues after max_new_tokens or a stop id: a router dropped the fields."""
     triples = [[-1.0, token, None] for token in ids]
     answer = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": triples}}
     async with StubServer(lambda *_: answer) as server, client.policy(server.url) as policy:
-        with pytest.raises(EndpointRefused, match=f"{words}: something in between loses fields of requests"):
+        with pytest.raises(EndpointRefused, match=f"{message}: a proxy drops fields of requests"):
             await client.complete(policy, stop_token_ids=(9, 2))
         assert len(server.requests) == 1
 
 
 async def test_a_session_with_any_name_can_be_a_header(client: Client) -> None:
-    """What cannot stand in a header is quoted."""
+    """Characters that are not allowed in a header are percent-encoded."""
     async with StubServer() as server, client.policy(server.url) as policy:
         await client.complete(policy, session="group 1\r\nX: ä")
         assert server.requests[0].headers["X-SMG-Routing-Key"] == "group%201%0D%0AX%3A%20%C3%A4"
 
 
-async def test_the_completion_is_what_the_server_sampled(client: Client) -> None:
-    """Ids, logprobs, versions and counts come from the answer; the digest is of what was sent."""
+async def test_the_completion_contains_what_the_server_sampled(client: Client) -> None:
+    """Ids, logprobs, versions and counts come from the response; the digest is of the sent ids."""
     async with StubServer(lambda ids, params: [7, 8, 9]) as server, client.policy(server.url) as policy:
         completion = await client.complete(policy)
     assert completion.tokens.tolist() == [7, 8, 9]
@@ -105,18 +105,18 @@ async def test_the_completion_is_what_the_server_sampled(client: Client) -> None
 
 
 async def test_a_growing_session_encodes_each_id_once(client: Client) -> None:
-    """The body holds all ids each time; a sequence that did not grow is encoded anew, and right."""
+    """Every body contains all ids; a sequence that is no extension is encoded in full."""
     tokens = list(range(100))
-    asked = [tokens[:10], tokens[:40], tokens, tokens[50:60], [0, 1, 2, 3, 7, *range(5, 20)]]
+    prompts = [tokens[:10], tokens[:40], tokens, tokens[50:60], [0, 1, 2, 3, 7, *range(5, 20)]]
     async with StubServer() as server, client.policy(server.url) as policy:
-        digests = [(await client.complete(policy, ids, session="a")).prompt_digest for ids in asked]
-        assert [request.input_ids for request in server.requests] == asked
-        assert digests == [crc(ids) for ids in asked]
+        digests = [(await client.complete(policy, ids, session="a")).prompt_digest for ids in prompts]
+        assert [request.input_ids for request in server.requests] == prompts
+        assert digests == [crc(ids) for ids in prompts]
         assert policy.totals.encoded_tokens == 100 + 10 + 20
 
 
 async def test_a_very_long_prompt_is_sent_whole(client: Client) -> None:
-    """More than a mebibyte of text, which the HTTP library warns about in other shapes."""
+    """More than 1 MiB of text."""
     ids = np.full(200_000, 151_000, dtype=np.int32)
     async with StubServer() as server, client.policy(server.url) as policy:
         completion = await client.complete(policy, ids)
@@ -124,57 +124,57 @@ async def test_a_very_long_prompt_is_sent_whole(client: Client) -> None:
     assert completion.prompt_digest == crc(ids.tolist())
 
 
-@pytest.mark.parametrize(("bad", "said"), [([1, 2, 50], r"\[2\]: got id 50"), ([-1], r"\[0\]: got id -1")])
-async def test_ids_that_would_kill_a_server_are_never_sent(client: Client, bad: list[int], said: str) -> None:
+@pytest.mark.parametrize(("bad", "message"), [([1, 2, 50], r"\[2\]: got id 50"), ([-1], r"\[0\]: got id -1")])
+async def test_ids_that_would_kill_a_server_are_never_sent(client: Client, bad: list[int], message: str) -> None:
     """The error names the position, the id and the limit, for prompts and for stop ids."""
     async with StubServer() as server, client.policy(server.url, vocab_size=50) as policy:
-        with pytest.raises(ConfigError, match=rf"tokens{said}; expected 0 <= id < 50"):
+        with pytest.raises(ConfigError, match=rf"tokens{message}; expected 0 <= id < 50"):
             await client.complete(policy, bad)
-        with pytest.raises(ConfigError, match=rf"stop_token_ids{said}; expected 0 <= id < 50"):
+        with pytest.raises(ConfigError, match=rf"stop_token_ids{message}; expected 0 <= id < 50"):
             await client.complete(policy, stop_token_ids=tuple(bad))
         assert not server.requests
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
         (([7, 50], [-0.1, -0.2], None), r"output_ids\[1\]: got id 50; expected 0 <= id < 50 \(vocab_size\)"),
         (([7, 8], [-0.1, 5.0], None), r"output_token_logprobs\[1\]: got 5\.0; expected a logprob <= 0"),
     ],
     ids=["id", "logprob"],
 )
-async def test_a_reply_that_no_trainer_could_take_is_refused(client: Client, reply: Any, said: str) -> None:
-    """It is no completion, and the same request is not sent again."""
+async def test_a_reply_that_cannot_be_trained_is_refused(client: Client, reply: Any, message: str) -> None:
+    """It does not count as a completion, and the request is not sent again."""
     async with StubServer(lambda *_: reply) as server, client.policy(server.url, vocab_size=50) as policy:
-        with pytest.raises(EndpointRefused, match=said):
+        with pytest.raises(EndpointRefused, match=message):
             await client.complete(policy)
         assert len(server.requests) == 1
         assert policy.totals.completions == 0
 
 
-# -- what is believed -------------------------------------------------------------------------------------------------
+# -- response checks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("error_string", "unknown sampling parameter: max_tokens"),
         ("error_object", "top_p must be in"),
         ("error_type", "bad request"),
-        ("no_logprobs", "without output_token_logprobs"),
+        ("no_logprobs", "without the requested output_token_logprobs"),
         ("wrong_rid", "renames requests"),
         (Answer(401, b'{"detail":"who?"}'), "status 401: who"),
         (Answer(403, b"<h1>no</h1>"), "status 403: <h1>no</h1>"),
         (Answer(404, b""), r"status 404: \(empty body\)"),
         (Answer(422, b'{"detail":[1]}'), "status 422"),
         (Answer(307, b"elsewhere"), "status 307: elsewhere"),
-        (Answer(200, b'{"object":"chat.completion","choices":[]}'), "not an answer of SGLang's /generate"),
+        (Answer(200, b'{"object":"chat.completion","choices":[]}'), "not a response of SGLang's /generate"),
     ],
 )
-async def test_a_refusal_is_never_sent_again(client: Client, fault: Fault | Answer, said: str) -> None:
-    """Whatever its shape, with the server's own words."""
+async def test_a_refusal_is_never_sent_again(client: Client, fault: Fault | Answer, message: str) -> None:
+    """In every error format; the message quotes the server."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
-        with pytest.raises(EndpointRefused, match=said):
+        with pytest.raises(EndpointRefused, match=message):
             await client.complete(policy)
         assert len(server.requests) == 1
         assert not server.aborted
@@ -182,7 +182,7 @@ async def test_a_refusal_is_never_sent_again(client: Client, fault: Fault | Answ
 
 @pytest.mark.parametrize("fault", ["error_context", "error_budget"])
 async def test_a_prompt_that_does_not_fit_is_its_own_error(client: Client, fault: Fault) -> None:
-    """Both of the server's messages; the agent loop makes a stop reason of it."""
+    """For both messages of the server; the agent loop converts it to a stop reason."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
         with pytest.raises(ContextOverflow, match="context length"):
             await client.complete(policy)
@@ -190,8 +190,8 @@ async def test_a_prompt_that_does_not_fit_is_its_own_error(client: Client, fault
 
 
 @pytest.mark.parametrize("fault", ["wrong_ids", "wrong_count"])
-async def test_an_answer_about_other_ids_is_a_broken_law(client: Client, fault: Fault) -> None:
-    """It never becomes data, and it is never tried again in silence."""
+async def test_a_response_about_other_ids_is_a_token_mismatch(client: Client, fault: Fault) -> None:
+    """It is never stored and never retried."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
         with pytest.raises(TokenMismatchError):
             await client.complete(policy)
@@ -200,15 +200,15 @@ async def test_an_answer_about_other_ids_is_a_broken_law(client: Client, fault: 
 
 @pytest.mark.parametrize("fault", ["nan", "nan_happened"])
 async def test_broken_numbers_fail_the_call(client: Client, fault: Fault) -> None:
-    """Sampling again until the model happens to compute numbers would hide that it is sick."""
+    """A retry would hide a broken model."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
         with pytest.raises(EndpointUnavailable, match=r"NaN|nan"):
             await client.complete(policy)
         assert len(server.requests) == 1
 
 
-async def test_an_aborted_answer_keeps_its_partial_tokens(client: Client) -> None:
-    """It is a completion that says it was aborted, and an empty one if it was still queued."""
+async def test_an_aborted_reply_keeps_its_partial_tokens(client: Client) -> None:
+    """Its finish reason is ``abort``; it is empty if it was still queued."""
     script = lambda ids, params: [1, 2, 3, 4]  # noqa: E731
     async with StubServer(script, faults=["abort", "abort_queued"]) as server, client.policy(server.url) as policy:
         partial, empty = await client.complete(policy), await client.complete(policy)
@@ -218,7 +218,7 @@ async def test_an_aborted_answer_keeps_its_partial_tokens(client: Client) -> Non
 
 @pytest.mark.parametrize("fault", ["old", "no_output_ids"])
 async def test_an_older_server_is_understood(client: Client, fault: Fault) -> None:
-    """What it does not say has a default; ids come from beside their logprobs where they stand nowhere else."""
+    """Missing fields have defaults; without ``output_ids`` the ids come from the logprobs."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
         completion = await client.complete(policy)
     assert completion.tokens.tolist() == [1, 2, 3]
@@ -226,15 +226,15 @@ async def test_an_older_server_is_understood(client: Client, fault: Fault) -> No
     assert completion.versions == (VersionSpan("default" if fault == "old" else "v1", 0, 3),)
 
 
-# -- what is tried again ----------------------------------------------------------------------------------------------
+# -- retries --------------------------------------------------------------------------------------------------------
 
 LEFT_RUNNING: list[Fault] = ["reset", "reset_in_body", "error_500", "error_duplicate", "not_http"]
 OVER: list[Fault | Answer] = ["error_503", "error_in_200", "abort_503", "not_json", Answer(429, b"slow down")]
 
 
 @pytest.mark.parametrize("fault", [*LEFT_RUNNING, *OVER])
-async def test_what_may_pass_is_tried_again_and_never_runs_twice(client: Client, fault: Fault | Answer) -> None:
-    """Under a new rid; what may still be running is aborted first, what cannot be is not."""
+async def test_a_transient_error_is_retried_and_never_runs_twice(client: Client, fault: Fault | Answer) -> None:
+    """Under a new rid; a generation that may still be running is aborted first."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
         completion = await client.complete(policy)
         first, second = (request.rid for request in server.requests)
@@ -246,7 +246,7 @@ async def test_what_may_pass_is_tried_again_and_never_runs_twice(client: Client,
 
 
 async def test_nothing_is_sent_again_before_an_abort_is_acknowledged(client: Client) -> None:
-    """A lost request behind a server that cannot abort: one generation, and an error that says so."""
+    """A lost request to a server that cannot abort: one generation, and an error."""
     async with StubServer(faults=["reset"], workers=[]) as server, client.policy(server.url, max_retries=3) as policy:
         with pytest.raises(EndpointUnavailable, match=r"after 4 attempts: a generation may still be running"):
             await client.complete(policy)
@@ -254,8 +254,8 @@ async def test_nothing_is_sent_again_before_an_abort_is_acknowledged(client: Cli
         assert server.most_live == 1
 
 
-async def test_a_router_passes_no_aborts_so_its_workers_are_told(client: Client) -> None:
-    """All of those that it lists, as nobody knows which one has the generation."""
+async def test_an_abort_goes_to_all_workers_of_a_router(client: Client) -> None:
+    """A router has no abort route, and any worker may run the generation."""
     async with StubServer() as one, StubServer() as two:
         async with StubServer(faults=["reset"], workers=[one.url, two.url]) as router:
             async with client.policy(router.url) as policy:
@@ -265,29 +265,29 @@ async def test_a_router_passes_no_aborts_so_its_workers_are_told(client: Client)
 
 
 async def test_a_server_that_is_gone_runs_nothing(client: Client) -> None:
-    """Its lost request needs no abort: the call goes on elsewhere."""
-    async with StubServer() as sound:
+    """Its lost request needs no abort: the call continues on another server."""
+    async with StubServer() as healthy:
         async with StubServer() as dying:
-            async with client.policy(dying.url, sound.url) as policy:
+            async with client.policy(dying.url, healthy.url) as policy:
                 await client.complete(policy, session="a")
                 await dying.__aexit__(None, None, None)
                 completion = await client.complete(policy, session="a")
-                assert completion.request_id == sound.requests[0].rid
+                assert completion.request_id == healthy.requests[0].rid
 
 
-async def test_retries_end_and_tell_the_last_cause(client: Client) -> None:
-    """With what was said last, and how often it was tried."""
+async def test_the_error_after_all_retries_contains_the_last_cause(client: Client) -> None:
+    """And the number of attempts."""
     async with StubServer(faults=["error_503"] * 5) as server, client.policy(server.url, max_retries=1) as policy:
         with pytest.raises(
             EndpointUnavailable, match=r"after 2 attempts: status 503: The request queue is full"
-        ) as told:
+        ) as raised:
             await client.complete(policy)
-        assert isinstance(told.value.__cause__, EndpointUnavailable)
+        assert isinstance(raised.value.__cause__, EndpointUnavailable)
         assert len(server.requests) == 2
 
 
-async def test_connections_that_the_server_closed_while_idle_are_not_seen(client: Client) -> None:
-    """Every reused connection is dead, no retries are allowed, and yet each call is answered, once."""
+async def test_connections_that_the_server_closed_while_idle_are_replaced(client: Client) -> None:
+    """Every reused connection is dead and max_retries is 0, but each call is answered, once."""
     async with StubServer(closes_idle=True) as server, client.policy(server.url, max_retries=0) as policy:
         for _ in range(20):
             assert (await client.complete(policy)).tokens.tolist() == [1, 2, 3]
@@ -295,8 +295,8 @@ async def test_connections_that_the_server_closed_while_idle_are_not_seen(client
         assert policy.totals.retries > 0
 
 
-async def test_a_whole_pool_of_dead_connections_is_not_seen(client: Client) -> None:
-    """The one replacement goes over a new connection, not over the next dead one."""
+async def test_a_pool_of_dead_connections_costs_one_replacement(client: Client) -> None:
+    """The replacement uses a new connection, not the next dead one."""
     arrived, latency = arrivals(8)
 
     async def together(request: Request) -> None:
@@ -314,24 +314,24 @@ async def test_a_whole_pool_of_dead_connections_is_not_seen(client: Client) -> N
 
 
 @pytest.mark.parametrize("fault", ["drip", "close_after"])
-async def test_slow_and_closing_servers_cost_nothing(client: Client, fault: Fault) -> None:
-    """Every call is answered once, whatever the connection does after it."""
+async def test_slow_and_closing_servers_need_no_retry(client: Client, fault: Fault) -> None:
+    """Every call is answered once, even if its connection is closed afterwards."""
     async with StubServer(faults=[fault] * 20) as server, client.policy(server.url, max_retries=0) as policy:
         for _ in range(20):
             assert (await client.complete(policy)).tokens.tolist() == [1, 2, 3]
         assert not server.live
 
 
-def test_the_pause_is_random_below_a_bound_that_doubles() -> None:
-    """Full jitter: from nothing up to 0.5 s, 1 s, 2 s, and so on up to 15 s."""
+def test_the_backoff_is_random_below_a_bound_that_doubles() -> None:
+    """Full jitter: from 0 up to 0.5 s, 1 s, 2 s, and so on up to 15 s."""
     for failures, bound in [(1, 0.5), (2, 1.0), (3, 2.0), (6, 15.0), (1000, 15.0)]:
-        pauses = [full_jitter(failures) for _ in range(200)]
-        assert 0 <= min(pauses) < bound / 4
-        assert bound * 3 / 4 < max(pauses) <= bound
+        delays = [full_jitter(failures) for _ in range(200)]
+        assert 0 <= min(delays) < bound / 4
+        assert bound * 3 / 4 < max(delays) <= bound
 
 
 async def test_no_rid_is_ever_used_twice(client: Client) -> None:
-    """Under every fault at once: fresh for each attempt, all of one width, and every generation ended."""
+    """Under all faults: a new rid for each attempt, all of one width, and no generation left running."""
     faults: list[Fault] = ["reset", "error_500", "error_503", "reset_in_body", "none", "abort_503"]
     async with StubServer(faults=faults * 20) as server, client.policy(server.url, max_retries=20) as policy:
         async with anyio.create_task_group() as tasks:
@@ -343,11 +343,11 @@ async def test_no_rid_is_ever_used_twice(client: Client) -> None:
         assert not server.live
 
 
-# -- what is left behind ----------------------------------------------------------------------------------------------
+# -- aborts ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_cancelled_is_aborted(client: Client) -> None:
-    """A hundred requests that nobody waits for any more: the server hears of each before the caller goes on."""
+async def test_a_cancelled_request_is_aborted(client: Client) -> None:
+    """The server receives the abort of each before the cancelled caller continues."""
     arrived, latency = arrivals(100)
     async with StubServer(faults=["hang"] * 100, latency=latency) as server, client.policy(server.url) as policy:
         async with anyio.create_task_group() as tasks:
@@ -362,7 +362,7 @@ async def test_what_is_cancelled_is_aborted(client: Client) -> None:
 
 
 async def test_a_task_cancelled_by_asyncio_aborts_too(client: Client) -> None:
-    """Callers that do not use anyio are no worse off."""
+    """For callers that do not use anyio."""
     arrived, latency = arrivals(1)
     async with StubServer(faults=["hang"], latency=latency) as server, client.policy(server.url) as policy:
         task = asyncio.create_task(client.complete(policy))  # noqa: TID251 - the caller under test is asyncio's
@@ -374,24 +374,24 @@ async def test_a_task_cancelled_by_asyncio_aborts_too(client: Client) -> None:
 
 
 async def test_a_call_has_a_deadline(client: Client) -> None:
-    """A server that never answers is given up, and told so."""
+    """A request to a server that never answers expires and is aborted."""
     async with StubServer(faults=["hang"]) as server, client.policy(server.url, request_seconds=0.05) as policy:
         with pytest.raises(EndpointUnavailable, match=rf"POST {server.url}/generate did not answer within 0.05 s"):
             await client.complete(policy)
         assert server.aborted == [server.requests[0].rid]
 
 
-async def test_a_deadline_after_failures_tells_what_failed(client: Client) -> None:
-    """The last cause hangs on the error, also where the time ran out first."""
+async def test_a_deadline_after_failures_has_the_last_failure_as_cause(client: Client) -> None:
+    """Even if the deadline expires during the backoff."""
     async with StubServer(faults=["error_503"]) as server:
         endpoint = Endpoint(base_url=server.url, request_seconds=0.05)
         async with SGLangPolicy(endpoint, backoff=lambda failures: 60.0) as policy:
-            with pytest.raises(EndpointUnavailable, match="did not answer within") as told:
+            with pytest.raises(EndpointUnavailable, match="did not answer within") as raised:
                 await client.complete(policy)
-    assert "queue is full" in str(told.value.__cause__)
+    assert "queue is full" in str(raised.value.__cause__)
 
 
-async def test_whoever_waits_is_listed(client: Client) -> None:
+async def test_requests_in_flight_are_listed(client: Client) -> None:
     """The place, the URL and the deadline of each request in flight, and nothing afterwards."""
     arrived, latency = arrivals(1)
     async with StubServer(faults=["hang"], latency=latency) as server, client.policy(server.url) as policy:
@@ -410,7 +410,7 @@ async def test_whoever_waits_is_listed(client: Client) -> None:
 
 
 async def test_sessions_stay_with_their_worker(client: Client) -> None:
-    """New ones go where there is least to do, and all calls of one go to one place."""
+    """New ones go to the least loaded worker, and all calls of one session to one worker."""
     async with StubServer() as one, StubServer() as two, client.policy(one.url, two.url) as policy:
         for session in "abcd" * 3:
             await client.complete(policy, session=session)
@@ -419,26 +419,26 @@ async def test_sessions_stay_with_their_worker(client: Client) -> None:
 
 
 async def test_a_session_leaves_a_worker_that_fails_it(client: Client) -> None:
-    """The next attempt goes elsewhere, and so do the calls after it."""
-    async with StubServer(faults=["error_503"] * 9) as full, StubServer() as sound:
-        async with client.policy(full.url, sound.url) as policy:
+    """The next attempt goes to another worker, and so do later calls."""
+    async with StubServer(faults=["error_503"] * 9) as full, StubServer() as healthy:
+        async with client.policy(full.url, healthy.url) as policy:
             for _ in range(3):
                 await client.complete(policy, session="a")
-        assert (len(full.requests), len(sound.requests)) == (1, 3)
+        assert (len(full.requests), len(healthy.requests)) == (1, 3)
 
 
-async def test_a_server_that_could_not_abort_is_not_turned_back_to(client: Client) -> None:
-    """That an abort failed there says nothing of the server that was chosen instead."""
+async def test_a_failed_abort_does_not_route_back_to_its_server(client: Client) -> None:
+    """It does not count as a failure of the server that was chosen instead."""
     behind: list[str] = []
-    async with StubServer() as sound, StubServer(faults=["reset"] * 9, workers=behind) as dying:
+    async with StubServer() as healthy, StubServer(faults=["reset"] * 9, workers=behind) as dying:
 
         def pause(failures: int) -> float:
-            behind.extend([sound.url] if failures == 2 else [])  # from the second abort on it is acknowledged
+            behind.extend([healthy.url] if failures == 2 else [])  # from the second abort on it is acknowledged
             return 0.0
 
-        async with SGLangPolicy(Endpoint(base_url=(dying.url, sound.url)), backoff=pause) as policy:
+        async with SGLangPolicy(Endpoint(base_url=(dying.url, healthy.url)), backoff=pause) as policy:
             await client.complete(policy, session="a")
-        assert (len(dying.requests), len(sound.requests)) == (1, 1)
+        assert (len(dying.requests), len(healthy.requests)) == (1, 1)
 
 
 async def test_a_cancelled_request_is_aborted_where_it_runs(client: Client) -> None:
@@ -459,7 +459,7 @@ async def test_a_cancelled_request_is_aborted_where_it_runs(client: Client) -> N
 
 
 async def test_many_first_uses_open_one_pool(client: Client) -> None:
-    """256 calls at once on a policy that was never used."""
+    """256 concurrent calls on a new policy."""
     async with StubServer() as server:
         endpoint = Endpoint(base_url=server.url)
         async with anyio.create_task_group() as tasks:
@@ -472,7 +472,7 @@ async def test_many_first_uses_open_one_pool(client: Client) -> None:
 
 
 async def test_one_policy_for_each_endpoint_and_vocabulary() -> None:
-    """Sampling makes no other endpoint of it; the key does."""
+    """Endpoints that differ in the key have different policies, those that differ in sampling one."""
     here = Endpoint()
     assert shared_policy(here) is shared_policy(Endpoint(sampling=SamplingParams(temperature=0.1)))
     assert shared_policy(here) is not shared_policy(Endpoint(api_key="k"))
@@ -492,15 +492,15 @@ def use_shared(client: Client, runner: Any) -> SGLangPolicy:
 
 
 @pytest.mark.parametrize("runner", [lambda use: asyncio.run(use()), anyio.run], ids=["asyncio", "anyio"])
-def test_a_pool_that_nobody_closes_is_closed_with_its_loop(client: Client, runner: Any) -> None:
-    """Without a warning (which would be an error here), and the next loop has its own."""
+def test_an_unclosed_pool_is_closed_with_its_loop(client: Client, runner: Any) -> None:
+    """Without a warning, which would be an error; the next loop has its own pool."""
     first, second = use_shared(client, runner), use_shared(client, runner)
     assert first is not second
     assert "closed" in repr(first._transport)
 
 
-def test_a_policy_can_be_used_in_one_loop_after_the_other(client: Client) -> None:
-    """Its pool goes with the loop; counts stay."""
+def test_a_policy_can_be_used_in_consecutive_loops(client: Client) -> None:
+    """Its pool is closed with each loop; its counters continue."""
 
     async def use() -> Completion:
         async with StubServer() as server:
@@ -513,11 +513,11 @@ def test_a_policy_can_be_used_in_one_loop_after_the_other(client: Client) -> Non
     assert policy.totals.completions == 2
 
 
-# -- what it tells ----------------------------------------------------------------------------------------------------
+# -- repr and secrets ------------------------------------------------------------------------------------------------
 
 
 async def test_the_repr_is_the_state(client: Client) -> None:
-    """Where, how much is in flight, and what was done so far."""
+    """URLs, requests in flight and counters."""
     async with StubServer(faults=["error_503"]) as server, client.policy(server.url) as policy:
         await client.complete(policy)
         assert repr(policy) == (
@@ -526,28 +526,28 @@ async def test_the_repr_is_the_state(client: Client) -> None:
         )
 
 
-async def test_the_key_is_told_to_nobody(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """Not in the repr, not in errors and their causes, not in logs; not even where a server echoes it."""
+async def test_the_key_is_never_shown(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Not in the repr, not in errors and their causes, not in logs; not even if a server echoes it."""
     caplog.set_level(logging.DEBUG)
-    told: list[BaseException | None] = []
+    errors: list[BaseException | None] = []
     echo = b'{"error":"bad key hunter2"}'
     for fault in (Answer(401, echo), Answer(503, echo), Answer(500, echo), "reset", "not_http"):
         async with StubServer(faults=[fault], workers=[]) as server:
             async with client.policy(server.url, max_retries=0, api_key="hunter2") as policy:
                 with pytest.raises((EndpointRefused, EndpointUnavailable)) as raised:
                     await client.complete(policy)
-                told.append(raised.value)
+                errors.append(raised.value)
                 assert "hunter2" not in repr(policy) + repr(policy.endpoint)
-    while told:
-        error = told.pop()
+    while errors:
+        error = errors.pop()
         if error is not None:
-            told += [error.__cause__, error.__context__ if not error.__suppress_context__ else None]
+            errors += [error.__cause__, error.__context__ if not error.__suppress_context__ else None]
             assert "hunter2" not in repr(error) + str(error) + repr(error.args)
     assert "hunter2" not in caplog.text
 
 
-def test_a_key_that_cannot_be_a_header_is_a_mistake(client: Client) -> None:
-    """Said at once, and without printing it."""
+def test_a_key_that_is_no_valid_header_is_a_config_error(client: Client) -> None:
+    """Raised at once, without the key in the message."""
     with pytest.raises(ConfigError, match="api_key") as raised:
         client.policy("http://x", api_key="hunter2\r\nX: y")
     assert "hunter2" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Kept encodings: exact under any history, and bounded."""
+"""Cache of encoded ids: exact for any history, and bounded."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from rollouts.inference.token_json import EncodedIds, SequenceCache
 ID = st.integers(0, 2**31 - 1)
 
 
-def from_scratch(ids: list[int]) -> tuple[bytes, int, int]:
+def expected(ids: list[int]) -> tuple[bytes, int, int]:
     return msgspec.json.encode(ids)[1:-1], len(ids), zlib.crc32(np.asarray(ids, "<i4").tobytes())
 
 
-def told(ids: EncodedIds) -> tuple[bytes, int, int]:
+def as_tuple(ids: EncodedIds) -> tuple[bytes, int, int]:
     return ids.text, ids.count, ids.digest
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 9), st.lists(ID, max_size=5)), max_size=12))
-def test_what_is_encoded_is_what_was_asked_for(steps: list[tuple[str, int, list[int]]]) -> None:
-    """Whether a sequence grew, shrank, forked or was never seen before."""
+def test_the_text_is_that_of_the_ids(steps: list[tuple[str, int, list[int]]]) -> None:
+    """If a sequence grew, shrank, forked or is new."""
     cache = SequenceCache(max_bytes=200)
     ids: list[int] = [0]
-    for session, kept, new in steps:
-        ids = [*ids[:kept], *new] or [1]
-        assert told(cache.encode(np.asarray(ids, np.int32), session)) == from_scratch(ids)
+    for session, common, new in steps:
+        ids = [*ids[:common], *new] or [1]
+        assert as_tuple(cache.encode(np.asarray(ids, np.int32), session)) == expected(ids)
 
 
 def test_only_new_ids_are_encoded() -> None:
-    """A session's second call costs what it has grown by; a repeated one costs nothing."""
+    """A repeated call encodes nothing."""
     cache = SequenceCache()
     for length in (10, 30, 30):
         cache.encode(np.arange(length), "a")
     assert cache.encoded == 30
 
 
-def test_a_buffer_that_changes_later_changes_nothing_here() -> None:
-    """What is kept is not the buffer: a caller may write over what it passed."""
+def test_the_cache_does_not_share_a_buffer_with_the_caller() -> None:
+    """A caller may overwrite the array that it passed."""
     cache, column = SequenceCache(), np.arange(4, dtype=np.int32)
     first = cache.encode(column, "a")
     column[0] = 9
-    assert told(cache.encode(column, "a")) == from_scratch([9, 1, 2, 3])
-    assert told(first) == from_scratch([0, 1, 2, 3])
+    assert as_tuple(cache.encode(column, "a")) == expected([9, 1, 2, 3])
+    assert as_tuple(first) == expected([0, 1, 2, 3])
 
 
-def test_what_grows_in_place_is_right_wherever_it_is_viewed_from() -> None:
-    """Read-only views of one memory: longer, shorter, from another place; of another memory, of another session."""
+def test_read_only_views_are_encoded_exactly() -> None:
+    """Views of one array: longer, shorter, at another offset; of another array; of another session."""
     cache = SequenceCache()
     memory, other = np.arange(100, dtype=np.int32), np.arange(50, 150, dtype=np.int32)
 
-    def said(column: np.ndarray, session: str = "s") -> str:
+    def text(column: np.ndarray, session: str = "s") -> str:
         column.flags.writeable = False
         return cache.encode(column, session).text.decode()
 
     for column in (memory[:10], memory[:30], memory[5:40], memory[:20], memory[:60:2], other[:40], memory[:40]):
-        assert said(column) == ",".join(map(str, column.tolist()))
-    assert said(memory[:50], "t") == ",".join(map(str, range(50)))
+        assert text(column) == ",".join(map(str, column.tolist()))
+    assert text(memory[:50], "t") == ",".join(map(str, range(50)))
     encoded = cache.encoded
-    assert said(memory[:60]) == ",".join(map(str, range(60)))
+    assert text(memory[:60]) == ",".join(map(str, range(60)))
     assert cache.encoded - encoded == 20
-    assert said(memory[60:70]) == ",".join(map(str, range(60, 70)))
-    assert said(memory[60:90]) == ",".join(map(str, range(60, 90)))
+    assert text(memory[60:70]) == ",".join(map(str, range(60, 70)))
+    assert text(memory[60:90]) == ",".join(map(str, range(60, 90)))
     assert cache.encoded - encoded == 20 + 10 + 20
 
 
 def test_memory_is_bounded_by_size() -> None:
-    """The least recently used session goes first."""
+    """The least recently used session is evicted first."""
     cache = SequenceCache(max_bytes=2 * 5)
     for session in ("a", "b", "a", "c"):
         cache.encode([1, 2, 3], session)
@@ -84,15 +84,15 @@ def test_memory_is_bounded_by_size() -> None:
 
 
 def test_memory_is_bounded_by_age() -> None:
-    """What nobody has used for long is forgotten as soon as anything else is kept."""
+    """Idle sessions are evicted as soon as another one is stored."""
     cache = SequenceCache(max_idle_seconds=0.0)
     for session in "abc":
         cache.encode([1], session)
     assert len(cache) == 1
 
 
-def test_calls_without_a_session_leave_nothing() -> None:
-    """There is nothing that would extend them."""
+def test_calls_without_a_session_are_not_cached() -> None:
+    """No later call can extend them."""
     cache = SequenceCache()
     cache.encode([1, 2])
     assert len(cache) == 0
@@ -100,7 +100,7 @@ def test_calls_without_a_session_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [[1]], [0.5], ["1"], [True], [2**70]])
-def test_what_is_no_sequence_of_ids_is_a_mistake(tokens: Any) -> None:
+def test_invalid_tokens_are_a_config_error(tokens: Any) -> None:
     """No ids, too many dimensions, or no integers."""
     with pytest.raises(ConfigError, match="tokens"):
         SequenceCache().encode(tokens)
@@ -115,37 +115,37 @@ def test_an_id_is_checked_where_it_is_new() -> None:
 
 
 def test_without_a_vocabulary_an_id_still_fits_the_column() -> None:
-    """31 bits, never a silent wrap to another id."""
+    """Below 2**31, so that int32 does not wrap to another id."""
     with pytest.raises(ConfigError, match=rf"tokens\[0\]: got id {2**31}; expected 0 <= id < {2**31}"):
         SequenceCache().encode([2**31])
 
 
-def test_a_vocabulary_has_a_size() -> None:
-    """Zero is no size, and no way to say that it is not known."""
+def test_a_vocabulary_size_is_positive() -> None:
+    """0 is invalid; an unknown size is ``None``."""
     with pytest.raises(ConfigError, match="vocab_size"):
         SequenceCache(0)
 
 
-def test_a_text_is_in_memory_once() -> None:
-    """While its request is on its way, what is kept is a part of the request; what is encoded next is right."""
+def test_a_text_is_in_memory_only_once() -> None:
+    """While a request is in flight, the cached text is a view of its body; the next call extends it."""
     cache = SequenceCache()
     first = cache.encode(np.array([1, 22, 333], np.int32), "a")
     body = b'{"ids":[1,22,333],"more":1}'
     first.move_into(body, body.index(b"1,22"))
-    assert told(first) == from_scratch([1, 22, 333])
+    assert as_tuple(first) == expected([1, 22, 333])
     assert [piece.obj for piece in first.pieces if isinstance(piece, memoryview)] == [body]
-    assert cache._kept["a"].ids is first
+    assert cache._entries["a"].ids is first
     grown = cache.encode(np.array([1, 22, 333, 4], np.int32), "a")
-    assert told(grown) == from_scratch([1, 22, 333, 4])
+    assert as_tuple(grown) == expected([1, 22, 333, 4])
     assert grown.pieces[0] is first.pieces[0]
     assert cache.encoded == 4
 
 
-def test_a_body_of_another_time_is_not_kept() -> None:
-    """A session that has grown meanwhile keeps what it has."""
+def test_the_body_of_an_earlier_call_is_not_cached() -> None:
+    """If its session has grown in the meantime."""
     cache = SequenceCache()
     first = cache.encode(np.array([1], np.int32), "a")
     cache.encode(np.array([1, 2], np.int32), "a")
     first.move_into(b"[1]", 1)
-    assert told(first) == from_scratch([1])
-    assert told(cache.encode(np.array([1, 2, 3], np.int32), "a")) == from_scratch([1, 2, 3])
+    assert as_tuple(first) == expected([1])
+    assert as_tuple(cache.encode(np.array([1, 2, 3], np.int32), "a")) == expected([1, 2, 3])

@@ -1,4 +1,4 @@
-"""New weights for a running server, against the embedded engine."""
+"""Weight updates of running servers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def endpoint_at(url: str) -> Endpoint:
     return Endpoint(base_url=url, sampling=SamplingParams(max_new_tokens=400))
 
 
-async def longest(policy: SGLangPolicy) -> Completion:
-    """A reply that does not stop by itself."""
+async def long_reply(policy: SGLangPolicy) -> Completion:
+    """Sample a long reply."""
     return await policy.complete(PROMPT, SamplingParams(max_new_tokens=900, temperature=3.0), session="one")
 
 
 async def test_later_tokens_carry_the_new_version() -> None:
-    """And the server says that it serves it."""
+    """And the server reports it."""
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         await update_weights(endpoint_at(url), DEMO_MODEL, "7")
         assert (await policy.describe()).weight_version == "7"
@@ -44,10 +44,10 @@ async def test_later_tokens_carry_the_new_version() -> None:
 
 @pytest.mark.parametrize("while_running", ["retract", "in_place", "wait", "abort"])
 async def test_no_server_is_left_paused(while_running: WhileRunning) -> None:
-    """Whatever becomes of requests that run, the next one is answered."""
+    """In every mode the next request is answered."""
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(longest, policy)
+            tasks.start_soon(long_reply, policy)
             await anyio.lowlevel.checkpoint()
             await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running=while_running)
         completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
@@ -55,7 +55,7 @@ async def test_no_server_is_left_paused(while_running: WhileRunning) -> None:
 
 
 async def test_weights_that_do_not_load_are_refused(tmp_path: Path) -> None:
-    """The server goes on with the old ones, and is not left paused."""
+    """The server continues with the old ones and is not left paused."""
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         with pytest.raises(EndpointRefused, match="update_weights_from_disk"):
             await update_weights(endpoint_at(url), tmp_path, "1", while_running="retract")
@@ -64,12 +64,12 @@ async def test_weights_that_do_not_load_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
-    """Said with its URL."""
+    """The message contains its URL."""
     with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1"):
         await update_weights(Endpoint(base_url="http://127.0.0.1:9"), DEMO_MODEL, "1")
 
 
-async def test_an_unknown_way_is_refused() -> None:
+async def test_an_unknown_while_running_is_refused() -> None:
     """Before anything is sent."""
     with pytest.raises(ConfigError, match="while_running"):
         await update_weights(Endpoint(), DEMO_MODEL, "1", while_running="hope")  # type: ignore[arg-type]
@@ -88,21 +88,21 @@ class Busy:
     """The control routes of a server on which requests always run: a flush needs a pause that retracts them."""
 
     update: Any = attrs.field(factory=lambda: {"success": True, "message": "Succeeded to update model weights."})
-    """What an update is answered with."""
-    names: bool = True
-    """Whether it says which version it serves."""
+    """Response to an update."""
+    reports_version: bool = True
+    """Whether it takes and reports the version of an update."""
     flushes: bool = True
     """Whether a flush succeeds under such a pause."""
     continues: list[Any] = attrs.field(factory=list)
-    """What ``/continue_generation`` answers first, without doing it."""
+    """First responses of ``/continue_generation``, without a continue."""
     mode: str | None = None
     version: str = "0"
     flushed: bool = False
     calls: list[str] = attrs.field(factory=list)
 
-    def __call__(self, asked: Asked) -> Any:
-        self.calls.append(asked.path.removeprefix("/"))
-        return getattr(self, self.calls[-1])(asked.body)
+    def __call__(self, request: Asked) -> Any:
+        self.calls.append(request.path.removeprefix("/"))
+        return getattr(self, self.calls[-1])(request.body)
 
     def pause_generation(self, body: Any) -> Any:
         self.mode = body["mode"]
@@ -115,7 +115,7 @@ class Busy:
         return {"status": "ok"}
 
     def update_weights_from_disk(self, body: Any) -> Any:
-        if self.names and isinstance(self.update, dict) and self.update["success"]:
+        if self.reports_version and isinstance(self.update, dict) and self.update["success"]:
             self.version = body["weight_version"]
         return self.update
 
@@ -133,17 +133,17 @@ class Busy:
 
 
 async def cached(policy: SGLangPolicy) -> int:
-    """How many tokens of a conversation's first prompt the server has computed before."""
+    """Return the number of cached prompt tokens of a new conversation."""
     return (await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))).cached_tokens
 
 
-async def test_by_default_what_runs_is_read_again_under_the_new_weights() -> None:
-    """One reply of both versions, no wait for its end, and no prefix of the old weights."""
+async def test_by_default_running_requests_are_prefilled_again_under_the_new_weights() -> None:
+    """One reply has both versions, and the update does not wait for its end."""
     async with running_server(DEMO_MODEL, unflushed_updates=True) as url, SGLangPolicy(endpoint_at(url)) as policy:
         replies: list[Completion] = []
 
         async def reply() -> None:
-            replies.append(await longest(policy))
+            replies.append(await long_reply(policy))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reply)
@@ -153,11 +153,11 @@ async def test_by_default_what_runs_is_read_again_under_the_new_weights() -> Non
         assert [span.version for span in replies[0].versions] == ["default", "1"]
 
 
-async def test_weights_that_are_new_with_a_cache_that_is_old_are_flushed() -> None:
-    """SGLang's 400 "Weights were updated, but the cache was not flushed" is no refusal: what it lacks is done."""
+async def test_an_unflushed_cache_is_flushed_after_the_update() -> None:
+    """SGLang's 400 "Weights were updated, but the cache was not flushed" is not a refusal."""
     async with running_server(DEMO_MODEL, unflushed_updates=True) as url, SGLangPolicy(endpoint_at(url)) as policy:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(longest, policy)
+            tasks.start_soon(long_reply, policy)
             await sampling(policy, url)
             await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running="wait")
         assert (await policy.describe()).weight_version == "1"
@@ -174,34 +174,34 @@ async def sampling(policy: SGLangPolicy, url: str) -> None:
 
 
 @pytest.mark.parametrize("while_running", ["retract", "wait", "abort"])
-@pytest.mark.parametrize("says", ["flushed", "not flushed"])
-async def test_the_cache_is_flushed_whatever_the_server_says(while_running: WhileRunning, says: str) -> None:
-    """Under a pause, and checked: servers of before 0.5.22 say nothing of a flush that failed."""
-    server = Busy() if says == "flushed" else Busy((400, {"success": False, "message": UNFLUSHED}))
+@pytest.mark.parametrize("reported", ["flushed", "not flushed"])
+async def test_the_cache_is_flushed_whatever_the_server_reports(while_running: WhileRunning, reported: str) -> None:
+    """In a pause, and checked: servers before 0.5.22 do not report a failed flush."""
+    server = Busy() if reported == "flushed" else Busy((400, {"success": False, "message": UNFLUSHED}))
     async with JsonServer(server) as listening:
         await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running=while_running)
     assert (server.flushed, server.version, server.mode) == (True, "1", None)
     assert server.calls.index("flush_cache") > server.calls.index("update_weights_from_disk")
-    if while_running == "retract":  # nothing may begin between the new weights and the flush
+    if while_running == "retract":  # no request may start between the new weights and the flush
         assert "continue_generation" not in server.calls[: server.calls.index("flush_cache")]
 
 
-async def test_a_cache_that_cannot_be_flushed_is_said_as_what_it_is() -> None:
-    """The weights are new, the cache is old, what to do; and the server is not paused."""
+async def test_a_cache_that_cannot_be_flushed_is_an_error() -> None:
+    """The message: the weights are new, the cache is old, and the fix. The server is not paused."""
     server = Busy((400, {"success": False, "message": UNFLUSHED}), flushes=False)
     async with JsonServer(server) as listening:
         with pytest.raises(EndpointUnavailable) as caught:
             await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="wait", seconds=0.5)
     text = str(caught.value)
     assert f"{listening.url} has the weights '1'" in text
-    assert "its prefix cache holds K/V of the old weights" in text
+    assert "its prefix cache contains K/V of the old weights" in text
     assert "call update_weights again" in text
     assert "old ones" not in text
     assert server.mode is None
 
 
-async def test_a_success_that_is_none_is_refused() -> None:
-    """Status 200 with ``success: false``: the weights are the old ones, in the server's own words."""
+async def test_a_200_without_success_is_refused() -> None:
+    """The weights are the old ones; the message quotes the server."""
     server = Busy({"success": False, "message": "Failed to get weights iterator: nothing there."})
     async with JsonServer(server) as listening:
         with pytest.raises(EndpointRefused, match=r"nothing there.*keeps the weights that it had"):
@@ -210,16 +210,16 @@ async def test_a_success_that_is_none_is_refused() -> None:
     assert "flush_cache" not in server.calls
 
 
-async def test_a_server_that_names_another_version_is_an_error() -> None:
-    """What it says of itself is looked at when all is done."""
-    server = Busy(names=False)
+async def test_a_server_that_reports_another_version_is_an_error() -> None:
+    """The reported version is checked after the update."""
+    server = Busy(reports_version=False)
     async with JsonServer(server) as listening:
         with pytest.raises(EndpointRefused, match="weight_version '0'; expected '1'"):
             await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
 
 
 async def test_a_continue_that_fails_is_sent_again() -> None:
-    """An update leaves nothing paused because an answer was lost."""
+    """A lost response does not leave a server paused."""
     server = Busy(continues=[(503, b"busy"), (500, b"worse")])
     async with JsonServer(server) as listening:
         await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
@@ -227,7 +227,7 @@ async def test_a_continue_that_fails_is_sent_again() -> None:
 
 
 async def test_an_update_that_is_cancelled_leaves_nothing_paused() -> None:
-    """By the task that waits for it, while the server loads."""
+    """Cancelled while the server loads."""
     server = Busy(update=None)
     async with JsonServer(server) as listening:
         with anyio.move_on_after(0.5):
@@ -239,8 +239,8 @@ async def test_an_update_that_is_cancelled_leaves_nothing_paused() -> None:
 # -- several servers --------------------------------------------------------------------------------------------------
 
 
-async def test_a_half_updated_fleet_is_named() -> None:
-    """Which servers have the new version and which the old: one that refuses does not keep the next from its own."""
+async def test_a_partial_update_lists_the_servers() -> None:
+    """With the weights of each; a refusal by one server does not stop the others."""
     old, new = Busy((400, {"success": False, "message": "Failed to get weights iterator: no space."})), Busy()
     async with JsonServer(old) as first, JsonServer(new) as second:
         with pytest.raises(EndpointRefused, match="1 of 2 servers have the weights '1'") as caught:
@@ -252,8 +252,8 @@ async def test_a_half_updated_fleet_is_named() -> None:
     assert (old.mode, new.mode) == (None, None)
 
 
-async def test_a_server_that_does_not_answer_holds_up_no_other() -> None:
-    """All are updated at once; of the one that is late it is not known which weights it has."""
+async def test_a_server_that_does_not_answer_delays_no_other() -> None:
+    """All are updated concurrently; the weights of the late one are reported as unknown."""
     late, new = Busy(update=None), Busy()
     async with JsonServer(late) as first, JsonServer(new) as second:
         with pytest.raises(EndpointUnavailable, match="1 of 2 servers") as caught:
@@ -266,8 +266,8 @@ async def test_a_server_that_does_not_answer_holds_up_no_other() -> None:
 # -- in place ---------------------------------------------------------------------------------------------------------
 
 
-async def test_in_place_flushes_where_nothing_runs() -> None:
-    """No request holds K/V: the next conversation reads none of the old weights."""
+async def test_in_place_flushes_an_idle_server() -> None:
+    """The next conversation reads no K/V of the old weights."""
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         await cached(policy)
         assert await cached(policy) > 0
@@ -275,10 +275,10 @@ async def test_in_place_flushes_where_nothing_runs() -> None:
         assert await cached(policy) == 0
 
 
-async def test_in_place_says_that_new_conversations_read_the_old_cache(caplog: pytest.LogCaptureFixture) -> None:
-    """Where requests run the cache stays, and a warning names the server and the version."""
+async def test_in_place_warns_that_new_conversations_read_the_old_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """The cache of a busy server is not flushed; the warning contains the server and the version."""
     server = Busy()
     async with JsonServer(server) as listening:
         await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
-    assert f"{listening.url} has the weights '1', but its prefix cache holds K/V of the old weights" in caplog.text
+    assert f"{listening.url} has the weights '1', but its prefix cache contains K/V of the old weights" in caplog.text
     assert (server.mode, server.version) == (None, "1")

@@ -1,4 +1,4 @@
-"""What an error body amounts to, in whichever shape it comes."""
+"""Errors from error bodies in every format."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"error":{"message":"so it is"}}',
-        b'{"error":"so it is"}',
-        b'{"object":"error","message":"so it is","type":"Bad Request","param":null,"code":400}',
-        b'{"error":{"message":"so it is","type":"invalid_request_error","code":400,"retryable":false}}',
-        b'{"detail":"so it is"}',
-        b"so it is",
+        b'{"error":{"message":"the message"}}',
+        b'{"error":"the message"}',
+        b'{"object":"error","message":"the message","type":"Bad Request","param":null,"code":400}',
+        b'{"error":{"message":"the message","type":"invalid_request_error","code":400,"retryable":false}}',
+        b'{"detail":"the message"}',
+        b"the message",
     ],
 )
-def test_an_error_in_any_shape_says_one_thing(body: bytes) -> None:
-    """The server has four shapes, its framework a fifth, and proxies have their own."""
-    assert message_of(body) == "so it is"
+def test_every_format_has_one_message(body: bytes) -> None:
+    """SGLang has four formats, its web framework a fifth, and proxies have their own."""
+    assert message_of(body) == "the message"
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_an_error_in_any_shape_says_one_thing(body: bytes) -> None:
         (500, EndpointUnavailable), (502, EndpointUnavailable), (503, EndpointUnavailable),
     ],
 )  # fmt: skip
-def test_a_status_says_whether_another_attempt_may_help(status: int, kind: type[EndpointError]) -> None:
-    """Overload and breakage may pass; a refusal does not."""
+def test_the_status_decides_about_retries(status: int, kind: type[EndpointError]) -> None:
+    """Overload and server errors are transient; a refusal is final."""
     assert isinstance(error_of(status, "x"), kind)
 
 
@@ -44,17 +44,17 @@ def test_a_status_says_whether_another_attempt_may_help(status: int, kind: type[
         (503, "queue", False), (429, "x", False), (400, "x", False),
     ],
 )  # fmt: skip
-def test_an_error_says_whether_something_may_still_run(status: int, message: str, may: bool) -> None:
-    """What a full queue turned away does not; behind a proxy's error, or under a rid that was sent again, it may."""
+def test_the_error_class_states_whether_a_generation_may_still_run(status: int, message: str, may: bool) -> None:
+    """Not after a full queue; possibly after a proxy error or a duplicate rid."""
     assert isinstance(error_of(status, message), MayStillRun) is may
 
 
 def test_a_long_body_is_cut() -> None:
-    """A web page is not repeated in an error; what is empty is called so."""
+    """So that an error does not contain a whole web page; an empty body is named."""
     assert len(message_of(b"<p>" * 10_000)) == 200
     assert message_of(b"") == "(empty body)"
 
 
-def test_what_is_no_json_is_none() -> None:
-    """Whatever keeps it from being read."""
+def test_invalid_json_is_none() -> None:
+    """For every cause."""
     assert [loads(body) for body in (b"", b"{", b'"\xff"', b"[" * 100_000, b"1e999")] == [None] * 5

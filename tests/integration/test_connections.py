@@ -187,7 +187,7 @@ async def test_a_stream_that_breaks_gives_what_came_before(transport: HttpClient
     async with raw_server(handle) as port:
         async with transport.open("GET", f"http://127.0.0.1:{port}/", {}) as opened:
             assert await opened.read_chunk() == b"xxxxx"
-            with pytest.raises(ConnectionLost, match="in the middle of the answer: the server closed it") as raised:
+            with pytest.raises(ConnectionLost, match="in the middle of the response: the server closed it") as raised:
                 await opened.read_chunk()
         assert not raised.value.stale
         await transport.aclose()
@@ -286,7 +286,7 @@ async def test_a_server_that_says_no_more_is_not_written_to(transport: HttpClien
         await anyio.sleep_forever()
 
     async with raw_server(handle) as port:
-        with anyio.fail_after(5), pytest.raises(ConnectionLost, match="before the answer"):
+        with anyio.fail_after(5), pytest.raises(ConnectionLost, match="before the response"):
             await transport.post(f"http://127.0.0.1:{port}/", b"x" * (1 << 25), {})
         await transport.aclose()
 

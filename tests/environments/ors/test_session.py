@@ -175,7 +175,7 @@ async def test_a_stream_that_does_not_end_after_its_result_is_left(toy: Toy, sta
 async def test_a_call_that_may_have_arrived_is_not_sent_again(toy: Toy, started: ORSEnvironment) -> None:
     """Nobody knows whether it ran, and that is an error."""
     toy.answers = [reset, DONE]
-    with pytest.raises(ORSError, match=r"tool 't': .* connection broke before the answer"):
+    with pytest.raises(ORSError, match=r"tool 't': .* connection broke before the response"):
         await started.step(CALL)
     assert len(toy.bodies) == 1
 
