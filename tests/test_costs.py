@@ -146,7 +146,7 @@ async def test_a_finished_sample_is_few_objects(renderer: Renderer, tmp_path: Pa
     """At most eight that the garbage collector has to walk, although it has messages, calls and versions."""
     played = await play(renderer, tmp_path)
     one, other = (next(s for s in played.samples if s.group_index == group) for group in (0, 1))
-    assert len(one.read("messages")) == len(other.read("messages")) == 2 * TURNS
+    assert len(one.read_record("messages")) == len(other.read_record("messages")) == 2 * TURNS
     own = reached(one).keys() - reached(other).keys()
     tracked = [type(found).__name__ for number, found in reached(one).items() if number in own and gc.is_tracked(found)]
     assert 0 < len(tracked) <= 8, tracked
