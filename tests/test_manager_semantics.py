@@ -145,7 +145,7 @@ def check_batch(samples: Sequence[Sample], config: RolloutConfig, texts: dict[in
 
 
 class Odd:
-    """What torch gives for a comparison: neither a bool nor a NumPy one, with ``item()``."""
+    """Like the result of a torch comparison: neither a bool nor a NumPy bool, with ``item()``."""
 
     def __init__(self, value: bool) -> None:
         self.value = value
@@ -166,7 +166,7 @@ def _raise(error: BaseException) -> Any:
 
 
 def exceptions_of_guests() -> list[BaseException]:
-    """What users' functions have been seen to raise. All of it is the rollout's end, none of it the run's."""
+    """Exceptions of users' functions. Each fails its rollout, and none fails the run."""
     return [
         ValueError("bad value"),
         KeyError("answer"),
@@ -178,11 +178,11 @@ def exceptions_of_guests() -> list[BaseException]:
         RecursionError("deep"),
         SystemExit(3),
         StopAsyncIteration(),
-        EndpointUnavailable("nobody there"),
+        EndpointUnavailable("no server"),
         NoWords(),
         ExceptionGroup("several", [ValueError("one"), ExceptionGroup("more", [OSError("two")])]),
         BaseExceptionGroup("a child left", [SystemExit(1), ValueError("one")]),
-        asyncio.CancelledError("an inner task was cancelled by somebody else"),
+        asyncio.CancelledError("an inner task was cancelled from outside"),
     ]
 
 
@@ -191,7 +191,7 @@ BROKEN_RETURNS: dict[str, Callable[[Prompt], Any]] = {
     "an empty list": lambda request: [],
     "a sample without its list": lambda request: sample_for(request),
     "a list with None": lambda request: [None],
-    "a sample beside a string": lambda request: [sample_for(request), "oops"],
+    "a sample and a string": lambda request: [sample_for(request), "oops"],
     "a dict": lambda request: {"samples": [sample_for(request)]},
     "a string": lambda request: "the answer is 8",
     "a generator": lambda request: (sample_for(request) for _ in range(1)),
@@ -243,7 +243,7 @@ class Scene:
 
 
 class World:
-    """The user's functions of one scene. What each rollout and group comes to is fixed by the seed alone."""
+    """The user's functions of one scene. The seed alone determines the outcome of each rollout and group."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -341,7 +341,7 @@ class World:
         rng = self.rng("reward", sample.index)
         if self.fate_of_rollout(sample.index) == "unscored":
             errors = exceptions_of_guests()
-            errors = errors[:-1]  # a thread cannot be told from outside that it was cancelled
+            errors = errors[:-1]  # a thread is not notified of its cancellation
             return rng.choice(BROKEN_REWARDS) if rng.random() < 0.7 else _raise(rng.choice(errors))
         return rng.choice([0, 1, True, 0.25, np.float32(0.5)])
 
@@ -424,7 +424,7 @@ class World:
             assert group.outcome == self.fate_of_group(group.group_index), group
             assert [s.index for s in group.samples] == sorted(s.index for s in group.samples if s.index is not None)
         assert [group for group, _ in Counter(places).items()] == list(dict.fromkeys(places))
-        assert not waits(), "nobody waits for anything"
+        assert not waits(), "there are no waits left"
 
 
 OUTCOMES = ("kept", "dropped", "failed")
@@ -513,7 +513,7 @@ many = settings(max_examples=240, deadline=None, suppress_health_check=list(Heal
 
 
 def manager_of(generate_fn: Any, prompts: int | DataBuffer = 50, **options: Any) -> AsyncRolloutManager:
-    """A manager with small sizes; everything can be said otherwise."""
+    """A manager with small sizes by default."""
     on_group = options.pop("on_group", None)
     buffer = prompts if isinstance(prompts, DataBuffer) else DataBuffer(questions(prompts))
     sizes = {"batch_size": 3, "n_samples_per_prompt": 2, "over_sampling_factor": 2, "patience": 20}
@@ -708,21 +708,20 @@ async def test_the_run_can_print_its_sum() -> None:
     assert numbers[0] == sum(numbers[1:])
 
 
-async def test_every_settled_group_is_told_once() -> None:
-    """3.2 ``on_group`` hears of each kept, dropped and failed group, once, with all that is known of it."""
-    told: list[Group] = []
+async def test_every_settled_group_is_reported_once() -> None:
+    """3.2 ``on_group`` is called once with each kept, dropped and failed group and all its samples."""
     scene = attrs.evolve(PLAIN, trouble=0.2, rejects=0.2, batches=4)
     world, _, batches = await play(scene)
-    told = world.settled
-    assert len({group.group_index for group in told}) == len(told)
-    assert {group.outcome for group in told} == set(OUTCOMES)
-    for group in told:
+    settled = world.settled
+    assert len({group.group_index for group in settled}) == len(settled)
+    assert {group.outcome for group in settled} == set(OUTCOMES)
+    for group in settled:
         if group.outcome == "kept":
             assert group.reason == ""
             assert group.rewards == [sample.reward for sample in group.samples]
         else:
             assert group.reason
-    assert sum(group.outcome == "kept" for group in told) >= len(batches) * scene.batch_size
+    assert sum(group.outcome == "kept" for group in settled) >= len(batches) * scene.batch_size
 
 
 async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
@@ -735,7 +734,7 @@ async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
 
 
 async def test_causes_are_counted_anew_after_they_were_reported() -> None:
-    """3.4 A run that goes on after a report is not told about old failures as if they were new."""
+    """3.4 A run that continues after an error does not report old failures as new."""
     broken = True
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -775,9 +774,9 @@ def of_name(error: BaseException) -> str:
 
 
 async def run_with_bad_group_zero(**options: Any) -> tuple[AsyncRolloutManager, Group]:
-    """Two batches beside a group 0 that goes wrong; gives the manager and the record of group 0."""
-    told: list[Group] = []
-    manager = manager_of(**{"generate_fn": answer_at_once, "on_group": told.append, **options})
+    """Generate two batches while group 0 fails; return the manager and the record of group 0."""
+    settled: list[Group] = []
+    manager = manager_of(**{"generate_fn": answer_at_once, "on_group": settled.append, **options})
     async with manager:
         batches = [await manager.generate_batch(), await manager.generate_batch()]
         with anyio.fail_after(20):
@@ -787,7 +786,7 @@ async def run_with_bad_group_zero(**options: Any) -> tuple[AsyncRolloutManager, 
         check_batch(batch, manager.config, {number: f"question {number}" for number in range(50)})
         assert 0 not in {sample.group_index for sample in batch}
     assert manager.accounting.failed == 1
-    (failed,) = failed_groups(told)
+    (failed,) = failed_groups(settled)
     assert failed.group_index == 0
     return manager, failed
 
@@ -894,7 +893,7 @@ async def test_a_rollout_is_tried_again_before_it_is_lost() -> None:
 
 
 async def test_the_siblings_of_a_lost_rollout_stop() -> None:
-    """4.9 Its group cannot be whole any more, so nobody waits for them."""
+    """4.9 Its group cannot become complete, so its siblings are cancelled."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
@@ -916,7 +915,7 @@ async def test_a_failure_can_stop_the_run() -> None:
 
 
 async def test_one_failure_does_not_poison_the_next_call() -> None:
-    """4.11 After a batch that ended in an error the manager is as good as new (slime's next call fails as well)."""
+    """4.11 After a batch that ended in an error the manager works as before (slime's next call fails as well)."""
     angry = True
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -934,7 +933,7 @@ async def test_one_failure_does_not_poison_the_next_call() -> None:
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
 async def test_a_reward_may_give_a_sample_up(status: Status) -> None:
-    """4.12 A status that the judge sets counts as one that the rollout ended with."""
+    """4.12 A status that the reward function sets counts as the status of the rollout."""
 
     def reward(sample: Sample) -> float:
         if sample.group_index == 0:
@@ -983,7 +982,7 @@ async def test_an_edit_of_the_mask_survives() -> None:
     ],
 )
 async def test_records_of_another_kind_are_refused_with_their_rollout(field: dict[str, Any]) -> None:
-    """4.15 What would break the metrics of a batch, or its file, is found in the rollout that brought it."""
+    """4.15 A value that would break the metrics of a batch, or its file, fails its own rollout."""
 
     def bad(request: Prompt) -> list[Sample]:
         sample = sample_for(request, reward=1.0)
@@ -1001,7 +1000,7 @@ async def test_records_of_another_kind_are_refused_with_their_rollout(field: dic
     "error",
     [
         TokenMismatchError("ids differ"),
-        ExceptionGroup("in a task group", [ValueError("beside it"), TokenMismatchError("ids differ")]),
+        ExceptionGroup("in a task group", [ValueError("in a sibling"), TokenMismatchError("ids differ")]),
     ],
     ids=of_name,
 )
@@ -1024,7 +1023,7 @@ async def test_a_broken_law_stops_the_run(error: Exception) -> None:
 
 
 async def test_a_config_error_stops_the_run() -> None:
-    """5.2 What the user must correct is said at once and not tried again."""
+    """5.2 An error that the user must correct is raised at once and not retried."""
     manager = manager_of(only_bad_in_group_zero(lambda request: _raise(ConfigError.of("tokenizer", None, "one"))))
     with pytest.raises(ConfigError, match="tokenizer: got None; expected one"):
         await manager.generate_batch()
@@ -1034,7 +1033,7 @@ async def test_a_config_error_stops_the_run() -> None:
 async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
     """5.3 When ``on_group`` raises, the run stops; the group is played again without generating anything twice."""
     calls: Counter[int | None] = Counter()
-    told: list[int] = []
+    reported: list[int] = []
     full = True
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1044,7 +1043,7 @@ async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
     def record(group: Group) -> None:
         if full and group.group_index == 1:
             raise OSError(28, "no space left on device")
-        told.append(group.group_index)
+        reported.append(group.group_index)
 
     manager = manager_of(generate, on_group=record, over_sampling_factor=1)
     with pytest.raises(Exception, match="recording with record raised OSError"):
@@ -1052,7 +1051,7 @@ async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
     full = False
     batch = await manager.generate_batch()
     assert {sample.group_index for sample in batch} == {0, 1, 2}
-    assert sorted(told) == [0, 1, 2]
+    assert sorted(reported) == [0, 1, 2]
     assert calls[2] == calls[3] == 1
     assert not failed_groups(manager.ready_groups)
 
@@ -1112,7 +1111,7 @@ async def test_a_hung_filter_is_cut() -> None:
 
 
 async def test_an_answer_after_the_deadline_is_late() -> None:
-    """6.4 A judge that swallows its deadline and says 0.0 has not judged (the source of silent wrong labels)."""
+    """6.4 A reward function that swallows its deadline and returns 0.0 fails (a source of silent wrong labels)."""
 
     async def reward(sample: Sample) -> float:
         try:
@@ -1127,7 +1126,7 @@ async def test_an_answer_after_the_deadline_is_late() -> None:
 
 
 async def test_the_run_can_say_what_it_waits_for() -> None:
-    """6.5 Who, for what, since when, until when, in which line."""
+    """6.5 A wait is reported with its group, its operation, its start, its deadline and its source line."""
     manager = manager_of(hang_in_group_zero, batch_size=1, over_sampling_factor=3, n_samples_per_prompt=1)
     async with manager:
         await manager.generate_batch()
@@ -1139,7 +1138,7 @@ async def test_the_run_can_say_what_it_waits_for() -> None:
 
 
 async def test_a_queue_for_threads_is_not_the_judges_time() -> None:
-    """6.6 A deadline measures the function, not how long it stood in line for a worker thread."""
+    """6.6 A deadline covers the function, not the wait for a worker thread."""
     anyio.to_thread.current_default_thread_limiter().total_tokens = 1
     turn = threading.Event()
 
@@ -1214,7 +1213,7 @@ async def test_what_is_finished_survives_a_cancellation() -> None:
 
 
 async def test_a_cancelled_wait_in_the_context_cancels_no_rollout() -> None:
-    """7.2 Inside ``async with`` the rollouts outlive a batch that nobody waits for any more."""
+    """7.2 Inside ``async with`` the rollouts outlive a cancelled batch."""
     calls: Counter[int | None] = Counter()
     go = anyio.Event()
 
@@ -1287,7 +1286,7 @@ async def test_a_manager_closes_over_a_rollout_that_swallows_every_cancellation(
 
 
 async def test_a_swallowed_cancellation_is_no_reward() -> None:
-    """7.5 A judge that answers 0.0 because the manager closed has not judged; the rollout is scored again."""
+    """7.5 A reward of 0.0 that is returned because the manager closed is void; the rollout is scored again."""
     closing = True
 
     async def reward(sample: Sample) -> float:
@@ -1327,7 +1326,7 @@ async def test_an_error_of_the_body_comes_out_as_it_is() -> None:
 
 
 async def test_an_open_manager_is_not_opened_again() -> None:
-    """7.8 And stays usable when somebody tries."""
+    """7.8 The attempt raises, and the manager stays usable."""
     async with manager_of(answer_at_once) as manager:
         with pytest.raises(RuntimeError, match="open already"):
             await manager.__aenter__()
@@ -1354,20 +1353,20 @@ def _texts(count: int) -> dict[int, str]:
 
 
 async def test_closing_under_a_waiting_batch_is_said() -> None:
-    """7.10 Whoever waits for a batch of a manager that another task closes is told so, and does not wait for ever."""
+    """7.10 A task that waits for a batch gets an error when another task closes the manager."""
     manager = manager_of(never)
-    told: list[str] = []
+    errors: list[str] = []
 
     async def fill() -> None:
         try:
             await manager.generate_batch()
         except RuntimeError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     async with anyio.create_task_group() as tasks, manager:
         tasks.start_soon(fill)
         await points(5)
-    assert told == ["the manager was closed while this batch was being filled"]
+    assert errors == ["the manager was closed while this batch was being filled"]
     assert manager.accounting.in_flight == 0
 
 
@@ -1488,7 +1487,7 @@ async def test_lengths_do_not_decide_what_is_trained() -> None:
 
 
 async def test_without_the_context_a_long_group_is_handed_back_once() -> None:
-    """9.3 The call after the one that handed it back waits for it: whatever its length, it is in a batch by then."""
+    """9.3 The next call waits for a returned group, whatever its length."""
     begun: Counter[int] = Counter()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1520,7 +1519,7 @@ async def test_both_orders_of_arguments() -> None:
 
 @pytest.mark.parametrize("second", [None, ["a"], "data.jsonl"])
 def test_other_arguments_are_refused_by_name(second: Any) -> None:
-    """10.2 Neither order helps a thing that is no buffer, or no config."""
+    """10.2 An argument that is neither a buffer nor a config is refused."""
     with pytest.raises(ConfigError, match=r"AsyncRolloutManager.data_buffer: got .*; expected a DataBuffer"):
         AsyncRolloutManager(RolloutConfig(batch_size=2, generate_fn=answer_at_once), second)
     with pytest.raises(ConfigError, match=r"AsyncRolloutManager.config: got .*; expected a RolloutConfig"):
@@ -1587,5 +1586,5 @@ def test_every_law_holds_in_any_interleaving(scene: Scene) -> None:
 @settings(parent=many, max_examples=60)
 @given(scene=scenes(threads=True))
 def test_every_law_holds_with_functions_in_threads(scene: Scene) -> None:
-    """11.2 The same with plain functions, which run beside the loop."""
+    """11.2 The same with sync functions, which run in threads."""
     anyio.run(play, scene)

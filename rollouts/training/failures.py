@@ -118,7 +118,7 @@ class FailureStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Lost attempts by cause since the start of the run; mean lengths of lost and sound ones since the last call."""
+        """Lost attempts by cause, since the run began; mean lengths of lost and sound ones, since the last call."""
         numbers: dict[str, float] = {f"lost/{cause}": count for cause, count in sorted(self.lost.items())}
         if self.lost:
             numbers |= {"lost/attempts": self.lost.total(), "lost/prompts": len(self.prompts)}

@@ -1,4 +1,4 @@
-"""Samples as tensors: what stands where, and what is refused."""
+"""Samples as tensors: layout, and refused input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollouts.training.batch import collate, collate_packed, group_advantages, l
 
 
 def sample(**fields: Any) -> Sample:
-    given = {
+    defaults = {
         "tokens": [5, 6, 7],
         "loss_mask": [0, 1, 0],
         "rollout_log_probs": [0.0, -0.5, 0.0],
@@ -20,7 +20,7 @@ def sample(**fields: Any) -> Sample:
         "group_index": 4,
         "metadata": {"n": 1},
     }
-    return Sample(**{**given, **fields})
+    return Sample(**{**defaults, **fields})
 
 
 def test_rows_are_padded_at_the_right() -> None:
@@ -79,7 +79,7 @@ def test_no_samples_are_no_batch() -> None:
 
 
 def test_packed_samples_stand_one_behind_the_other() -> None:
-    """Nothing is between them; positions begin anew in each, and the boundaries say where."""
+    """There is no padding; positions restart in each sample, and the boundaries are its offsets."""
     long = sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], rollout_log_probs=[0, 0, -1, -2])
     packed = collate_packed([sample(), long])
     assert packed.tokens.tolist() == [5, 6, 7, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Scores: without bias, with intervals that hold, by task."""
+"""Scores by task: unbiased estimates and valid confidence intervals."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ def test_k_beyond_the_rollouts_is_refused(k: int) -> None:
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(tasks: int, share: float) -> None:
     """Over 600 evaluations of tasks of different hardness, 95 % intervals hold the mean 91 to 99 times of 100."""
     rng = random.Random(tasks)
-    held = 0
+    covered = 0
     for _ in range(600):
         scores = []
         for task in range(tasks):
             chance = rng.betavariate(2 * share, 2 * (1 - share))
             scores.append(score(str(task), sum(rng.random() < chance for _ in range(4))))
-        found = estimate_pass_at_k(scores, 1)
-        held += found.low <= share <= found.high
-    assert 0.91 <= held / 600 <= 0.99
+        result = estimate_pass_at_k(scores, 1)
+        covered += result.low <= share <= result.high
+    assert 0.91 <= covered / 600 <= 0.99
 
 
 def test_tasks_that_all_agree_leave_doubt() -> None:
     """Ten of ten is not certainty: the interval reaches down to that of ten trials."""
-    found = estimate_pass_at_k([score(str(task), 4) for task in range(10)], 1)
-    assert (found.value, found.high) == (1.0, pytest.approx(1.0))
-    assert found.low == pytest.approx(0.722, abs=1e-3)
+    result = estimate_pass_at_k([score(str(task), 4) for task in range(10)], 1)
+    assert (result.value, result.high) == (1.0, pytest.approx(1.0))
+    assert result.low == pytest.approx(0.722, abs=1e-3)
 
 
 def test_a_task_is_named_by_what_is_asked() -> None:
@@ -97,10 +97,10 @@ def test_a_comparison_is_paired() -> None:
     """What makes tasks hard for both runs does not widen the interval of the difference."""
     before = [score(str(task), task % 4) for task in range(40)]
     after = [score(str(task), task % 4 + 1) for task in range(40)]
-    found = compare(before, after)
-    assert (found.tasks, found.better, found.worse) == (40, 40, 0)
-    assert found.difference == pytest.approx(0.25)
-    assert found.high - found.low < 1e-9
+    result = compare(before, after)
+    assert (result.tasks, result.better, result.worse) == (40, 40, 0)
+    assert result.difference == pytest.approx(0.25)
+    assert result.high - result.low < 1e-9
     with pytest.raises(ConfigError, match="tasks in common"):
         compare(before, [score("other", 1)])
 
@@ -147,9 +147,9 @@ async def test_a_rollout_that_failed_counts_and_costs_no_sibling() -> None:
         return await echo(prompts)
 
     scores = task_scores(await run_evaluation(config(one_fails), PROMPTS, 2))
-    assert sorted(found.passed for found in scores) == [1, 2, 2, 2, 2]
-    assert [found.rollouts for found in scores] == [2] * 5
-    assert sum(found.failed for found in scores) == 1
+    assert sorted(result.passed for result in scores) == [1, 2, 2, 2, 2]
+    assert [result.rollouts for result in scores] == [2] * 5
+    assert sum(result.failed for result in scores) == 1
 
 
 async def test_an_evaluation_where_everything_fails_says_so() -> None:

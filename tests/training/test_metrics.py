@@ -54,7 +54,7 @@ def test_a_batch_in_numbers() -> None:
 
 
 def test_lengths_by_outcome_are_taken_once() -> None:
-    """Kept beside dropped beside all: the bias would show here."""
+    """Mean lengths of kept, dropped and all rollouts, which show a bias."""
     metrics = RunMetrics()
     metrics.add(Group(Prompt("a", group_index=0), (sample(2, reward=1.0), sample(4, reward=0.0)), "kept"))
     metrics.add(Group(Prompt("b", group_index=1), (sample(9, reward=1.0),), "dropped", "check_x"))

@@ -1,4 +1,4 @@
-"""The sample: lists to whoever asks for lists, packed columns inside, checked when made and when it leaves."""
+"""The sample: columns read as lists and are stored packed; checked at construction and when packed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollouts.trajectory import CompletionRecord
 
 
 def packed(**fields: Any) -> Sample:
-    """A sample as the manager hands it out."""
+    """A packed sample, as the manager returns it."""
     sound: dict[str, Any] = {
         "tokens": [7, 8, 9, 10],
         "loss_mask": [0, 1, 0, 1],
@@ -49,7 +49,7 @@ def full() -> Sample:
     )
 
 
-# -- lists to whoever asks -----------------------------------------------------------------------------------------
+# -- columns as lists ------------------------------------------------------------------------------------------------
 
 
 def test_columns_read_as_plain_lists() -> None:
@@ -89,7 +89,7 @@ def test_an_edit_in_place_survives_packing() -> None:
 
 
 def test_packed_columns_are_small() -> None:
-    """Nine bytes a token while nobody asks for lists; asking through the columns makes none."""
+    """Nine bytes a token until a list is read; the column properties create none."""
     sample = packed()
     columns = (sample.token_column, sample.mask_column, sample.logprob_column)
     assert [column.dtype for column in columns if column is not None] == [np.int32, np.bool_, np.float32]

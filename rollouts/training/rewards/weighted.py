@@ -39,11 +39,7 @@ class WeightedSum:
         return f"<WeightedSum {_describe(self.parts)}>"
 
     async def __call__(self, sample: Sample) -> float:
-        """Return the weighted sum.
-
-        Raises:
-            RewardFailure: a part failed.
-        """
+        """Return the weighted sum; raise :class:`RewardFailure` if a part failed."""
 
         async def part(function: Callable[..., Any]) -> list[float]:
             return [await reward_of(sample, function, seconds=_SECONDS)]

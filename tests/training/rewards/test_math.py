@@ -16,7 +16,7 @@ from rollouts.training.rewards import boxed_math
 pytest.importorskip("math_verify")
 
 
-def said(text: str, label: str) -> Sample:
+def sample_of(text: str, label: str) -> Sample:
     return Sample(messages=[{"role": "assistant", "content": text}], label=label)
 
 
@@ -35,7 +35,7 @@ async def test_equal_is_what_mathematics_says() -> None:
         ("\\boxed{hello, world}", "3", 0.0),
         ("\\boxed{a^{b_}^}", "3", 0.0),
     ]
-    assert [(text, label, await boxed_math(said(text, label))) for text, label, _ in golden] == golden
+    assert [(text, label, await boxed_math(sample_of(text, label))) for text, label, _ in golden] == golden
 
 
 async def test_every_reference_answer_equals_itself_in_another_spelling(asset: Callable[[str], Path]) -> None:
@@ -45,7 +45,10 @@ async def test_every_reference_answer_equals_itself_in_another_spelling(asset: C
     wrong: list[str] = []
 
     async def check(label: str) -> None:
-        if await boxed_math(said(f"so \\boxed{{{label.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}.", label)) != 1.0:
+        if (
+            await boxed_math(sample_of(f"so \\boxed{{{label.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}.", label))
+            != 1.0
+        ):
             wrong.append(label)
 
     async with anyio.create_task_group() as tasks:
@@ -57,11 +60,11 @@ async def test_every_reference_answer_equals_itself_in_another_spelling(asset: C
 async def test_what_cannot_be_decided_in_time_is_a_failure() -> None:
     """A power tower is neither right nor wrong; the next call is answered as ever."""
     with pytest.raises(RewardFailure, match=r"9\^\{9\^\{9\^9\}\}.*not decided in 5 s"):
-        await boxed_math(said("\\boxed{9^{9^{9^9}}}", "3"))
-    assert await boxed_math(said("\\boxed{3}", "3")) == 1.0
+        await boxed_math(sample_of("\\boxed{9^{9^{9^9}}}", "3"))
+    assert await boxed_math(sample_of("\\boxed{3}", "3")) == 1.0
 
 
 async def test_a_label_that_is_no_mathematics_is_a_failure() -> None:
     """Its message names the label."""
     with pytest.raises(RewardFailure, match=r"label: got '.*garbage\{'; expected mathematics"):
-        await boxed_math(said("\\boxed{1}", "\\garbage{"))
+        await boxed_math(sample_of("\\boxed{1}", "\\garbage{"))
