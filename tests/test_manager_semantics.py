@@ -2,12 +2,12 @@
 
 Each test states one law. Changing a test here is a decision about what the project promises, not a repair.
 
-Nothing here trusts the manager's own numbers: a :class:`World` plays the user's functions, draws from a seed what each
-rollout comes to, and keeps its own tally; a :class:`Till` is the data buffer with a record of what went out and came
-back. Time is a number of scheduling points wherever a deadline is not itself the subject.
+The tests do not rely on the manager's own accounting: a :class:`World` provides the user's functions, draws the outcome
+of each rollout from a seed and counts on its own; a :class:`Till` is a data buffer that records which groups go out and
+come back. Time is counted in scheduling points, except in tests of deadlines.
 
 Sections: 1 groups · 2 rewards before filters · 3 accounting · 4 bad rollouts are data · 5 broken laws are crashes ·
-6 deadlines · 7 cancellation and reuse · 8 data that runs dry · 9 nothing is dropped for being long · 10 call shapes ·
+6 deadlines · 7 cancellation and reuse · 8 exhausted data · 9 no bias to short rollouts · 10 call signatures ·
 11 random interleavings.
 """
 
@@ -58,7 +58,7 @@ from rollouts.training import (
 
 
 class Till(DataBuffer):
-    """A data buffer that writes down every group index that goes out and comes back."""
+    """A data buffer that records every group index that goes out and comes back."""
 
     def __init__(self, prompts: Iterable[Any], **options: Any) -> None:
         super().__init__(prompts, **options)
@@ -87,7 +87,7 @@ def questions(count: int) -> list[str]:
 
 
 def sample_for(request: Prompt, *, length: int = 2, **fields: Any) -> Sample:
-    """A sound sample: one prompt token that says whose it is, then ``length`` sampled ones."""
+    """A sound sample: one prompt token that identifies its rollout, then ``length`` sampled ones."""
     assert request.index is not None
     return Sample(
         prompt=request.prompt,
@@ -104,7 +104,7 @@ def sample_for(request: Prompt, *, length: int = 2, **fields: Any) -> Sample:
 
 
 async def points(count: int) -> None:
-    """Let the others run ``count`` times."""
+    """Yield to other tasks ``count`` times."""
     for _ in range(count):
         await checkpoint()
 
@@ -122,7 +122,7 @@ def rollouts_of(samples: Sequence[Sample]) -> list[int]:
 
 
 def check_batch(samples: Sequence[Sample], config: RolloutConfig, texts: dict[int, str]) -> list[int]:
-    """Law 5 for one batch; gives its group indices."""
+    """Check law 5 for one batch, and return its group indices."""
     n = config.n_samples_per_prompt
     places = [(sample.group_index, sample.index) for sample in samples]
     assert places == sorted(places), "by group index, then index"
@@ -216,7 +216,7 @@ def _cut(sample: Sample) -> Sample:
 
 @attrs.frozen
 class Scene:
-    """One random run: its sizes, its chances, and when it is interrupted."""
+    """Parameters of one random run: sizes, probabilities and interruptions."""
 
     seed: int
     batch_size: int
@@ -227,17 +227,17 @@ class Scene:
     epochs: int | None
     batches: int
     trouble: float
-    """Chance that a rollout is lost for good."""
+    """Probability that a rollout is lost for good."""
     flaky: float
     rejects: float
-    """Chance that the filter drops a group; as much again for odd answers."""
+    """Probability that the filter drops a group, and that it returns an invalid result."""
     whole: bool
     """Score the group with one call."""
     threads: bool
     """The user's reward and filter are plain functions."""
     context: bool
     cut: float
-    """Chance that a batch is cancelled on its way, or the manager closed before it."""
+    """Probability that a batch is cancelled, or the manager closed before it."""
     longest: int
     """Scheduling points of the longest rollout."""
 
@@ -293,7 +293,7 @@ class World:
     # the user's functions
 
     def look(self) -> None:
-        """Law 4 holds at every moment, so also now."""
+        """Check law 4, which holds at every moment."""
         assert self.manager is not None
         try:
             self.manager.accounting.check()
@@ -397,7 +397,7 @@ class World:
         )
 
     def verify(self, batches: Sequence[Sequence[Sample]], till: Till) -> None:
-        """Everything that must hold after a run, whatever happened in it."""
+        """Check everything that must hold after a run."""
         manager = self.manager
         assert manager is not None
         assert not self.violations, self.violations
@@ -523,7 +523,7 @@ def manager_of(generate_fn: Any, prompts: int | DataBuffer = 50, **options: Any)
 
 
 def only_bad_in_group_zero(bad: Callable[[Prompt], Any]) -> Callable[[Sequence[Prompt]], Any]:
-    """A generate function that goes wrong for group 0 only."""
+    """A generate function that fails for group 0 only."""
 
     async def generate(prompts: Sequence[Prompt]) -> Any:
         await checkpoint()
@@ -590,14 +590,14 @@ async def test_a_group_index_is_never_given_to_two_prompts(context: bool) -> Non
 
 
 async def test_order_is_that_of_the_prompts_not_of_arrival() -> None:
-    """1.4 By group index, then index, though the last started finishes first."""
+    """1.4 A batch is ordered by group index, then index, though the last started finishes first."""
     async with manager_of(slow_first, over_sampling_factor=1) as manager:
         batch = await manager.generate_batch()
     assert [(sample.group_index, sample.index) for sample in batch] == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
 
 
 async def test_a_fork_is_one_rollout_of_its_group() -> None:
-    """1.5 A rollout may give several samples; they stay together and share its rollout id."""
+    """1.5 A rollout may return several samples; they stay together and share its rollout id."""
 
     async def fork(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
@@ -617,7 +617,7 @@ async def test_a_group_of_one() -> None:
 
 
 async def test_one_sample_object_is_one_rollout() -> None:
-    """1.7 A generate function that hands out a sample it handed out before has not made a rollout."""
+    """1.7 A generate function that returns the same sample twice has failed."""
     shared: list[Sample] = []
 
     async def cached(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -672,14 +672,14 @@ async def test_a_group_without_spread_is_dropped_and_replaced() -> None:
 
 
 async def test_a_filter_written_with_torch_runs_unchanged() -> None:
-    """2.3 The answer of a filter may be a tensor's or an array's bool."""
+    """2.3 The result of a filter may be a scalar of a tensor or an array."""
     for yes in ODD_ANSWERS:
         batch = await manager_of(answer_at_once, filter_fn=lambda samples, yes=yes: yes).generate_batch()
         assert len(batch) == 6
 
 
 async def test_a_filter_never_sees_a_group_that_failed() -> None:
-    """2.4 Failed groups are failed before they are judged."""
+    """2.4 Failed groups do not reach the filter."""
     seen: list[int | None] = []
 
     def note(samples: list[Sample]) -> bool:
@@ -725,7 +725,7 @@ async def test_every_settled_group_is_reported_once() -> None:
 
 
 async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
-    """3.3 Within ``patience`` groups, by name (the original looped for ever)."""
+    """3.3 After ``patience`` groups, with its name (the original looped for ever)."""
     manager = manager_of(answer_at_once, filter_fn=lambda samples: False, patience=7)
     with pytest.raises(FilterFailure, match="accepted none of the last"):
         await manager.generate_batch()
@@ -751,7 +751,7 @@ async def test_causes_are_counted_anew_after_they_were_reported() -> None:
 
 
 async def test_lengths_kept_stand_beside_lengths_started() -> None:
-    """3.5 The metrics of a batch show what the filter does to lengths."""
+    """3.5 The metrics of a batch show the bias of the filter in lengths."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
@@ -866,7 +866,7 @@ async def test_what_a_filter_raises_costs_its_group_only(error: BaseException) -
 
 @pytest.mark.parametrize("answer", NO_ANSWERS, ids=lambda answer: type(answer).__name__)
 async def test_a_filter_answers_with_a_bool(answer: Any) -> None:
-    """4.7 None, numbers and arrays are no answers: a forgotten ``return`` does not drop everything silently."""
+    """4.7 None, numbers and arrays are invalid: a forgotten ``return`` does not drop everything silently."""
 
     def check(samples: list[Sample]) -> Any:
         return answer if samples[0].group_index == 0 else True
@@ -946,7 +946,7 @@ async def test_a_reward_may_give_a_sample_up(status: Status) -> None:
 
 @pytest.mark.parametrize("where", ["reward_fn", "filter_fn"])
 async def test_a_column_spoiled_by_a_guest_costs_its_group_only(where: str) -> None:
-    """4.13 Rewards and filters may edit masks; one that breaks a column does not cost the batch that it was in."""
+    """4.13 Rewards and filters may edit masks; an edit that breaks a column fails its group, not the batch."""
 
     def spoil(given: Any) -> Any:
         for sample in given if isinstance(given, list) else [given]:
@@ -1031,7 +1031,7 @@ async def test_a_config_error_stops_the_run() -> None:
 
 
 async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
-    """5.3 When ``on_group`` raises, the run stops; the group is played again without generating anything twice."""
+    """5.3 When ``on_group`` raises, the run stops; the group runs again without generating anything twice."""
     calls: Counter[int | None] = Counter()
     reported: list[int] = []
     full = True
@@ -1165,7 +1165,7 @@ async def test_a_hung_group_is_cut() -> None:
 
 @pytest.mark.parametrize("is_open", [False, True])
 async def test_a_batch_that_is_not_filled_in_time_says_so(is_open: bool) -> None:
-    """6.8 At ``batch_seconds``; what was accepted serves the next call, and no prompt is lost."""
+    """6.8 At ``batch_seconds``; accepted groups remain for the next call, and no prompt is lost."""
     release = anyio.Event()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1193,7 +1193,7 @@ async def two_of_three(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 async def test_what_is_finished_survives_a_cancellation() -> None:
-    """7.1 A batch is cut short; the next one generates only what was not finished."""
+    """7.1 After a cancelled batch, the next one generates only rollouts that were not finished."""
     calls: Counter[int | None] = Counter()
     stuck = True
 
@@ -1266,7 +1266,7 @@ async def test_a_batch_that_is_counted_is_handed_out() -> None:
 
 
 async def test_a_manager_closes_over_a_rollout_that_swallows_every_cancellation() -> None:
-    """7.12 It is let go and counted, its prompt goes back, and the sum holds."""
+    """7.12 It is abandoned and counted, its prompt goes back, and the accounting adds up."""
 
     async def stubborn(prompts: Sequence[Prompt]) -> list[Sample]:
         while prompts[0].group_index == 0:
@@ -1304,7 +1304,7 @@ async def test_a_swallowed_cancellation_is_no_reward() -> None:
 
 
 async def test_a_closed_manager_goes_on_where_it_was() -> None:
-    """7.6 Closing hands back what is in flight; opened again, the same group indices come out, and none twice."""
+    """7.6 Closing returns groups in flight; after reopening, the same group indices come out, none twice."""
     scene = attrs.evolve(PLAIN, batches=8, cut=1.0, longest=40)
     _, till, _ = await play(scene)
     assert till.back.total() > 0
@@ -1334,7 +1334,7 @@ async def test_an_open_manager_is_not_opened_again() -> None:
 
 
 async def test_two_batches_at_once_share_nothing() -> None:
-    """7.9 Waited for together, two batches are disjoint and whole."""
+    """7.9 Two batches that are requested concurrently are disjoint and whole."""
     batches: list[list[Sample]] = []
 
     async def fill() -> None:
@@ -1412,7 +1412,7 @@ async def test_data_that_runs_dry_says_so_and_loses_nothing(context: bool) -> No
 
 
 async def test_a_buffer_smaller_than_a_batch() -> None:
-    """8.2 With epochs without end it fills the batch again and again; with one it runs dry."""
+    """8.2 Without a limit of epochs a small data set fills batch after batch; with one epoch it is exhausted."""
     batch = await manager_of(answer_at_once, 2, batch_size=5).generate_batch()
     assert [sample.prompt for sample in batch][::2] == ["question 0", "question 1"] * 2 + ["question 0"]
     with pytest.raises(DataExhausted, match="2 of 5"):
@@ -1420,7 +1420,7 @@ async def test_a_buffer_smaller_than_a_batch() -> None:
 
 
 async def test_what_runs_dry_waits_for_what_is_in_flight() -> None:
-    """8.3 The buffer is empty, but the last group is still at work: it is waited for."""
+    """8.3 The buffer is empty, but the last group is still in flight: the batch waits for it."""
     batch = await manager_of(slow_first, DataBuffer(questions(3), epochs=1)).generate_batch()
     assert len(batch) == 6
 
@@ -1447,7 +1447,7 @@ async def test_a_checkpoint_between_batches_loses_no_prompt() -> None:
 
 
 async def test_a_long_group_is_in_some_later_batch() -> None:
-    """9.1 Started first, finished long after its batch was full: it is carried, in one piece."""
+    """9.1 A group that finishes long after its batch was full is carried into a later one, whole."""
     long = anyio.Event()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1509,7 +1509,7 @@ async def test_without_the_context_a_long_group_is_handed_back_once() -> None:
 
 
 async def test_both_orders_of_arguments() -> None:
-    """10.1 ``(config, data_buffer)`` as the documents say, ``(data_buffer, config)`` as the original had it."""
+    """10.1 ``(config, data_buffer)`` as documented, ``(data_buffer, config)`` as in the original."""
     config = RolloutConfig(batch_size=2, generate_fn=answer_at_once)
     for first, second in [(config, DataBuffer(["a"])), (DataBuffer(["a"]), config)]:
         manager = AsyncRolloutManager(first, second)  # type: ignore[arg-type]
@@ -1545,7 +1545,7 @@ async def test_functions_may_be_partials_objects_sync_or_async() -> None:
 
 
 async def test_each_call_asks_for_one_rollout_with_its_place() -> None:
-    """10.4 ``generate_fn`` gets a list of one prompt that carries group and index, with label and metadata."""
+    """10.4 ``generate_fn`` receives a list of one prompt with group index, index, label and metadata."""
     rows = [{"prompt": f"p{number}", "label": number, "metadata": {"level": number}} for number in range(50)]
     seen: list[Prompt] = []
 
@@ -1563,7 +1563,7 @@ async def test_each_call_asks_for_one_rollout_with_its_place() -> None:
 
 
 async def test_the_state_of_a_manager_is_its_repr() -> None:
-    """10.5 Printed, a manager says how far it is and where the prompts are."""
+    """10.5 The repr of a manager contains its batches and its accounting."""
     manager = manager_of(answer_at_once, over_sampling_factor=1)
     assert repr(manager).startswith("<AsyncRolloutManager 0 batches · 0 prompts taken")
     await manager.generate_batch()
@@ -1579,7 +1579,7 @@ async def test_the_state_of_a_manager_is_its_repr() -> None:
 @many
 @given(scene=scenes(threads=False))
 def test_every_law_holds_in_any_interleaving(scene: Scene) -> None:
-    """11.1 Whatever fails, is late, is odd or is cut short: groups are whole, sums are right, nothing is lost."""
+    """11.1 With failures, timeouts, odd results and cancellations: groups are whole, sums add up, nothing is lost."""
     anyio.run(play, scene)
 
 

@@ -41,9 +41,6 @@ async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict
 
     Returns:
         A sample whose ``tokens``, ``loss_mask`` and ``rollout_log_probs`` have one length.
-
-    Raises:
-        ConfigError, EndpointError: as :func:`agent_rollout_to_samples`; also for ``history="fork"``.
     """
     if options.get("history") == "fork":
         raise ConfigError.of("history", "fork", '"append" or "error" here: agent_rollout_to_samples gives several')

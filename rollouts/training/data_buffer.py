@@ -113,12 +113,11 @@ class DataBuffer:
         """
         if self._cursor or self._epoch or self._leftovers:
             raise ConfigError.of("hold_out", repr(self), "a buffer from which nothing was taken")
-        distinct = {_key(prompt): prompt for prompt in self._prompts}
-        held_out = dict(list(distinct.items())[len(distinct) - count :]) if count else {}
+        unique = {_key(prompt): prompt for prompt in self._prompts}
+        held_out = dict(list(unique.items())[len(unique) - count :]) if count else {}
         left = [prompt for prompt in self._prompts if _key(prompt) not in held_out]
-        if not 0 <= count < len(distinct):
-            expected = f"0 to {len(distinct) - 1} of {len(distinct)} different prompts"
-            raise ConfigError.of("hold_out(count)", count, expected)
+        if not 0 <= count < len(unique):
+            raise ConfigError.of("hold_out(count)", count, f"0 to {len(unique) - 1} of {len(unique)} different prompts")
         self._prompts = left
         self.__dict__.pop("fingerprint", None)  # the cached value includes the removed prompts
         self._order = self._shuffled(self._epoch)

@@ -135,9 +135,7 @@ def task_key(prompt: object, label: object) -> str:
 
 
 def task_scores(samples: Iterable[Sample], *, threshold: float = 1.0) -> list[TaskScore]:
-    """Compute the score of each task, in order of first appearance.
-
-    Branches of one rollout count once, with the mean of their rewards.
+    """Compute scores by task, in order of first appearance; branches of a rollout count once, with their mean reward.
 
     Args:
         samples: finished rollouts, including failed ones.

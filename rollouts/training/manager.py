@@ -187,11 +187,7 @@ class AsyncRolloutManager:
         self.restore(ManagerState.load(state, self.data_buffer))
 
     def restore(self, state: ManagerState) -> None:
-        """Restore a state whose buffer is already restored.
-
-        Raises:
-            ConfigError: this manager has already begun.
-        """
+        """Restore a state whose buffer is already restored; raises as :meth:`load_state_dict`."""
         if self.accounting.taken or self._tasks is not None:
             raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
         self.accounting, self.batches = state.accounting, state.batches

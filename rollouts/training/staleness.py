@@ -123,15 +123,12 @@ class Staleness:
         return (self.max_staleness + 1 - self.training) * batch_size - pending
 
     def choose(self, ready: Sequence[Group], started: Mapping[int, int], batch_size: int) -> list[Group] | None:
-        """Choose the groups of the next batch, oldest first; ``None`` if the batch must wait for a group in flight.
+        """Return the groups of the next batch by group index; ``None`` if the batch must wait for a group in flight.
 
         Args:
             ready: accepted groups.
             started: groups in flight by index, with the value of :attr:`current` at their start.
             batch_size: number of groups in a batch.
-
-        Returns:
-            The chosen groups, ordered by group index.
         """
         if len(ready) < batch_size:
             return None

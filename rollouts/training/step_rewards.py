@@ -1,7 +1,6 @@
 """Reduction of an episode's step rewards to one number.
 
-Invariant: pure; the further reward is added first, then the reduction is applied, then the bounds. This module does not
-know samples.
+Invariant: pure; appends the further reward, then reduces, then applies the bounds. This module does not know samples.
 """
 
 from __future__ import annotations

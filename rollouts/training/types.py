@@ -308,11 +308,7 @@ class Sample:
         return same and is_frozen(tokens) and is_frozen(mask) and is_frozen(logprobs)
 
     def pack(self) -> Sample:
-        """Check the sample, pack its columns, and return records that are unchanged to compact storage.
-
-        Raises:
-            ConfigError: as :meth:`check`.
-        """
+        """Check the sample as :meth:`check`, pack its columns, and return unchanged records to compact storage."""
         if self._compact is not None and self.compact is None:
             for name in ("completions", "versions", "messages"):
                 value = getattr(self, f"_{name}")

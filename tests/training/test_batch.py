@@ -114,13 +114,13 @@ def test_advantages_are_normalised_in_each_group() -> None:
 
 
 def test_a_group_without_spread_has_no_advantage() -> None:
-    """Equal rewards teach nothing, and neither does one rollout alone."""
+    """Equal rewards have advantage 0, and so has a single rollout."""
     assert group_advantages(group([0.7, 0.7, 0.7])).tolist() == [0, 0, 0]
     assert group_advantages(group([3.0])).tolist() == [0]
 
 
 def test_branches_of_one_rollout_are_one_reward_of_the_group() -> None:
-    """A rollout that forks does not pull the mean of its group towards itself."""
+    """A rollout that forks counts once in the mean of its group."""
     whole = group([1, 0, 0])
     forked = [whole[0], sample(reward=1, group_index=0, rollout_id=0), *whole[1:]]
     assert group_advantages(forked).tolist() == [group_advantages(whole)[n] for n in (0, 0, 1, 2)]

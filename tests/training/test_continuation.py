@@ -52,7 +52,7 @@ async def continue_last(
 
 
 def assert_extends(continued: Sample, sample: Sample, policy: ScriptedPolicy) -> None:
-    """The stored ids, mask and logprobs are the beginning of what came back, and of each request."""
+    """Check that the continued sample, and each request, begins with the stored columns."""
     width = len(sample)
     assert continued.tokens[:width] == sample.tokens
     assert continued.loss_mask[:width] == sample.loss_mask
@@ -86,7 +86,7 @@ async def test_tool_results_may_come_from_elsewhere(renderer: Renderer) -> None:
 
 
 async def test_without_messages_the_environment_answers_the_last_reply(renderer: Renderer) -> None:
-    """The call that the limit kept from running runs now, with its id; a broken one gets its error."""
+    """A tool call that a limit prevented runs now, with its id; a malformed call gets its error."""
     broken = "<tool_call>\n{oops\n</tool_call>" + ADD
     sample = await played(renderer, spoken(renderer, broken), limits=Limits(max_turns=1))
     policy = spoken(renderer, "The answer is 3.<|im_end|>")
@@ -100,7 +100,7 @@ async def test_without_messages_the_environment_answers_the_last_reply(renderer:
 
 
 async def test_an_aborted_reply_goes_on_where_it_ends(renderer: Renderer) -> None:
-    """The same ids are sent, the reply is one message, and each half keeps its call."""
+    """The same ids are sent, the reply is one message, and each part keeps its completion."""
     whole = renderer.encode(ADD).tolist()
     sample = await played(renderer, spoken(renderer, Reply(whole[:7], "abort")))
     assert sample.status is Status.ABORTED
@@ -163,7 +163,7 @@ async def test_a_simulated_user_is_an_async_function(renderer: Renderer) -> None
 
 
 async def test_a_past_that_was_trained_already_is_context(renderer: Renderer) -> None:
-    """Law 3 over two samples: only what is sampled now is trained."""
+    """Law 3 over two samples: only newly sampled tokens are trained."""
     sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
     continued = await continue_last(renderer, sample, spoken(renderer, "Sure.<|im_end|>"), "Sure?", train_past=False)
     assert continued.tokens[: len(sample)] == sample.tokens

@@ -229,7 +229,7 @@ def test_a_bad_file_is_refused_with_its_line(text: str | None, words: str, tmp_p
 
 
 def test_held_out_prompts_are_never_handed_out() -> None:
-    """Nor their duplicates: the last distinct prompts of the data are prompts_by_index out for evaluation."""
+    """Nor their duplicates: the last distinct prompts of the data are held out for evaluation."""
     buffer = DataBuffer(["a", "b", "c", "b", "d"], seed=3, epochs=1)
     assert [prompt.prompt for prompt in buffer.hold_out(3)] == ["b", "c", "d"]
     assert [prompt.prompt for prompt in buffer.prompts] == ["a"]

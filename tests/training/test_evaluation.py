@@ -37,7 +37,7 @@ def test_pass_at_k_is_the_share_of_all_choices(passed: int, k: int) -> None:
 
 
 def test_pass_at_k_has_no_bias() -> None:
-    """Its mean over many draws is the truth; that of the obvious formula is not."""
+    """Its mean over many draws is the true value; that of the naive formula is not."""
     rng = random.Random(0)
     truth = 1 - (1 - 0.3) ** 4
     counts = [sum(rng.random() < 0.3 for _ in range(6)) for _ in range(20_000)]
@@ -47,7 +47,7 @@ def test_pass_at_k_has_no_bias() -> None:
 
 @pytest.mark.parametrize("k", [0, 6])
 def test_k_beyond_the_rollouts_is_refused(k: int) -> None:
-    """There is no estimate of it."""
+    """It cannot be estimated."""
     with pytest.raises(ConfigError, match="1 to 5"):
         pass_at_k(5, 2, k)
 
@@ -153,7 +153,7 @@ async def test_a_rollout_that_failed_counts_and_costs_no_sibling() -> None:
 
 
 async def test_an_evaluation_where_everything_fails_says_so() -> None:
-    """There is nothing to measure, and no score that looks like one."""
+    """It raises instead of returning scores."""
 
     async def fails(prompts: Sequence[Prompt]) -> list[Sample]:
         raise ValueError("no server")

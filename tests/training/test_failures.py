@@ -88,7 +88,7 @@ async def test_what_overran_its_deadline_is_a_cause_of_its_own() -> None:
 
 
 async def test_a_step_that_answers_nonsense_is_a_failed_step() -> None:
-    """Also where nothing was raised."""
+    """Although no exception was raised."""
 
     class Mute(CalculatorEnvironment):
         async def step(self, reply: Message) -> StepResult:
@@ -136,7 +136,7 @@ async def test_a_group_is_filled_only_if_enough_of_it_is_sound(sound: int, kept:
 
 
 async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:
-    """The reason is in the message."""
+    """The message contains the reason."""
     generate = Recorded(lambda prompt, tries: EndpointUnavailable("gone") if prompt.group_index == 1 else None)
     manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=1, then="stop")})
     with pytest.raises(GenerateFailure, match="group 1 failed: EndpointUnavailable: gone"):

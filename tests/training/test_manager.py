@@ -83,7 +83,7 @@ async def test_the_stream_ends_with_the_data() -> None:
 
 
 async def test_drop_keeps_old_groups_out_and_counts_them() -> None:
-    """A group that has become too old is recorded again, as dropped; the batch is of newer ones."""
+    """A group that has become too old is recorded again, as dropped; the batch contains newer ones."""
     policy, records = Policy(), []
 
     def record(group: Group) -> None:
@@ -222,7 +222,7 @@ def plain(**options: Any) -> RolloutConfig:
 
 
 async def test_a_filter_may_give_its_reason() -> None:
-    """An object with ``keep`` is an answer; its reason is what is counted."""
+    """A filter may return an object with ``keep``; its reason is counted."""
 
     def check(samples: Sequence[Sample]) -> Any:
         dull = samples[0].group_index in (0, 2)
@@ -237,7 +237,7 @@ async def test_a_filter_may_give_its_reason() -> None:
 
 
 async def test_what_is_no_answer_is_a_failure() -> None:
-    """Whatever it is wrapped in."""
+    """Also in an object with ``keep``."""
     manager = AsyncRolloutManager(plain(filter_fn=lambda samples: Answer(keep="yes"), patience=1), DataBuffer(["a"]))
     with pytest.raises(Exception, match="expected True or False") as raised:
         await manager.generate_batch()
@@ -245,7 +245,7 @@ async def test_what_is_no_answer_is_a_failure() -> None:
 
 
 async def test_a_group_that_the_batch_needs_is_kept() -> None:
-    """``keep_when_insufficient``: as many are dropped for a batch as were started beyond its size, then they stay."""
+    """``keep_when_insufficient``: as many groups are dropped for a batch as are started beyond its size, no more."""
 
     def check(samples: Sequence[Sample]) -> Any:
         return Answer(keep=False, keep_when_insufficient=True)

@@ -1,4 +1,4 @@
-"""Numbers of a run: a sum that must be right, and means over what was kept."""
+"""Metrics of a run: the accounting, and means over batches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_failed_group_does_not_spoil_the_mean(reward: Any) -> None:
 
 
 def test_rollouts_that_were_interrupted_are_counted_by_what_became_of_them() -> None:
-    """Those that went on from their last turn, and those that had to start again."""
+    """Rollouts continued from their last turn, and rollouts restarted."""
     samples = [
         sample(1, metrics={"turns_before_resume": 2}),
         sample(1, metrics={"restarted_at_resume": 1}),

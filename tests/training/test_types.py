@@ -76,7 +76,7 @@ def test_columns_read_as_plain_lists() -> None:
 
 
 def test_an_edit_in_place_survives_packing() -> None:
-    """The list that was handed out is the column until it is packed again."""
+    """The returned list is the column until it is packed again."""
     sample = packed(versions=[])
     mask = sample.loss_mask
     mask[1] = 0
@@ -145,7 +145,7 @@ def test_a_malformed_sample_is_not_made(fields: dict[str, Any], words: str) -> N
     ],
 )
 def test_a_column_spoiled_later_does_not_leave(name: str, value: Any) -> None:
-    """Packing refuses it, and says which."""
+    """Packing raises an error that names the column."""
     sample = packed(versions=[])
     setattr(sample, name, value)
     with pytest.raises(ConfigError, match=rf"Sample.*{name}"):
@@ -221,7 +221,7 @@ def test_damaged_data_is_refused_by_field(change: dict[str, Any], words: str) ->
 
 
 def test_a_group_knows_its_number_and_rewards() -> None:
-    """As its prompt and samples say."""
+    """From its prompt and its samples."""
     group = Group(Prompt("a", group_index=4), (Sample(reward=1.0), Sample()), "kept")
     assert (group.group_index, group.rewards) == (4, [1.0, None])
 

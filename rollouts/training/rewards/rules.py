@@ -1,8 +1,7 @@
 """Rule-based rewards: compare the final answer of a reply with the label.
 
-Invariant: 1.0 if the reply's final answer is the label, else 0.0. A label that cannot be compared is a
-:class:`RewardFailure`, because no reply could be correct. Each function is a ``reward_fn``; bind options with
-``partial``.
+Invariant: a label that cannot be compared is a :class:`RewardFailure`, because no reply could be correct. Each function
+is a ``reward_fn``; bind options with ``partial``.
 """
 
 from __future__ import annotations

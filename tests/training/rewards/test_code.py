@@ -1,4 +1,4 @@
-"""Code by its tests, in the real sandbox: golden programs, cheats, and tests that are none."""
+"""Code rewards in the real sandbox: golden programs, cheats, and invalid tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample_of(code: str, tests: Any = ASSERTS, **metadata: Any) -> Sample:
     ],
 )
 async def test_golden_programs(code: str, reward: float) -> None:
-    """All asserts must be reached and hold; to leave early with success is no way to pass."""
+    """All asserts must be reached and hold; an early exit with status 0 does not pass."""
     assert await code_tests(sample_of(code)) == reward
 
 

@@ -30,7 +30,7 @@ def verdict(score: Any) -> dict[str, Any]:
 
 
 async def test_a_verdict_is_mapped_to_0_to_1() -> None:
-    """The request has the rubric, the material between its marks, and a schema; the verdict is kept."""
+    """The request contains the rubric, the tagged material and a schema; the verdict is stored."""
     async with JsonServer(lambda asked: verdict(4)) as server:
         judge = LLMJudge(Judge("referee", f"{server.url}/v1"), "Is it true?", scale=(1, 5))
         sample = Sample(**SAMPLE)
@@ -98,7 +98,7 @@ async def test_a_judge_that_comes_to_its_senses_counts() -> None:
 
 @pytest.mark.parametrize(("join", "reward"), [("mean", 0.5), ("median", 0.6), ("min", 0.0), ("max", 0.9)])
 async def test_several_judges_are_joined(join: Any, reward: float) -> None:
-    """Each is asked, and their scores become one as the option says."""
+    """Each judge gets a request, and ``join`` reduces the scores to one."""
     scores = {"a": 0.0, "b": 0.6, "c": 0.9}
     async with JsonServer(lambda asked: verdict(scores[asked.body["model"]])) as server:
         judge = LLMJudge([Judge(name, server.url) for name in scores], "Is it true?", join=join)

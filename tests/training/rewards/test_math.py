@@ -1,4 +1,4 @@
-"""Boxed mathematics, judged by the real math-verify in real processes."""
+"""Boxed mathematics, compared by the real math-verify in real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sample_of(text: str, label: str) -> Sample:
 
 
 async def test_equal_is_what_mathematics_says() -> None:
-    """Other spellings of the same are right; other values, other intervals, no box and no mathematics are wrong."""
+    """Other spellings of a value are correct; other values or intervals, no box and no mathematics are wrong."""
     golden = [
         ("\\boxed{0.5}", "\\frac12", 1.0),
         ("\\boxed{\\sqrt{2}/2}", "\\frac{1}{\\sqrt2}", 1.0),
@@ -58,7 +58,7 @@ async def test_every_reference_answer_equals_itself_in_another_spelling(asset: C
 
 
 async def test_what_cannot_be_decided_in_time_is_a_failure() -> None:
-    """A power tower is neither right nor wrong; the next call is answered as ever."""
+    """A power tower is a failure, neither correct nor wrong; the next call works."""
     with pytest.raises(RewardFailure, match=r"9\^\{9\^\{9\^9\}\}.*not decided in 5 s"):
         await boxed_math(sample_of("\\boxed{9^{9^{9^9}}}", "3"))
     assert await boxed_math(sample_of("\\boxed{3}", "3")) == 1.0

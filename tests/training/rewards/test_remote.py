@@ -1,4 +1,4 @@
-"""Rewards over HTTP: batches, retries, deadlines, and answers that are none."""
+"""Rewards over HTTP: batches, retries, deadlines, and invalid responses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some(count: int) -> list[Sample]:
 
 
 async def test_samples_travel_together_and_get_their_own_reward() -> None:
-    """Ten samples at four a request are three requests; each reward is on its sample, and no token travels."""
+    """Ten samples at four a request are three requests; each sample gets its reward, and no tokens are sent."""
     async with JsonServer(lengths) as server:
         reward = RemoteReward(server.url, batch_size=4, api_key="secret")
         assert await scored(reward, some(10)) == [float(number) for number in range(10)]
