@@ -117,7 +117,7 @@ async def test_each_id_is_written_as_json_once(renderer: Renderer, tmp_path: Pat
 
 
 async def test_a_rollout_is_one_task(renderer: Renderer, tmp_path: Path) -> None:
-    """Besides those of the groups: none for a turn, a request or a step."""
+    """In addition to the tasks of the groups; none for a turn, a request or a step."""
     played = await play(renderer, tmp_path)
     rollouts = [name for name in played.tasks if not name.endswith("._run_group")]
     assert len(rollouts) <= GROUPS * N

@@ -733,7 +733,7 @@ async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
     manager.accounting.check()
 
 
-async def test_causes_are_counted_anew_after_they_were_reported() -> None:
+async def test_causes_are_reset_after_they_were_reported() -> None:
     """3.4 A run that continues after an error does not report old failures as new."""
     broken = True
 
@@ -750,7 +750,7 @@ async def test_causes_are_counted_anew_after_they_were_reported() -> None:
         await manager.generate_batch()
 
 
-async def test_lengths_kept_stand_beside_lengths_started() -> None:
+async def test_metrics_compare_kept_with_started_lengths() -> None:
     """3.5 The metrics of a batch show the bias of the filter in lengths."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1137,7 +1137,7 @@ async def test_the_run_can_say_what_it_waits_for() -> None:
     assert manager.waiting_for() == []
 
 
-async def test_a_queue_for_threads_is_not_the_judges_time() -> None:
+async def test_waiting_for_a_thread_does_not_count_against_the_deadline() -> None:
     """6.6 A deadline covers the function, not the wait for a worker thread."""
     anyio.to_thread.current_default_thread_limiter().total_tokens = 1
     turn = threading.Event()
@@ -1352,7 +1352,7 @@ def _texts(count: int) -> dict[int, str]:
     return dict(enumerate(questions(count)))
 
 
-async def test_closing_under_a_waiting_batch_is_said() -> None:
+async def test_closing_during_a_batch_raises() -> None:
     """7.10 A task that waits for a batch gets an error when another task closes the manager."""
     manager = manager_of(never)
     errors: list[str] = []

@@ -43,7 +43,7 @@ async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict
         A sample whose ``tokens``, ``loss_mask`` and ``rollout_log_probs`` have one length.
     """
     if options.get("history") == "fork":
-        raise ConfigError.of("history", "fork", '"append" or "error" here: agent_rollout_to_samples gives several')
+        raise ConfigError.of("history", "fork", '"append" or "error" here: agent_rollout_to_samples returns several')
     (sample,) = await agent_rollout_to_samples(prompt, **options)
     return sample
 

@@ -44,7 +44,7 @@ async def continue_rollout(
         environment_cls: answers the replies that follow; by default the first of them ends the episode. A simulated
             user is ``partial(SimulatedUser, function)``. Its ``start`` receives the conversation so far, and its tools
             must be those of the original rollout.
-        train_past: True trains past replies again, and the new sample replaces ``sample``. False makes them context,
+        train_past: True keeps past replies trained, so the new sample replaces ``sample``. False makes them context,
             for a ``sample`` that was already trained on (law 3).
         **options: as for :func:`agent_rollout_to_samples`.
 
@@ -52,7 +52,7 @@ async def continue_rollout(
         The samples of the continued rollout, as :func:`agent_rollout_to_samples`.
 
     Raises:
-        ConfigError: the sample has no tokens or messages, or breaks a law; or ``messages`` is given although the last
+        ConfigError: the sample has no tokens or messages, or breaks a law; or there are ``messages`` although the last
             request has no reply yet.
     """
     past = past_of(sample, as_messages(messages) if messages else (), train_past=train_past)

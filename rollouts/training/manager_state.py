@@ -76,7 +76,7 @@ class ManagerState:
             )
             buffer_state = BufferState.from_dict(data["buffer"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"state_dict: not what state_dict() gave ({type(error).__name__}: {error})") from None
+            raise ConfigError(f"state_dict: not the output of state_dict() ({type(error).__name__}: {error})") from None
         buffer.load_state(buffer_state)
         return state.with_in_flight_returned()
 

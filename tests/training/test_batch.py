@@ -33,7 +33,7 @@ def test_rows_are_padded_at_the_right() -> None:
     assert batch.rollout_log_probs.tolist() == [[0, -0.5, 0, 0, 0], [0, 0, -1, -2, 0]]
 
 
-def test_one_number_a_sample_stands_beside_them() -> None:
+def test_each_sample_has_its_numbers() -> None:
     """Rewards, lengths, response lengths (from the first sampled token on) and groups are as long as the batch."""
     batch = collate([sample(), sample(reward=0.25, group_index=7)])
     assert batch.rewards.tolist() == [1.0, 0.25]
@@ -78,7 +78,7 @@ def test_no_samples_are_no_batch() -> None:
 # -- packed ------------------------------------------------------------------------------------------------------------
 
 
-def test_packed_samples_stand_one_behind_the_other() -> None:
+def test_packed_samples_are_concatenated() -> None:
     """There is no padding; positions restart in each sample, and the boundaries are its offsets."""
     long = sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], rollout_log_probs=[0, 0, -1, -2])
     packed = collate_packed([sample(), long])

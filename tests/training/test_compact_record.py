@@ -80,7 +80,7 @@ TEXT = st.one_of(st.text(min_size=1, max_size=5), st.sampled_from([LONG, f" {LON
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5), TEXT)
-def test_what_is_read_is_what_was_given(turns: list[tuple[str, str]], prompt: str) -> None:
+def test_values_are_read_back_as_stored(turns: list[tuple[str, str]], prompt: str) -> None:
     """For texts that occur in the decoded tokens once, more than once, in part, or not at all."""
     turns = [(reply.encode("utf-8", "replace").decode(), result) for reply, result in turns]
     trajectory = played(turns, prompt)
@@ -100,7 +100,7 @@ def test_a_copy_with_other_values_reads_the_same() -> None:
         attrs.evolve(sample_of(TRAJECTORY), loss_mask=[0] * len(sample))
 
 
-def test_a_sample_stays_small_while_it_is_only_looked_at() -> None:
+def test_a_sample_stays_compact_while_it_is_only_read() -> None:
     """Reads of response, numbers and plain data keep it compact, and a check restores it after a read of messages."""
     sample = sample_of(TRAJECTORY)
     assert LONG in sample.response
@@ -160,7 +160,7 @@ def test_copies_are_whole(copied: Any) -> None:
     check(sample, TRAJECTORY)
 
 
-def test_what_cannot_be_held_as_bytes_is_held_as_it_is() -> None:
+def test_a_value_that_cannot_be_pickled_is_stored_as_it_is() -> None:
     """A message may contain a value that cannot be pickled."""
     value = (part for part in "abc")
     sample = sample_of(played([(LONG, LONG)], given=value))

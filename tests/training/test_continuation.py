@@ -61,7 +61,7 @@ def assert_extends(continued: Sample, sample: Sample, policy: ScriptedPolicy) ->
     assert check_sample(continued) == []
 
 
-async def test_a_finished_rollout_goes_on_with_a_user_message(renderer: Renderer) -> None:
+async def test_a_finished_rollout_continues_with_a_user_message(renderer: Renderer) -> None:
     """The request extends the stored ids; what was trained stays trained; index, label and metadata stay."""
     sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
     policy = spoken(renderer, "Sure.<|im_end|>")
@@ -99,7 +99,7 @@ async def test_without_messages_the_environment_answers_the_last_reply(renderer:
     assert continued.messages[2] == sample.messages[2]
 
 
-async def test_an_aborted_reply_goes_on_where_it_ends(renderer: Renderer) -> None:
+async def test_an_aborted_reply_continues_where_it_ends(renderer: Renderer) -> None:
     """The same ids are sent, the reply is one message, and each part keeps its completion."""
     whole = renderer.encode(ADD).tolist()
     sample = await played(renderer, spoken(renderer, Reply(whole[:7], "abort")))
@@ -115,7 +115,7 @@ async def test_an_aborted_reply_goes_on_where_it_ends(renderer: Renderer) -> Non
     assert check_sample(again) == []
 
 
-async def test_a_cut_reply_that_somebody_answers_is_closed_and_its_mark_not_trained(renderer: Renderer) -> None:
+async def test_a_cut_reply_that_is_answered_gets_an_untrained_stop_token(renderer: Renderer) -> None:
     """A stop token that the policy did not sample is context."""
     sample = await played(
         renderer, spoken(renderer, "a very long answer<|im_end|>"), sampling=SamplingParams(max_new_tokens=3)
@@ -125,7 +125,7 @@ async def test_a_cut_reply_that_somebody_answers_is_closed_and_its_mark_not_trai
     assert continued.loss_mask[len(sample)] == 0
 
 
-async def test_a_model_that_was_asked_and_did_not_answer_is_asked_again(renderer: Renderer) -> None:
+async def test_a_request_without_a_reply_is_sent_again(renderer: Renderer) -> None:
     """The endpoint went away after the tool had run: its result is among the tokens, and stays there."""
     replies = iter([renderer.encode(ADD).tolist()])
 
@@ -173,7 +173,7 @@ async def test_a_past_that_was_trained_already_is_context(renderer: Renderer) ->
     assert check_sample(continued) == []
 
 
-async def test_step_rewards_and_counts_go_on(renderer: Renderer) -> None:
+async def test_step_rewards_and_counters_are_continued(renderer: Renderer) -> None:
     """Rewards and counters of the past are added to."""
     sample = await played(renderer, spoken(renderer, ADD), limits=Limits(max_turns=1))
     sample.step_rewards = [0.5]
@@ -184,7 +184,7 @@ async def test_step_rewards_and_counts_go_on(renderer: Renderer) -> None:
     assert (continued.reward, continued.step_rewards) == (0.5, [0.5])
 
 
-async def test_a_sample_that_breaks_a_law_is_not_gone_on_with(renderer: Renderer) -> None:
+async def test_a_sample_that_breaks_a_law_is_not_continued(renderer: Renderer) -> None:
     """A token was changed on disk, or there is nothing at all."""
     sample = await played(renderer, spoken(renderer, "Hello.<|im_end|>"))
     sample.tokens[3] += 1
@@ -194,7 +194,7 @@ async def test_a_sample_that_breaks_a_law_is_not_gone_on_with(renderer: Renderer
         await continue_last(renderer, Sample(), spoken(renderer), "Well?")
 
 
-async def test_a_forked_rollout_goes_on_as_it_was_played(tokenizer: Any, chat_template: Any) -> None:
+async def test_a_forked_rollout_continues_with_its_history_option(tokenizer: Any, chat_template: Any) -> None:
     """The sample stores its ``history`` option: a rewrite of the past opens a branch."""
     renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
     reply = "<think>\nhm\n</think>\n\nThree.<|im_end|>"

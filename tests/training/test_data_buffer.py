@@ -36,7 +36,7 @@ def through_json(state: BufferState) -> BufferState:
     steps=st.lists(st.tuples(st.sampled_from(["take", "back", "settle"]), st.integers(0, 9)), max_size=25),
     ahead=st.integers(1, 20),
 )
-def test_a_loaded_buffer_goes_on_exactly(size: int, seed: int | None, steps: list[Any], ahead: int) -> None:
+def test_a_loaded_buffer_continues_exactly(size: int, seed: int | None, steps: list[Any], ahead: int) -> None:
     """At any point, through JSON: the same prompts with the same indices; prompts that are out count as put back."""
     buffer = DataBuffer(texts(size), seed=seed)
     out: list[Prompt] = []
@@ -80,7 +80,7 @@ def test_each_prompt_comes_out_once_an_epoch(size: int, epochs: int, seed: int, 
     assert sorted(index for index in prompts_by_index if index is not None) == list(range(size * epochs))
 
 
-def test_epochs_are_shuffled_anew_and_the_same_for_a_seed() -> None:
+def test_each_epoch_is_shuffled_and_depends_on_the_seed_only() -> None:
     """The seed and the number of the epoch fix the order."""
 
     def epoch(buffer: DataBuffer) -> list[Any]:

@@ -74,7 +74,7 @@ def test_tasks_that_all_agree_leave_doubt() -> None:
     assert result.low == pytest.approx(0.722, abs=1e-3)
 
 
-def test_a_task_is_named_by_what_is_asked() -> None:
+def test_a_task_key_identifies_prompt_and_label() -> None:
     """The same messages and label are the same task in every run; another label is another."""
     assert task_key("What?", 1) == task_key([{"role": "user", "content": "What?"}], 1)
     assert task_key("What?", 1) != task_key("What?", 2)
@@ -122,14 +122,14 @@ async def echo(prompts: Sequence[Prompt]) -> list[Sample]:
     return [Sample(prompt=p.prompt, response=str(p.prompt), label=p.label, tokens=[1], loss_mask=[0]) for p in prompts]
 
 
-async def test_every_task_is_played_as_often_as_asked() -> None:
+async def test_every_task_has_the_requested_number_of_rollouts() -> None:
     """Whatever the config's sizes and filter: an evaluation chooses nothing. Rollouts come in order of the tasks."""
     samples = await run_evaluation(config(echo), PROMPTS, 3, concurrency=4)
     assert [sample.prompt for sample in samples] == [text for text in "abcde" for _ in range(3)]
     assert estimate_mean(task_scores(samples)).value == 1.0
 
 
-async def test_what_is_done_is_not_played_again() -> None:
+async def test_existing_rollouts_are_not_repeated() -> None:
     """By task; a task with enough rollouts is left alone, also where it has more than enough."""
     done = {task_key("a", "a"): 2, task_key("b", "b"): 5}
     samples = await run_evaluation(config(echo), PROMPTS[:3], 2, done=done)

@@ -111,7 +111,7 @@ async def test_each_cause_has_its_own_number_of_attempts() -> None:
     assert manager.metrics["lost/endpoint"] == 3
 
 
-async def test_a_lost_rollout_is_replaced_by_one_that_is_sampled_anew() -> None:
+async def test_a_lost_rollout_is_replaced_by_a_newly_sampled_one() -> None:
     """The group stays whole: its sound rollouts are kept, the lost one is played again with another number."""
     generate = Recorded(lambda prompt, tries: OSError("no") if prompt.index == 2 and prompt.replacement < 2 else None)
     manager = manager_for(generate, {"generate": FailurePolicy(attempts=1, replacements=2)})

@@ -72,7 +72,7 @@ def test_each_filter_answers(check: Callable[[list[Sample]], bool], samples: lis
 
 
 @pytest.mark.parametrize("check", [check_reward_nonzero_std, check_min_reward, make_threshold_filter()])
-def test_an_unscored_sample_is_said(check: Callable[[list[Sample]], bool]) -> None:
+def test_an_unscored_sample_is_an_error(check: Callable[[list[Sample]], bool]) -> None:
     """A filter that runs before the reward raises (the original's read zeros)."""
     with pytest.raises(ConfigError, match=r"reward: got None; expected a number: filters run on scored samples"):
         check(group(1, None))

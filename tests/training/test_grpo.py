@@ -214,7 +214,7 @@ def test_packed_is_padded() -> None:
     assert torch.allclose(entropy, other, atol=1e-5)
 
 
-def test_a_resumed_trainer_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_trainer_is_equal_to_the_bit(tmp_path: Path) -> None:
     """Weights, moments, counters and the order of groups after two batches are those of a run that never stopped."""
     first, second = batch(1), batch(2)
     whole = GrpoTrainer(demo(), GrpoConfig(seed=5))
@@ -229,7 +229,7 @@ def test_a_resumed_trainer_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
-def test_a_checkpoint_replaces_the_one_that_is_there(tmp_path: Path) -> None:
+def test_a_checkpoint_replaces_the_existing_one(tmp_path: Path) -> None:
     """Atomically: the folder is renamed into place, and nothing else is left in its parent."""
     trainer = GrpoTrainer(demo(), GrpoConfig())
     trainer.save(tmp_path / "checkpoint")

@@ -60,7 +60,7 @@ async def test_generation_goes_on_while_the_caller_trains() -> None:
         assert manager.metrics["idle/generator_seconds"] >= 0
 
 
-async def test_outside_the_stream_nothing_is_started_unasked() -> None:
+async def test_outside_the_stream_no_group_starts_without_a_request() -> None:
     """After the stream is closed, groups start only when a batch is requested."""
     async with manager_of(Policy(), ahead=1) as manager:
         async with aclosing(manager.stream()) as batches:
@@ -161,7 +161,7 @@ async def test_a_trainer_that_announces_nothing_is_not_waited_for() -> None:
                     await anext(batches)
 
 
-async def test_what_breaks_generation_reaches_whoever_asks_next() -> None:
+async def test_an_error_of_generation_is_raised_by_the_next_request() -> None:
     """Errors are raised to the caller, not in the training task; and no more groups are started."""
     policy = Policy()
 
@@ -190,7 +190,7 @@ async def test_a_stream_needs_an_open_manager_to_itself() -> None:
             await anext(manager.stream())
 
 
-async def test_a_bound_that_is_none_is_refused() -> None:
+async def test_an_invalid_bound_is_refused() -> None:
     """Before anything is generated."""
     async with manager_of(Policy()) as manager:
         with pytest.raises(ConfigError, match="max_staleness"):
@@ -236,7 +236,7 @@ async def test_a_filter_may_give_its_reason() -> None:
     assert {group.reason for group in settled if group.outcome == "dropped"} == {"dull"}
 
 
-async def test_what_is_no_answer_is_a_failure() -> None:
+async def test_an_invalid_filter_result_is_a_failure() -> None:
     """Also in an object with ``keep``."""
     manager = AsyncRolloutManager(plain(filter_fn=lambda samples: Answer(keep="yes"), patience=1), DataBuffer(["a"]))
     with pytest.raises(Exception, match="expected True or False") as raised:

@@ -78,7 +78,7 @@ def test_a_failed_group_does_not_spoil_the_mean(reward: Any) -> None:
     assert metrics.mean_reward == 0.5
 
 
-def test_rollouts_that_were_interrupted_are_counted_by_what_became_of_them() -> None:
+def test_resumed_rollouts_are_counted_as_continued_or_restarted() -> None:
     """Rollouts continued from their last turn, and rollouts restarted."""
     samples = [
         sample(1, metrics={"turns_before_resume": 2}),

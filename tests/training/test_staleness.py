@@ -58,7 +58,7 @@ def test_a_name_is_announced_once() -> None:
 
 
 @pytest.mark.parametrize("rule", [{"max_staleness": -1}, {"max_staleness": True}, {"policy": "hope"}])
-def test_a_rule_that_is_none_is_refused(rule: dict[str, object]) -> None:
+def test_an_invalid_policy_is_refused(rule: dict[str, object]) -> None:
     """By name, when it is set."""
     with pytest.raises(ConfigError, match=next(iter(rule))):
         announced(**rule)

@@ -53,7 +53,7 @@ async def rewards_of(samples: Sequence[Sample], reward_fn: Callable[..., Any], *
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RewardFailure(f"group reward {name}: got {shortened(values)}; expected a list of {len(samples)} numbers")
     if len(values) != len(samples):
-        raise RewardFailure(f"group reward {name} gave {len(values)} rewards for {len(samples)} samples")
+        raise RewardFailure(f"group reward {name} returned {len(values)} rewards for {len(samples)} samples")
     return [_finite(value, name) for value in values]
 
 

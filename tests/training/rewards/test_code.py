@@ -69,7 +69,7 @@ def test_the_code_of_a_reply() -> None:
 
 
 @pytest.mark.parametrize("tests", [None, [], "assert True", [""], [3], [{"input": "1"}], ["assert ("]], ids=repr)
-async def test_tests_that_are_none_are_a_failure(tests: Any) -> None:
+async def test_invalid_tests_are_a_failure(tests: Any) -> None:
     """Never a reward of 0, which would blame the program."""
     with pytest.raises(RewardFailure, match=r"metadata\['test_list'\].*expected a list of asserts"):
         await code_tests(sample_of("def double(x): ...", tests))

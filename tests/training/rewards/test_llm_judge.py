@@ -89,7 +89,7 @@ async def test_nonsense_is_a_failure(answer: Any) -> None:
         assert len(server.asked) == 2
 
 
-async def test_a_judge_that_comes_to_its_senses_counts() -> None:
+async def test_a_valid_verdict_after_a_retry_counts() -> None:
     """Within ``asks`` requests."""
     answers = iter([chat("hm"), verdict(0.5)])
     async with JsonServer(lambda asked: next(answers)) as server:

@@ -20,7 +20,7 @@ def sample_of(text: str, label: str) -> Sample:
     return Sample(messages=[{"role": "assistant", "content": text}], label=label)
 
 
-async def test_equal_is_what_mathematics_says() -> None:
+async def test_equality_is_mathematical() -> None:
     """Other spellings of a value are correct; other values or intervals, no box and no mathematics are wrong."""
     golden = [
         ("\\boxed{0.5}", "\\frac12", 1.0),

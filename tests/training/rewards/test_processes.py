@@ -39,7 +39,7 @@ async def test_what_it_raises_is_a_failure_with_its_traceback() -> None:
     assert await call_in_process("pid", os.getpid, seconds=60) == first != os.getpid()
 
 
-async def test_what_overruns_is_killed() -> None:
+async def test_a_late_call_is_killed() -> None:
     """And is a late failure; the next call has a new process."""
     first = await call_in_process("pid", os.getpid, seconds=60)
     with pytest.raises(RewardFailure, match=r"nap did not answer within 0.2 s") as caught:

@@ -56,7 +56,7 @@ async def test_a_group_is_one_request() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_server_that_is_overloaded_is_asked_again(status: int) -> None:
+async def test_an_overloaded_server_is_retried(status: int) -> None:
     """Until a response arrives, or the attempts are used up; then the message contains the server's last error."""
     refusals = iter([(status, {"error": "busy"})] * 2)
     async with JsonServer(lambda asked: next(refusals, lengths(asked))) as server:
@@ -96,7 +96,7 @@ async def test_a_server_that_never_answers_is_late() -> None:
     ],
     ids=repr,
 )
-async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: Any) -> None:
+async def test_an_invalid_response_fails_every_sample_of_the_batch(answer: Any) -> None:
     """No sample gets a reward, and there is no retry."""
     async with JsonServer(lambda asked: answer) as server:
         results = await scored(RemoteReward(server.url), some(2))
@@ -104,7 +104,7 @@ async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: An
         assert len(server.asked) == 1
 
 
-async def test_a_sample_that_cannot_be_sent_costs_nobody_else_a_reward() -> None:
+async def test_a_sample_that_is_no_json_fails_alone() -> None:
     """Metadata that are no JSON fail their own sample, before it joins a batch."""
     samples = some(4)
     samples[1].metadata["tensor"] = object()
@@ -114,7 +114,7 @@ async def test_a_sample_that_cannot_be_sent_costs_nobody_else_a_reward() -> None
     assert "is no JSON" in str(results[1])
 
 
-async def test_a_password_in_the_url_is_never_told() -> None:
+async def test_a_password_in_the_url_is_never_printed() -> None:
     """Neither in a message nor in a repr."""
     reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1)
     assert "secret" not in repr(reward)
@@ -134,7 +134,7 @@ async def test_a_refusal_is_not_repeated() -> None:
         assert len(server.asked) == 1
 
 
-async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
+async def test_cancelling_one_sample_does_not_affect_its_batch() -> None:
     """The first sample of a batch sends it; when it is cancelled, the others are sent again."""
     came = anyio.Event()
 
