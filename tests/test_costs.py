@@ -1,4 +1,4 @@
-"""What a rollout costs, in counts that are the same on every machine: the law book of speed. Times are benchmarks."""
+"""Cost of a rollout in counts that are equal on every machine: tokens, bytes, tasks, connections, syncs, objects."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TURNS, GROUPS, N = 3, 2, 4
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    """One of our own: its counters are read."""
+    """A renderer of its own, since its counters are read."""
     return Renderer(load_tokenizer(DEMO_MODEL))
 
 
 class Asking(ToolEnvironment):
-    """Answers calls, and is done after some turns."""
+    """Answers tool calls, and ends after some turns."""
 
     turn = 0
 
@@ -50,20 +50,20 @@ class Asking(ToolEnvironment):
 
 @attrs.frozen
 class Played:
-    """A batch that was generated through a server, and what was counted meanwhile."""
+    """A batch generated through a server, and the counts of its generation."""
 
     samples: list[Sample]
     policy: SGLangPolicy
     server: StubServer
     tasks: list[str]
-    """Names of our tasks that were seen while requests were waited for."""
+    """Names of the package's tasks that ran during requests."""
     journal: Journal
     encoded: int
-    """Tokens that came out of the tokenizer."""
+    """Tokens that the tokenizer returned."""
 
 
 async def play(renderer: Renderer, path: Path, *, segment_bytes: int = 1 << 20) -> Played:
-    """A batch of whole groups, all at once, with a journal."""
+    """Generate a batch of groups concurrently, with a journal."""
     call = '<tool_call>\n{"name": "ask", "arguments": {"what": "it"}}\n</tool_call>'
     reply = [*renderer.encode(call).tolist(), renderer.stop_token_ids[0]]
     encoded = renderer.encoded_tokens
@@ -97,7 +97,7 @@ async def play(renderer: Renderer, path: Path, *, segment_bytes: int = 1 << 20) 
 
 
 async def test_each_text_is_tokenised_once(renderer: Renderer, tmp_path: Path) -> None:
-    """Tokens handed to the tokenizer are the new ones: an opening for each group, a bridge for each turn."""
+    """Only new text is tokenised: an opening for each group, a bridge for each turn."""
     played = await play(renderer, tmp_path)
     openings = sum(played.samples[N * group].completions[0].start for group in range(GROUPS))
     # The model's own stop token stands for the first one of each bridge.
@@ -110,14 +110,14 @@ async def test_each_text_is_tokenised_once(renderer: Renderer, tmp_path: Path) -
 
 
 async def test_each_id_is_written_as_json_once(renderer: Renderer, tmp_path: Path) -> None:
-    """A turn's request costs the ids that are new since the one before."""
+    """A request serialises only the ids that are new since the previous turn."""
     played = await play(renderer, tmp_path)
     last = sum(sample.completions[-1].start for sample in played.samples)
     assert played.policy.totals.encoded_tokens == last
 
 
 async def test_a_rollout_is_one_task(renderer: Renderer, tmp_path: Path) -> None:
-    """Besides those of the groups: none for a turn, a request or a step."""
+    """In addition to the tasks of the groups; none for a turn, a request or a step."""
     played = await play(renderer, tmp_path)
     rollouts = [name for name in played.tasks if not name.endswith("._run_group")]
     assert len(rollouts) <= GROUPS * N
@@ -125,14 +125,14 @@ async def test_a_rollout_is_one_task(renderer: Renderer, tmp_path: Path) -> None
 
 
 async def test_there_are_no_more_connections_than_rollouts(renderer: Renderer, tmp_path: Path) -> None:
-    """A connection is used again by whoever is next."""
+    """The next request reuses a free connection."""
     played = await play(renderer, tmp_path)
     assert len(played.server.requests) == GROUPS * N * TURNS
     assert played.server.connections <= GROUPS * N
 
 
 async def test_the_disk_is_waited_for_once_a_batch(renderer: Renderer, tmp_path: Path) -> None:
-    """And once more for each segment that was filled meanwhile."""
+    """And once more for each segment that became full."""
     played = await play(renderer, tmp_path / "whole")
     assert played.journal.syncs <= 1 + 1, "one for the batch, one at the close"
     cut = await play(renderer, tmp_path / "cut", segment_bytes=1000)
@@ -143,33 +143,35 @@ async def test_the_disk_is_waited_for_once_a_batch(renderer: Renderer, tmp_path:
 
 
 async def test_a_finished_sample_is_few_objects(renderer: Renderer, tmp_path: Path) -> None:
-    """At most eight that the garbage collector has to walk, although it has messages, calls and versions."""
+    """At most eight objects tracked by the garbage collector, with messages, completions and versions."""
     played = await play(renderer, tmp_path)
     one, other = (next(s for s in played.samples if s.group_index == group) for group in (0, 1))
-    assert len(one.read("messages")) == len(other.read("messages")) == 2 * TURNS
+    assert len(one.read_record("messages")) == len(other.read_record("messages")) == 2 * TURNS
     own = reached(one).keys() - reached(other).keys()
-    tracked = [type(found).__name__ for number, found in reached(one).items() if number in own and gc.is_tracked(found)]
+    tracked = [
+        type(objects).__name__ for number, objects in reached(one).items() if number in own and gc.is_tracked(objects)
+    ]
     assert 0 < len(tracked) <= 8, tracked
 
 
 def reached(start: object) -> dict[int, object]:
-    """What can be reached from an object, by ``id``; not through code, which everything shares."""
-    found: dict[int, object] = {}
+    """Objects that are reachable from ``start``, by ``id``; types, functions and modules excluded."""
+    objects: dict[int, object] = {}
     left = [start]
     while left:
         next_one = left.pop()
-        if id(next_one) not in found and not isinstance(next_one, type | FunctionType | ModuleType):
-            found[id(next_one)] = next_one
+        if id(next_one) not in objects and not isinstance(next_one, type | FunctionType | ModuleType):
+            objects[id(next_one)] = next_one
             left += gc.get_referents(next_one)
-    return found
+    return objects
 
 
 def test_the_page_has_every_benchmark() -> None:
-    """What is measured is told: ``docs/performance.md`` has a line for each name of ``scripts/bench``."""
+    """``docs/performance.md`` has a line for each name of ``scripts/bench``."""
     from scripts.benches.suite import BENCHES
 
     text = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
     rows: Sequence[str] = [line for line in text.splitlines() if line.startswith("| ")]
-    told = {row.split("|")[1].strip().partition(" ")[0] for row in rows}
+    documented = {row.split("|")[1].strip().partition(" ")[0] for row in rows}
     wanted = {"sealed" if name == "memory" else name for name in BENCHES}
-    assert wanted <= told
+    assert wanted <= documented

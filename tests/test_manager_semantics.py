@@ -2,12 +2,12 @@
 
 Each test states one law. Changing a test here is a decision about what the project promises, not a repair.
 
-Nothing here trusts the manager's own numbers: a :class:`World` plays the user's functions, draws from a seed what each
-rollout comes to, and keeps its own tally; a :class:`Till` is the data buffer with a record of what went out and came
-back. Time is a number of scheduling points wherever a deadline is not itself the subject.
+The tests do not rely on the manager's own accounting: a :class:`World` provides the user's functions, draws the outcome
+of each rollout from a seed and counts on its own; a :class:`Till` is a data buffer that records which groups go out and
+come back. Time is counted in scheduling points, except in tests of deadlines.
 
 Sections: 1 groups · 2 rewards before filters · 3 accounting · 4 bad rollouts are data · 5 broken laws are crashes ·
-6 deadlines · 7 cancellation and reuse · 8 data that runs dry · 9 nothing is dropped for being long · 10 call shapes ·
+6 deadlines · 7 cancellation and reuse · 8 exhausted data · 9 no bias to short rollouts · 10 call signatures ·
 11 random interleavings.
 """
 
@@ -58,7 +58,7 @@ from rollouts.training import (
 
 
 class Till(DataBuffer):
-    """A data buffer that writes down every group index that goes out and comes back."""
+    """A data buffer that records every group index that goes out and comes back."""
 
     def __init__(self, prompts: Iterable[Any], **options: Any) -> None:
         super().__init__(prompts, **options)
@@ -87,7 +87,7 @@ def questions(count: int) -> list[str]:
 
 
 def sample_for(request: Prompt, *, length: int = 2, **fields: Any) -> Sample:
-    """A sound sample: one prompt token that says whose it is, then ``length`` sampled ones."""
+    """A sound sample: one prompt token that identifies its rollout, then ``length`` sampled ones."""
     assert request.index is not None
     return Sample(
         prompt=request.prompt,
@@ -104,7 +104,7 @@ def sample_for(request: Prompt, *, length: int = 2, **fields: Any) -> Sample:
 
 
 async def points(count: int) -> None:
-    """Let the others run ``count`` times."""
+    """Yield to other tasks ``count`` times."""
     for _ in range(count):
         await checkpoint()
 
@@ -122,7 +122,7 @@ def rollouts_of(samples: Sequence[Sample]) -> list[int]:
 
 
 def check_batch(samples: Sequence[Sample], config: RolloutConfig, texts: dict[int, str]) -> list[int]:
-    """Law 5 for one batch; gives its group indices."""
+    """Check law 5 for one batch, and return its group indices."""
     n = config.n_samples_per_prompt
     places = [(sample.group_index, sample.index) for sample in samples]
     assert places == sorted(places), "by group index, then index"
@@ -145,7 +145,7 @@ def check_batch(samples: Sequence[Sample], config: RolloutConfig, texts: dict[in
 
 
 class Odd:
-    """What torch gives for a comparison: neither a bool nor a NumPy one, with ``item()``."""
+    """Like the result of a torch comparison: neither a bool nor a NumPy bool, with ``item()``."""
 
     def __init__(self, value: bool) -> None:
         self.value = value
@@ -166,7 +166,7 @@ def _raise(error: BaseException) -> Any:
 
 
 def exceptions_of_guests() -> list[BaseException]:
-    """What users' functions have been seen to raise. All of it is the rollout's end, none of it the run's."""
+    """Exceptions of users' functions. Each fails its rollout, and none fails the run."""
     return [
         ValueError("bad value"),
         KeyError("answer"),
@@ -178,11 +178,11 @@ def exceptions_of_guests() -> list[BaseException]:
         RecursionError("deep"),
         SystemExit(3),
         StopAsyncIteration(),
-        EndpointUnavailable("nobody there"),
+        EndpointUnavailable("no server"),
         NoWords(),
         ExceptionGroup("several", [ValueError("one"), ExceptionGroup("more", [OSError("two")])]),
         BaseExceptionGroup("a child left", [SystemExit(1), ValueError("one")]),
-        asyncio.CancelledError("an inner task was cancelled by somebody else"),
+        asyncio.CancelledError("an inner task was cancelled from outside"),
     ]
 
 
@@ -191,7 +191,7 @@ BROKEN_RETURNS: dict[str, Callable[[Prompt], Any]] = {
     "an empty list": lambda request: [],
     "a sample without its list": lambda request: sample_for(request),
     "a list with None": lambda request: [None],
-    "a sample beside a string": lambda request: [sample_for(request), "oops"],
+    "a sample and a string": lambda request: [sample_for(request), "oops"],
     "a dict": lambda request: {"samples": [sample_for(request)]},
     "a string": lambda request: "the answer is 8",
     "a generator": lambda request: (sample_for(request) for _ in range(1)),
@@ -216,7 +216,7 @@ def _cut(sample: Sample) -> Sample:
 
 @attrs.frozen
 class Scene:
-    """One random run: its sizes, its chances, and when it is interrupted."""
+    """Parameters of one random run: sizes, probabilities and interruptions."""
 
     seed: int
     batch_size: int
@@ -227,23 +227,23 @@ class Scene:
     epochs: int | None
     batches: int
     trouble: float
-    """Chance that a rollout is lost for good."""
+    """Probability that a rollout is lost for good."""
     flaky: float
     rejects: float
-    """Chance that the filter drops a group; as much again for odd answers."""
+    """Probability that the filter drops a group, and that it returns an invalid result."""
     whole: bool
     """Score the group with one call."""
     threads: bool
     """The user's reward and filter are plain functions."""
     context: bool
     cut: float
-    """Chance that a batch is cancelled on its way, or the manager closed before it."""
+    """Probability that a batch is cancelled, or the manager closed before it."""
     longest: int
     """Scheduling points of the longest rollout."""
 
 
 class World:
-    """The user's functions of one scene. What each rollout and group comes to is fixed by the seed alone."""
+    """The user's functions of one scene. The seed alone determines the outcome of each rollout and group."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -293,7 +293,7 @@ class World:
     # the user's functions
 
     def look(self) -> None:
-        """Law 4 holds at every moment, so also now."""
+        """Check law 4, which holds at every moment."""
         assert self.manager is not None
         try:
             self.manager.accounting.check()
@@ -341,7 +341,7 @@ class World:
         rng = self.rng("reward", sample.index)
         if self.fate_of_rollout(sample.index) == "unscored":
             errors = exceptions_of_guests()
-            errors = errors[:-1]  # a thread cannot be told from outside that it was cancelled
+            errors = errors[:-1]  # a thread is not notified of its cancellation
             return rng.choice(BROKEN_REWARDS) if rng.random() < 0.7 else _raise(rng.choice(errors))
         return rng.choice([0, 1, True, 0.25, np.float32(0.5)])
 
@@ -397,7 +397,7 @@ class World:
         )
 
     def verify(self, batches: Sequence[Sequence[Sample]], till: Till) -> None:
-        """Everything that must hold after a run, whatever happened in it."""
+        """Check everything that must hold after a run."""
         manager = self.manager
         assert manager is not None
         assert not self.violations, self.violations
@@ -424,7 +424,7 @@ class World:
             assert group.outcome == self.fate_of_group(group.group_index), group
             assert [s.index for s in group.samples] == sorted(s.index for s in group.samples if s.index is not None)
         assert [group for group, _ in Counter(places).items()] == list(dict.fromkeys(places))
-        assert not waits(), "nobody waits for anything"
+        assert not waits(), "there are no waits left"
 
 
 OUTCOMES = ("kept", "dropped", "failed")
@@ -513,7 +513,7 @@ many = settings(max_examples=240, deadline=None, suppress_health_check=list(Heal
 
 
 def manager_of(generate_fn: Any, prompts: int | DataBuffer = 50, **options: Any) -> AsyncRolloutManager:
-    """A manager with small sizes; everything can be said otherwise."""
+    """A manager with small sizes by default."""
     on_group = options.pop("on_group", None)
     buffer = prompts if isinstance(prompts, DataBuffer) else DataBuffer(questions(prompts))
     sizes = {"batch_size": 3, "n_samples_per_prompt": 2, "over_sampling_factor": 2, "patience": 20}
@@ -523,7 +523,7 @@ def manager_of(generate_fn: Any, prompts: int | DataBuffer = 50, **options: Any)
 
 
 def only_bad_in_group_zero(bad: Callable[[Prompt], Any]) -> Callable[[Sequence[Prompt]], Any]:
-    """A generate function that goes wrong for group 0 only."""
+    """A generate function that fails for group 0 only."""
 
     async def generate(prompts: Sequence[Prompt]) -> Any:
         await checkpoint()
@@ -590,14 +590,14 @@ async def test_a_group_index_is_never_given_to_two_prompts(context: bool) -> Non
 
 
 async def test_order_is_that_of_the_prompts_not_of_arrival() -> None:
-    """1.4 By group index, then index, though the last started finishes first."""
+    """1.4 A batch is ordered by group index, then index, though the last started finishes first."""
     async with manager_of(slow_first, over_sampling_factor=1) as manager:
         batch = await manager.generate_batch()
     assert [(sample.group_index, sample.index) for sample in batch] == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
 
 
 async def test_a_fork_is_one_rollout_of_its_group() -> None:
-    """1.5 A rollout may give several samples; they stay together and share its rollout id."""
+    """1.5 A rollout may return several samples; they stay together and share its rollout id."""
 
     async def fork(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
@@ -617,7 +617,7 @@ async def test_a_group_of_one() -> None:
 
 
 async def test_one_sample_object_is_one_rollout() -> None:
-    """1.7 A generate function that hands out a sample it handed out before has not made a rollout."""
+    """1.7 A generate function that returns the same sample twice has failed."""
     shared: list[Sample] = []
 
     async def cached(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -672,14 +672,14 @@ async def test_a_group_without_spread_is_dropped_and_replaced() -> None:
 
 
 async def test_a_filter_written_with_torch_runs_unchanged() -> None:
-    """2.3 The answer of a filter may be a tensor's or an array's bool."""
+    """2.3 The result of a filter may be a scalar of a tensor or an array."""
     for yes in ODD_ANSWERS:
         batch = await manager_of(answer_at_once, filter_fn=lambda samples, yes=yes: yes).generate_batch()
         assert len(batch) == 6
 
 
 async def test_a_filter_never_sees_a_group_that_failed() -> None:
-    """2.4 Failed groups are failed before they are judged."""
+    """2.4 Failed groups do not reach the filter."""
     seen: list[int | None] = []
 
     def note(samples: list[Sample]) -> bool:
@@ -708,25 +708,24 @@ async def test_the_run_can_print_its_sum() -> None:
     assert numbers[0] == sum(numbers[1:])
 
 
-async def test_every_settled_group_is_told_once() -> None:
-    """3.2 ``on_group`` hears of each kept, dropped and failed group, once, with all that is known of it."""
-    told: list[Group] = []
+async def test_every_settled_group_is_reported_once() -> None:
+    """3.2 ``on_group`` is called once with each kept, dropped and failed group and all its samples."""
     scene = attrs.evolve(PLAIN, trouble=0.2, rejects=0.2, batches=4)
     world, _, batches = await play(scene)
-    told = world.settled
-    assert len({group.group_index for group in told}) == len(told)
-    assert {group.outcome for group in told} == set(OUTCOMES)
-    for group in told:
+    settled = world.settled
+    assert len({group.group_index for group in settled}) == len(settled)
+    assert {group.outcome for group in settled} == set(OUTCOMES)
+    for group in settled:
         if group.outcome == "kept":
             assert group.reason == ""
             assert group.rewards == [sample.reward for sample in group.samples]
         else:
             assert group.reason
-    assert sum(group.outcome == "kept" for group in told) >= len(batches) * scene.batch_size
+    assert sum(group.outcome == "kept" for group in settled) >= len(batches) * scene.batch_size
 
 
 async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
-    """3.3 Within ``patience`` groups, by name (the original looped for ever)."""
+    """3.3 After ``patience`` groups, with its name (the original looped for ever)."""
     manager = manager_of(answer_at_once, filter_fn=lambda samples: False, patience=7)
     with pytest.raises(FilterFailure, match="accepted none of the last"):
         await manager.generate_batch()
@@ -734,8 +733,8 @@ async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
     manager.accounting.check()
 
 
-async def test_causes_are_counted_anew_after_they_were_reported() -> None:
-    """3.4 A run that goes on after a report is not told about old failures as if they were new."""
+async def test_causes_are_reset_after_they_were_reported() -> None:
+    """3.4 A run that continues after an error does not report old failures as new."""
     broken = True
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -751,8 +750,8 @@ async def test_causes_are_counted_anew_after_they_were_reported() -> None:
         await manager.generate_batch()
 
 
-async def test_lengths_kept_stand_beside_lengths_started() -> None:
-    """3.5 The metrics of a batch show what the filter does to lengths."""
+async def test_metrics_compare_kept_with_started_lengths() -> None:
+    """3.5 The metrics of a batch show the bias of the filter in lengths."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
@@ -775,9 +774,9 @@ def of_name(error: BaseException) -> str:
 
 
 async def run_with_bad_group_zero(**options: Any) -> tuple[AsyncRolloutManager, Group]:
-    """Two batches beside a group 0 that goes wrong; gives the manager and the record of group 0."""
-    told: list[Group] = []
-    manager = manager_of(**{"generate_fn": answer_at_once, "on_group": told.append, **options})
+    """Generate two batches while group 0 fails; return the manager and the record of group 0."""
+    settled: list[Group] = []
+    manager = manager_of(**{"generate_fn": answer_at_once, "on_group": settled.append, **options})
     async with manager:
         batches = [await manager.generate_batch(), await manager.generate_batch()]
         with anyio.fail_after(20):
@@ -787,7 +786,7 @@ async def run_with_bad_group_zero(**options: Any) -> tuple[AsyncRolloutManager, 
         check_batch(batch, manager.config, {number: f"question {number}" for number in range(50)})
         assert 0 not in {sample.group_index for sample in batch}
     assert manager.accounting.failed == 1
-    (failed,) = failed_groups(told)
+    (failed,) = failed_groups(settled)
     assert failed.group_index == 0
     return manager, failed
 
@@ -867,7 +866,7 @@ async def test_what_a_filter_raises_costs_its_group_only(error: BaseException) -
 
 @pytest.mark.parametrize("answer", NO_ANSWERS, ids=lambda answer: type(answer).__name__)
 async def test_a_filter_answers_with_a_bool(answer: Any) -> None:
-    """4.7 None, numbers and arrays are no answers: a forgotten ``return`` does not drop everything silently."""
+    """4.7 None, numbers and arrays are invalid: a forgotten ``return`` does not drop everything silently."""
 
     def check(samples: list[Sample]) -> Any:
         return answer if samples[0].group_index == 0 else True
@@ -894,7 +893,7 @@ async def test_a_rollout_is_tried_again_before_it_is_lost() -> None:
 
 
 async def test_the_siblings_of_a_lost_rollout_stop() -> None:
-    """4.9 Its group cannot be whole any more, so nobody waits for them."""
+    """4.9 Its group cannot become complete, so its siblings are cancelled."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
@@ -916,7 +915,7 @@ async def test_a_failure_can_stop_the_run() -> None:
 
 
 async def test_one_failure_does_not_poison_the_next_call() -> None:
-    """4.11 After a batch that ended in an error the manager is as good as new (slime's next call fails as well)."""
+    """4.11 After a batch that ended in an error the manager works as before (slime's next call fails as well)."""
     angry = True
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -934,7 +933,7 @@ async def test_one_failure_does_not_poison_the_next_call() -> None:
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
 async def test_a_reward_may_give_a_sample_up(status: Status) -> None:
-    """4.12 A status that the judge sets counts as one that the rollout ended with."""
+    """4.12 A status that the reward function sets counts as the status of the rollout."""
 
     def reward(sample: Sample) -> float:
         if sample.group_index == 0:
@@ -947,7 +946,7 @@ async def test_a_reward_may_give_a_sample_up(status: Status) -> None:
 
 @pytest.mark.parametrize("where", ["reward_fn", "filter_fn"])
 async def test_a_column_spoiled_by_a_guest_costs_its_group_only(where: str) -> None:
-    """4.13 Rewards and filters may edit masks; one that breaks a column does not cost the batch that it was in."""
+    """4.13 Rewards and filters may edit masks; an edit that breaks a column fails its group, not the batch."""
 
     def spoil(given: Any) -> Any:
         for sample in given if isinstance(given, list) else [given]:
@@ -983,7 +982,7 @@ async def test_an_edit_of_the_mask_survives() -> None:
     ],
 )
 async def test_records_of_another_kind_are_refused_with_their_rollout(field: dict[str, Any]) -> None:
-    """4.15 What would break the metrics of a batch, or its file, is found in the rollout that brought it."""
+    """4.15 A value that would break the metrics of a batch, or its file, fails its own rollout."""
 
     def bad(request: Prompt) -> list[Sample]:
         sample = sample_for(request, reward=1.0)
@@ -1001,7 +1000,7 @@ async def test_records_of_another_kind_are_refused_with_their_rollout(field: dic
     "error",
     [
         TokenMismatchError("ids differ"),
-        ExceptionGroup("in a task group", [ValueError("beside it"), TokenMismatchError("ids differ")]),
+        ExceptionGroup("in a task group", [ValueError("in a sibling"), TokenMismatchError("ids differ")]),
     ],
     ids=of_name,
 )
@@ -1024,7 +1023,7 @@ async def test_a_broken_law_stops_the_run(error: Exception) -> None:
 
 
 async def test_a_config_error_stops_the_run() -> None:
-    """5.2 What the user must correct is said at once and not tried again."""
+    """5.2 An error that the user must correct is raised at once and not retried."""
     manager = manager_of(only_bad_in_group_zero(lambda request: _raise(ConfigError.of("tokenizer", None, "one"))))
     with pytest.raises(ConfigError, match="tokenizer: got None; expected one"):
         await manager.generate_batch()
@@ -1032,9 +1031,9 @@ async def test_a_config_error_stops_the_run() -> None:
 
 
 async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
-    """5.3 When ``on_group`` raises, the run stops; the group is played again without generating anything twice."""
+    """5.3 When ``on_group`` raises, the run stops; the group runs again without generating anything twice."""
     calls: Counter[int | None] = Counter()
-    told: list[int] = []
+    reported: list[int] = []
     full = True
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1044,7 +1043,7 @@ async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
     def record(group: Group) -> None:
         if full and group.group_index == 1:
             raise OSError(28, "no space left on device")
-        told.append(group.group_index)
+        reported.append(group.group_index)
 
     manager = manager_of(generate, on_group=record, over_sampling_factor=1)
     with pytest.raises(Exception, match="recording with record raised OSError"):
@@ -1052,7 +1051,7 @@ async def test_a_group_that_cannot_be_recorded_is_not_lost() -> None:
     full = False
     batch = await manager.generate_batch()
     assert {sample.group_index for sample in batch} == {0, 1, 2}
-    assert sorted(told) == [0, 1, 2]
+    assert sorted(reported) == [0, 1, 2]
     assert calls[2] == calls[3] == 1
     assert not failed_groups(manager.ready_groups)
 
@@ -1112,7 +1111,7 @@ async def test_a_hung_filter_is_cut() -> None:
 
 
 async def test_an_answer_after_the_deadline_is_late() -> None:
-    """6.4 A judge that swallows its deadline and says 0.0 has not judged (the source of silent wrong labels)."""
+    """6.4 A reward function that swallows its deadline and returns 0.0 fails (a source of silent wrong labels)."""
 
     async def reward(sample: Sample) -> float:
         try:
@@ -1127,7 +1126,7 @@ async def test_an_answer_after_the_deadline_is_late() -> None:
 
 
 async def test_the_run_can_say_what_it_waits_for() -> None:
-    """6.5 Who, for what, since when, until when, in which line."""
+    """6.5 A wait is reported with its group, its operation, its start, its deadline and its source line."""
     manager = manager_of(hang_in_group_zero, batch_size=1, over_sampling_factor=3, n_samples_per_prompt=1)
     async with manager:
         await manager.generate_batch()
@@ -1138,8 +1137,8 @@ async def test_the_run_can_say_what_it_waits_for() -> None:
     assert manager.waiting_for() == []
 
 
-async def test_a_queue_for_threads_is_not_the_judges_time() -> None:
-    """6.6 A deadline measures the function, not how long it stood in line for a worker thread."""
+async def test_waiting_for_a_thread_does_not_count_against_the_deadline() -> None:
+    """6.6 A deadline covers the function, not the wait for a worker thread."""
     anyio.to_thread.current_default_thread_limiter().total_tokens = 1
     turn = threading.Event()
 
@@ -1166,7 +1165,7 @@ async def test_a_hung_group_is_cut() -> None:
 
 @pytest.mark.parametrize("is_open", [False, True])
 async def test_a_batch_that_is_not_filled_in_time_says_so(is_open: bool) -> None:
-    """6.8 At ``batch_seconds``; what was accepted serves the next call, and no prompt is lost."""
+    """6.8 At ``batch_seconds``; accepted groups remain for the next call, and no prompt is lost."""
     release = anyio.Event()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1194,7 +1193,7 @@ async def two_of_three(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 async def test_what_is_finished_survives_a_cancellation() -> None:
-    """7.1 A batch is cut short; the next one generates only what was not finished."""
+    """7.1 After a cancelled batch, the next one generates only rollouts that were not finished."""
     calls: Counter[int | None] = Counter()
     stuck = True
 
@@ -1214,7 +1213,7 @@ async def test_what_is_finished_survives_a_cancellation() -> None:
 
 
 async def test_a_cancelled_wait_in_the_context_cancels_no_rollout() -> None:
-    """7.2 Inside ``async with`` the rollouts outlive a batch that nobody waits for any more."""
+    """7.2 Inside ``async with`` the rollouts outlive a cancelled batch."""
     calls: Counter[int | None] = Counter()
     go = anyio.Event()
 
@@ -1267,7 +1266,7 @@ async def test_a_batch_that_is_counted_is_handed_out() -> None:
 
 
 async def test_a_manager_closes_over_a_rollout_that_swallows_every_cancellation() -> None:
-    """7.12 It is let go and counted, its prompt goes back, and the sum holds."""
+    """7.12 It is abandoned and counted, its prompt goes back, and the accounting adds up."""
 
     async def stubborn(prompts: Sequence[Prompt]) -> list[Sample]:
         while prompts[0].group_index == 0:
@@ -1287,7 +1286,7 @@ async def test_a_manager_closes_over_a_rollout_that_swallows_every_cancellation(
 
 
 async def test_a_swallowed_cancellation_is_no_reward() -> None:
-    """7.5 A judge that answers 0.0 because the manager closed has not judged; the rollout is scored again."""
+    """7.5 A reward of 0.0 that is returned because the manager closed is void; the rollout is scored again."""
     closing = True
 
     async def reward(sample: Sample) -> float:
@@ -1305,7 +1304,7 @@ async def test_a_swallowed_cancellation_is_no_reward() -> None:
 
 
 async def test_a_closed_manager_goes_on_where_it_was() -> None:
-    """7.6 Closing hands back what is in flight; opened again, the same group indices come out, and none twice."""
+    """7.6 Closing returns groups in flight; after reopening, the same group indices come out, none twice."""
     scene = attrs.evolve(PLAIN, batches=8, cut=1.0, longest=40)
     _, till, _ = await play(scene)
     assert till.back.total() > 0
@@ -1327,7 +1326,7 @@ async def test_an_error_of_the_body_comes_out_as_it_is() -> None:
 
 
 async def test_an_open_manager_is_not_opened_again() -> None:
-    """7.8 And stays usable when somebody tries."""
+    """7.8 The attempt raises, and the manager stays usable."""
     async with manager_of(answer_at_once) as manager:
         with pytest.raises(RuntimeError, match="open already"):
             await manager.__aenter__()
@@ -1335,7 +1334,7 @@ async def test_an_open_manager_is_not_opened_again() -> None:
 
 
 async def test_two_batches_at_once_share_nothing() -> None:
-    """7.9 Waited for together, two batches are disjoint and whole."""
+    """7.9 Two batches that are requested concurrently are disjoint and whole."""
     batches: list[list[Sample]] = []
 
     async def fill() -> None:
@@ -1353,21 +1352,21 @@ def _texts(count: int) -> dict[int, str]:
     return dict(enumerate(questions(count)))
 
 
-async def test_closing_under_a_waiting_batch_is_said() -> None:
-    """7.10 Whoever waits for a batch of a manager that another task closes is told so, and does not wait for ever."""
+async def test_closing_during_a_batch_raises() -> None:
+    """7.10 A task that waits for a batch gets an error when another task closes the manager."""
     manager = manager_of(never)
-    told: list[str] = []
+    errors: list[str] = []
 
     async def fill() -> None:
         try:
             await manager.generate_batch()
         except RuntimeError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     async with anyio.create_task_group() as tasks, manager:
         tasks.start_soon(fill)
         await points(5)
-    assert told == ["the manager was closed while this batch was being filled"]
+    assert errors == ["the manager was closed while this batch was being filled"]
     assert manager.accounting.in_flight == 0
 
 
@@ -1413,7 +1412,7 @@ async def test_data_that_runs_dry_says_so_and_loses_nothing(context: bool) -> No
 
 
 async def test_a_buffer_smaller_than_a_batch() -> None:
-    """8.2 With epochs without end it fills the batch again and again; with one it runs dry."""
+    """8.2 Without a limit of epochs a small data set fills batch after batch; with one epoch it is exhausted."""
     batch = await manager_of(answer_at_once, 2, batch_size=5).generate_batch()
     assert [sample.prompt for sample in batch][::2] == ["question 0", "question 1"] * 2 + ["question 0"]
     with pytest.raises(DataExhausted, match="2 of 5"):
@@ -1421,7 +1420,7 @@ async def test_a_buffer_smaller_than_a_batch() -> None:
 
 
 async def test_what_runs_dry_waits_for_what_is_in_flight() -> None:
-    """8.3 The buffer is empty, but the last group is still at work: it is waited for."""
+    """8.3 The buffer is empty, but the last group is still in flight: the batch waits for it."""
     batch = await manager_of(slow_first, DataBuffer(questions(3), epochs=1)).generate_batch()
     assert len(batch) == 6
 
@@ -1448,7 +1447,7 @@ async def test_a_checkpoint_between_batches_loses_no_prompt() -> None:
 
 
 async def test_a_long_group_is_in_some_later_batch() -> None:
-    """9.1 Started first, finished long after its batch was full: it is carried, in one piece."""
+    """9.1 A group that finishes long after its batch was full is carried into a later one, whole."""
     long = anyio.Event()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1488,7 +1487,7 @@ async def test_lengths_do_not_decide_what_is_trained() -> None:
 
 
 async def test_without_the_context_a_long_group_is_handed_back_once() -> None:
-    """9.3 The call after the one that handed it back waits for it: whatever its length, it is in a batch by then."""
+    """9.3 The next call waits for a returned group, whatever its length."""
     begun: Counter[int] = Counter()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -1510,7 +1509,7 @@ async def test_without_the_context_a_long_group_is_handed_back_once() -> None:
 
 
 async def test_both_orders_of_arguments() -> None:
-    """10.1 ``(config, data_buffer)`` as the documents say, ``(data_buffer, config)`` as the original had it."""
+    """10.1 ``(config, data_buffer)`` as documented, ``(data_buffer, config)`` as in the original."""
     config = RolloutConfig(batch_size=2, generate_fn=answer_at_once)
     for first, second in [(config, DataBuffer(["a"])), (DataBuffer(["a"]), config)]:
         manager = AsyncRolloutManager(first, second)  # type: ignore[arg-type]
@@ -1520,7 +1519,7 @@ async def test_both_orders_of_arguments() -> None:
 
 @pytest.mark.parametrize("second", [None, ["a"], "data.jsonl"])
 def test_other_arguments_are_refused_by_name(second: Any) -> None:
-    """10.2 Neither order helps a thing that is no buffer, or no config."""
+    """10.2 An argument that is neither a buffer nor a config is refused."""
     with pytest.raises(ConfigError, match=r"AsyncRolloutManager.data_buffer: got .*; expected a DataBuffer"):
         AsyncRolloutManager(RolloutConfig(batch_size=2, generate_fn=answer_at_once), second)
     with pytest.raises(ConfigError, match=r"AsyncRolloutManager.config: got .*; expected a RolloutConfig"):
@@ -1546,7 +1545,7 @@ async def test_functions_may_be_partials_objects_sync_or_async() -> None:
 
 
 async def test_each_call_asks_for_one_rollout_with_its_place() -> None:
-    """10.4 ``generate_fn`` gets a list of one prompt that carries group and index, with label and metadata."""
+    """10.4 ``generate_fn`` receives a list of one prompt with group index, index, label and metadata."""
     rows = [{"prompt": f"p{number}", "label": number, "metadata": {"level": number}} for number in range(50)]
     seen: list[Prompt] = []
 
@@ -1564,7 +1563,7 @@ async def test_each_call_asks_for_one_rollout_with_its_place() -> None:
 
 
 async def test_the_state_of_a_manager_is_its_repr() -> None:
-    """10.5 Printed, a manager says how far it is and where the prompts are."""
+    """10.5 The repr of a manager contains its batches and its accounting."""
     manager = manager_of(answer_at_once, over_sampling_factor=1)
     assert repr(manager).startswith("<AsyncRolloutManager 0 batches · 0 prompts taken")
     await manager.generate_batch()
@@ -1580,12 +1579,12 @@ async def test_the_state_of_a_manager_is_its_repr() -> None:
 @many
 @given(scene=scenes(threads=False))
 def test_every_law_holds_in_any_interleaving(scene: Scene) -> None:
-    """11.1 Whatever fails, is late, is odd or is cut short: groups are whole, sums are right, nothing is lost."""
+    """11.1 With failures, timeouts, odd results and cancellations: groups are whole, sums add up, nothing is lost."""
     anyio.run(play, scene)
 
 
 @settings(parent=many, max_examples=60)
 @given(scene=scenes(threads=True))
 def test_every_law_holds_with_functions_in_threads(scene: Scene) -> None:
-    """11.2 The same with plain functions, which run beside the loop."""
+    """11.2 The same with sync functions, which run in threads."""
     anyio.run(play, scene)

@@ -207,7 +207,7 @@ class _Written:
     @classmethod
     def of(cls, sample: Sample, fields: Mapping[str, Any] | None = None) -> _Written:
         """Of a sample, and its fields where they are at hand."""
-        told = sample.told
+        told = sample.compact
         if fields is None:
             fields = sample.fields_to_dict(records=told is None)
         if told is not None:

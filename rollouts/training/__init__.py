@@ -1,4 +1,4 @@
-"""Training data: prompts in, whole groups of trusted samples out. Imports neither torch nor transformers."""
+"""Training data: prompts in, whole groups of samples out. Imports neither torch nor transformers."""
 
 import importlib
 from collections.abc import Sequence
@@ -60,15 +60,15 @@ __all__ = [
 ]
 
 _READER = "rollouts.runs.reader"
-"""Stored runs stand above the scheduler: the module is imported when a run is read."""
+"""Imported at the first call: stored runs are a layer above this package."""
 
 
 def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
-    """Read the samples of a stored run when they are asked for; :func:`rollouts.runs.reader.load_run` by another name.
+    """Load a stored run as a lazy sequence of samples; see :func:`rollouts.runs.reader.load_run`.
 
     Args:
         path: the folder of the run.
-        outcome: of which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
+        outcome: which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
     """
     reader = importlib.import_module(_READER)
     samples: Sequence[Sample] = reader.load_run(path, outcome)

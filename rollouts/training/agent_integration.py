@@ -1,9 +1,9 @@
-"""The bridge from agents to samples: a prompt and an environment class in, a sample out.
+"""Generation of samples by an agent: a prompt and an environment class in, a sample out.
 
-Invariant: one rollout for each prompt, in order: one sample, or one for each of its branches. A rollout that fails is a
-sample with status FAILED beside the others, never an exception that takes them along.
+Invariant: one rollout for each prompt, in order: one sample, or one for each of its branches. A failed rollout is a
+sample with status FAILED; it raises no exception and does not affect other rollouts.
 
-This module knows nothing of groups, rewards and batches.
+This module does not know groups, reward functions or batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "generate_roll
 
 
 async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict[str, Any]], **options: Any) -> Sample:
-    """Run one agent in a fresh environment, and keep what the model saw and sampled, in one sequence.
+    """Run one agent in a fresh environment, and return its tokens as one sample.
 
     Args:
         prompt: text, messages, or a :class:`Prompt` with label and metadata.
@@ -43,7 +43,7 @@ async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict
         A sample whose ``tokens``, ``loss_mask`` and ``rollout_log_probs`` have one length.
     """
     if options.get("history") == "fork":
-        raise ConfigError.of("history", "fork", '"append" or "error" here: agent_rollout_to_samples gives several')
+        raise ConfigError.of("history", "fork", '"append" or "error" here: agent_rollout_to_samples returns several')
     (sample,) = await agent_rollout_to_samples(prompt, **options)
     return sample
 
@@ -63,33 +63,32 @@ async def agent_rollout_to_samples(
     history: OnRewrite = "append",
     past: Past | None = None,
 ) -> list[Sample]:
-    """Run one agent in a fresh environment, and keep what the model saw and sampled.
+    """Run one agent in a fresh environment, and return the tokens that the model saw and sampled as samples.
 
     Args:
         prompt: text, messages, or a :class:`Prompt` with label and metadata.
-        environment_cls: called without arguments for the rollout's environment.
-        endpoint: where the model answers.
-        tokenizer: a transformers tokenizer, or the name or folder to load one from; or a :class:`Renderer`.
-        dialect: how tool calls are written; by default what the chat template teaches. ``"plain"`` lets an environment
-            with tools start where no call is read.
+        environment_cls: called without arguments to create the environment.
+        endpoint: the inference server and its options.
+        tokenizer: a transformers tokenizer, the name or folder of one, or a :class:`Renderer`.
+        dialect: notation of tool calls; by default that of the chat template. ``"plain"`` parses no tool calls, and
+            allows environments with tools nevertheless.
         max_turns: short for ``limits=Limits(max_turns=…)``.
-        limits: when an episode stops.
-        sampling: instead of ``endpoint.sampling``.
-        policy: instead of a client of ``endpoint`` (which all rollouts of one event loop share).
-        on_step: an observer of the growing trajectory.
-        history: what to do where the chat template rewrites what the model has seen: keep the ids (``"append"``), go on
-            in another branch (``"fork"``), or fail the rollout (``"error"``).
-        past: a conversation to go on with; :func:`continue_rollout` makes one of a sample.
+        limits: limits of the episode: turns, tokens, seconds.
+        sampling: replaces ``endpoint.sampling``.
+        policy: replaces the client of ``endpoint``, which all rollouts of one event loop share.
+        on_step: callback that observes the trajectory as it grows.
+        history: what to do where the chat template rewrites the history: keep the ids (``"append"``), continue in a new
+            branch (``"fork"``), or fail the rollout (``"error"``).
+        past: a conversation to continue; see :func:`continue_rollout`.
 
     Returns:
         The rollout's branches as samples: one unless ``history`` is ``"fork"``. In each, ``tokens``, ``loss_mask`` and
-        ``rollout_log_probs`` have one length. The reward is the sum of the environment's step rewards, ``None`` where
-        it gives none. A failed rollout has status FAILED and ``failure``.
+        ``rollout_log_probs`` have one length. The reward is the sum of the environment's step rewards, ``None`` if
+        there are none. A failed rollout has status FAILED and a ``failure``.
 
     Raises:
-        ConfigError: something is wrong that no rollout could survive: the tokenizer, the template, the dialect, the
-            prompt.
-        EndpointError: the server cannot be asked what it is.
+        ConfigError: the tokenizer, template, dialect or prompt is invalid, so that every rollout would fail.
+        EndpointError: the server does not describe itself.
     """
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
@@ -114,15 +113,15 @@ async def agent_rollout_to_samples(
 async def generate_rollout_batch(
     prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Any
 ) -> list[Sample]:
-    """Run :func:`agent_rollout_to_samples` for each prompt at once, with its ``options``.
+    """Run :func:`agent_rollout_to_samples` with ``options`` for all prompts concurrently.
 
-    Bind the options with ``functools.partial`` and it is the ``generate_fn`` of a ``RolloutConfig``.
+    With the options bound by ``functools.partial``, it is the ``generate_fn`` of a ``RolloutConfig``.
 
     Returns:
         One sample for each prompt, in order; several where a rollout forks.
     """
     prompts = list(prompts)
-    if len(prompts) == 1:  # as from a manager, which has a task for each rollout already
+    if len(prompts) == 1:  # the manager calls with one prompt in a task of its own
         return await agent_rollout_to_samples(prompts[0], **options)
     samples: dict[int, list[Sample]] = {}
     errors: list[Exception] = []
@@ -131,7 +130,7 @@ async def generate_rollout_batch(
         async def run(number: int) -> None:
             try:
                 samples[number] = await agent_rollout_to_samples(prompts[number], **options)
-            except Exception as error:  # noqa: BLE001 - no rollout can survive it; raised below as it is
+            except Exception as error:  # noqa: BLE001 - raised below, without an exception group
                 errors.append(error)
                 rollouts.cancel_scope.cancel()
 
@@ -151,7 +150,7 @@ def _limits(limits: Limits | None, max_turns: int | None) -> Limits:
 
 
 async def _renderer(tokenizer: Any, dialect: str | None) -> Renderer:
-    """The shared renderer; a name is loaded in a worker thread, once."""
+    """Return the shared renderer; a tokenizer given by name is loaded once, in a worker thread."""
     if isinstance(tokenizer, Renderer):
         return renderer_for(tokenizer, dialect=dialect)
     name = (str(tokenizer), dialect) if isinstance(tokenizer, str | Path) else None
@@ -176,7 +175,7 @@ _DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDicti
 
 
 async def _describe(policy: Policy) -> ServerInfo:
-    """Ask a server once what it is, however many rollouts start at the same moment."""
+    """Request the description of a server once, also when many rollouts start at the same time."""
     described = _DESCRIBED.get(policy)
     if described is None:
         described = _DESCRIBED[policy] = _Described()

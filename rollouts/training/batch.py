@@ -1,10 +1,10 @@
-"""Samples as tensors, for a trainer that takes them; and what a batch says of each: its advantage and its weight.
+"""Tensors, GRPO advantages and loss weights of a batch of samples.
 
-Invariant: row ``i`` of everything is ``samples[i]``; padding stands at the right, is never trained and has logprob 0;
-packed, no token sees a token of another sample. What is counted by rollout is counted by ``rollout_id``: branches of
-one rollout are one reward in their group's mean, and share one weight.
+Invariant: row ``i`` of every tensor is ``samples[i]``. Padding is on the right, is never trained and has logprob 0. In
+a packed batch, positions and boundaries keep samples apart. Branches with the same ``rollout_id`` count as one rollout:
+they are one reward in the mean of their group, and share one loss weight.
 
-torch is imported when :func:`collate` is called; this module knows nothing of how samples came to be, and no loss.
+torch is imported when :func:`collate` is called. This module does not know how samples are generated, nor the loss.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 __all__ = ["PackedBatch", "RolloutBatch", "collate", "collate_packed", "group_advantages", "loss_weights"]
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation before it divides; slime's number."""
+"""Added to a group's standard deviation before division; slime's value."""
 
 
 @attrs.frozen(eq=False)
 class RolloutBatch:
-    """``B`` samples, the longest of ``T`` tokens."""
+    """``B`` samples, padded to ``T`` tokens."""
 
     tokens: torch.Tensor
-    """int64, ``(B, T)``; ``pad_token_id`` after the end."""
+    """int64, ``(B, T)``; ``pad_token_id`` on padding."""
     loss_masks: torch.Tensor
     """bool, ``(B, T)``; true where the policy sampled the token."""
     attention_mask: torch.Tensor
-    """bool, ``(B, T)``; true where there is a token, false on padding."""
+    """bool, ``(B, T)``; true on tokens, false on padding."""
     rollout_log_probs: torch.Tensor
     """float32, ``(B, T)``; natural-log probability of each sampled token when it was sampled, 0 elsewhere."""
     rewards: torch.Tensor
     """float32, ``(B,)``."""
     lengths: torch.Tensor
-    """int64, ``(B,)``; tokens of each sample, prompt and response."""
+    """int64, ``(B,)``; number of tokens of each sample, prompt and response."""
     response_lengths: torch.Tensor
-    """int64, ``(B,)``; tokens from the first sampled one on."""
+    """int64, ``(B,)``; number of tokens from the first sampled one to the end."""
     group_indices: torch.Tensor
     """int64, ``(B,)``; equal for rollouts of one prompt."""
     samples: tuple[Sample, ...]
@@ -61,15 +61,15 @@ class RolloutBatch:
 
 
 def collate(samples: Sequence[Sample], *, device: Any = None, pad_token_id: int = 0) -> RolloutBatch:
-    """Pad samples to one width and stack them.
+    """Pad samples to the longest and stack them.
 
     Args:
-        samples: at least one, each with a reward, a group index and, where a token is trained, logprobs.
-        device: where the tensors go; ``None`` for the CPU.
-        pad_token_id: fills ``tokens`` after the end of a sample.
+        samples: at least one; each has a reward and a group index, and logprobs if a token is trained.
+        device: device of the tensors; ``None`` for the CPU.
+        pad_token_id: value of ``tokens`` on padding.
 
     Raises:
-        ConfigError: no samples, torch is not installed, or a sample lacks something; the message names it.
+        ConfigError: no samples, torch is not installed, or a sample lacks a field, which the message names.
     """
     _check_all(samples)
     _check_torch()
@@ -105,14 +105,14 @@ def collate(samples: Sequence[Sample], *, device: Any = None, pad_token_id: int 
 
 @attrs.frozen(eq=False)
 class PackedBatch:
-    """``B`` samples one behind the other in ``N`` tokens, without padding."""
+    """``B`` samples concatenated to ``N`` tokens, without padding."""
 
     tokens: torch.Tensor
     """int64, ``(N,)``."""
     positions: torch.Tensor
-    """int64, ``(N,)``; counts from 0 in each sample: where it falls back to 0, another sample begins."""
+    """int64, ``(N,)``; position of each token in its sample, from 0."""
     boundaries: torch.Tensor
-    """int32, ``(B + 1,)``; sample ``i`` is ``boundaries[i]`` to ``boundaries[i + 1]``: ``cu_seqlens``."""
+    """int32, ``(B + 1,)``; sample ``i`` is ``tokens[boundaries[i] : boundaries[i + 1]]``: ``cu_seqlens``."""
     loss_masks: torch.Tensor
     """bool, ``(N,)``; true where the policy sampled the token."""
     rollout_log_probs: torch.Tensor
@@ -128,9 +128,9 @@ class PackedBatch:
 
 
 def collate_packed(samples: Sequence[Sample], *, device: Any = None) -> PackedBatch:
-    """Lay samples one behind the other, without padding.
+    """Concatenate samples without padding.
 
-    A model of transformers takes them as one row, ``tokens[None]`` with ``positions[None]`` and no attention mask; the
+    A transformers model takes them as one row, ``tokens[None]`` with ``positions[None]`` and no attention mask; the
     variable-length kernels of flash-attention take ``boundaries``.
 
     Raises:
@@ -159,11 +159,11 @@ def collate_packed(samples: Sequence[Sample], *, device: Any = None) -> PackedBa
 
 
 def group_advantages(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
-    """Rewards as GRPO compares them, ``(B,)``: minus the mean of the group, over its standard deviation + 1e-6.
+    """Compute GRPO advantages, float32 ``(B,)``: reward minus the group's mean, over its standard deviation + 1e-6.
 
-    The deviation is the unbiased one, as in slime. A group is what shares a ``group_index``, wherever it stands. Mean
-    and deviation are taken over its rollouts: one that forks counts once, with the mean of its branches' rewards. A
-    group of one rollout has no spread, and advantage 0.
+    The standard deviation is unbiased, as in slime. Samples with the same ``group_index`` form a group, in any order.
+    Mean and deviation are taken over rollouts: a rollout that forks counts once, with the mean reward of its branches.
+    A group without spread has advantage 0.
 
     Raises:
         ConfigError: a sample without a reward or a group index; the message names it.
@@ -176,29 +176,30 @@ def group_advantages(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
     advantages = np.zeros(len(samples))
     for rows in groups.values():
         branches = _members([rollouts[row] for row in rows])
-        of_rollouts = np.array([rewards[[rows[place] for place in places]].mean() for places in branches.values()])
-        if len(set(of_rollouts.tolist())) > 1:  # by value: the deviation of equal numbers may be a rounding error
-            advantages[rows] = (rewards[rows] - of_rollouts.mean()) / (of_rollouts.std(ddof=1) + STD_EPSILON)
+        means = np.array([rewards[[rows[place] for place in places]].mean() for places in branches.values()])
+        if len(set(means.tolist())) > 1:  # the deviation of equal numbers may be a rounding error instead of 0
+            advantages[rows] = (rewards[rows] - means.mean()) / (means.std(ddof=1) + STD_EPSILON)
     return advantages.astype(np.float32)
 
 
 def loss_weights(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
-    """What each token of a sample weighs in the loss, ``(B,)``: the sum over all trained tokens is a mean of rollouts.
+    """Compute the loss weight of each trained token of a sample, float32 ``(B,)``.
 
-    1 / (trained tokens of its whole rollout x rollouts in ``samples``): the mean over rollouts of the mean over tokens,
-    slime's default. A long rollout weighs as much as a short one, and a forked one as much as one that is whole.
+    1 / (trained tokens of its rollout x rollouts in ``samples``), so that the weighted sum over all trained tokens is
+    the mean over rollouts of the mean over tokens, slime's default. Each rollout has the same total weight, whatever
+    its length and its number of branches.
     """
     rollouts = _rollouts(samples)
     trained = np.array([np.count_nonzero(sample.mask_column) for sample in samples], np.float64)
-    of_rollout = _members(rollouts)
+    members = _members(rollouts)
     weights = np.zeros(len(samples))
-    for rows in of_rollout.values():
-        weights[rows] = 1 / max(trained[rows].sum(), 1) / len(of_rollout)
+    for rows in members.values():
+        weights[rows] = 1 / max(trained[rows].sum(), 1) / len(members)
     return weights.astype(np.float32)
 
 
 def _members(keys: Sequence[Any]) -> dict[Any, list[int]]:
-    """Rows by key, keys in the order of their first row."""
+    """Row numbers by key, keys in the order of their first row."""
     members: dict[Any, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)
@@ -206,7 +207,7 @@ def _members(keys: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def _rollouts(samples: Sequence[Sample]) -> list[tuple[str, int]]:
-    """What tells rollouts apart: ``rollout_id``, or the place in the batch where a sample has none."""
+    """Key of each sample's rollout: ``rollout_id``, or the position in the batch if it is ``None``."""
     return [
         ("place", number) if sample.rollout_id is None else ("rollout", sample.rollout_id)
         for number, sample in enumerate(samples)

@@ -1,10 +1,10 @@
-"""What a sample says beside its columns, held small: texts as places in what its tokens say, records as bytes.
+"""Compact storage of a sample's texts and records: texts as offsets into the decoded tokens, records as packed bytes.
 
-Invariant: what is read back is what was given. The text of the tokens is made of the very column that they were in when
-it was compared, which nobody can change; a text that does not stand in it word for word is held as it is.
+Invariant: each value is read back equal to the one stored. The token column is read-only, so decoding it returns the
+same text each time; a text that is no exact part of the response is stored in full.
 
-A sample of ten thousand tokens has some ten thousand words twice, in its response and in its messages, and several
-hundred small objects in its records; here they cost some bytes each turn. This module knows no sample and no journal.
+A sample of ten thousand tokens has its text twice, in the response and in the messages, and several hundred small
+objects in its records; here they take a few bytes a turn. This module does not know samples or the journal.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rollouts.trajectory import CompletionRecord
 __all__ = ["CompactRecord"]
 
 _SHORT = 32
-"""Characters of a text that is not worth a place."""
+"""Characters below which a text is stored in full."""
 _TEXTS = ("content", "reasoning_content")
 
 
 @attrs.frozen(eq=False, repr=False)
 class CompactRecord:
-    """Made by :meth:`of`; each method gives new objects."""
+    """Texts and records of one sample. Create it with :meth:`of`; each method returns new objects."""
 
     columns: tuple[Any, Any, Any]
-    """The columns that the sample had: whoever has these same ones still, has them unchanged."""
+    """The sample's read-only tokens, mask and logprobs; a sample that still has these objects has them unchanged."""
     turns: int
-    """How many completions there are."""
+    """Number of completions."""
     _first: int
     _decode: Callable[[TokenColumn], str]
     _others: tuple[str, ...]
-    """Long texts that do not stand in the response."""
+    """Long texts that are not part of the response."""
     _messages: bytes
     _completions: bytes
     _versions: bytes
@@ -53,83 +53,83 @@ class CompactRecord:
         completions: Sequence[CompletionRecord],
         versions: Sequence[VersionSpan],
     ) -> CompactRecord | None:
-        """Take in what a sample says.
+        """Store the texts and records of a sample.
 
         Args:
-            columns: tokens, mask and logprobs, which nobody can change.
-            first: where the response begins in the tokens.
-            decode: what ids say, always the same.
-            response: what it gave for the ids from ``first`` on.
+            columns: tokens, mask and logprobs, all read-only.
+            first: offset of the response in the tokens.
+            decode: deterministic, from ids to text.
+            response: the text that ``decode`` returned for the ids from ``first`` on.
             messages: chat dicts.
-            calls: completions.
-            versions: spans.
+            completions: the completions of the replies.
+            versions: policy versions of the sampled tokens.
 
         Returns:
-            ``None`` where a message has something in it that cannot be held as bytes.
+            ``None`` if a message contains a value that cannot be pickled.
         """
         others: list[str] = []
-        placed: list[ChatDict] = []
-        at = 0
+        chats: list[ChatDict] = []
+        position = 0
         for message in messages:
             chat = dict(message)
             for name in _TEXTS:
                 text = chat.get(name)
                 if not isinstance(text, str) or len(text) < _SHORT:
                     continue
-                start = response.find(text, at)
+                start = response.find(text, position)
                 if start < 0:
                     chat[name] = len(others)
                     others.append(text)
                 else:
-                    at = start + len(text)
-                    chat[name] = (start, at)
-            placed.append(chat)
+                    position = start + len(text)
+                    chat[name] = (start, position)
+            chats.append(chat)
         try:
-            packed = pickle.dumps(placed, 5)
-        except Exception:  # noqa: BLE001 - a guest's value in a message
+            packed = pickle.dumps(chats, 5)
+        except Exception:  # noqa: BLE001 - a user's value in a message
             return None
-        told = cls(
+        compact = cls(
             columns,
             len(completions),
             first,
             decode,
             tuple(others),
             packed,
-            pickle.dumps([_FIELDS(call) for call in completions], 5),
+            pickle.dumps([_FIELDS(completion) for completion in completions], 5),
             pickle.dumps([(span.version, span.start, span.stop) for span in versions], 5),
         )
-        _remember(told, response)
-        return told
+        _remember(compact, response)
+        return compact
 
     def response(self) -> str:
-        """What the tokens say from the first sampled one on."""
-        for told, known in _recent:
-            if told is self:
-                return known
+        """Text of the tokens from the first sampled one on."""
+        for compact, text in _recent:
+            if compact is self:
+                return text
         text = self._decode(self.columns[0][self._first :])
         _remember(self, text)
         return text
 
     def messages(self) -> list[ChatDict]:
-        """The conversation."""
+        """The conversation as chat dicts."""
         chats: list[ChatDict] = pickle.loads(self._messages)
         text: str | None = None
         for chat in chats:
             for name in _TEXTS:
-                place = chat.get(name)
-                if type(place) is tuple:
+                offset = chat.get(name)
+                if type(offset) is tuple:
                     text = self.response() if text is None else text
-                    chat[name] = text[slice(*place)]
-                elif type(place) is int:
-                    chat[name] = self._others[place]
+                    chat[name] = text[slice(*offset)]
+                elif type(offset) is int:
+                    chat[name] = self._others[offset]
         return chats
 
     def completions(self) -> list[CompletionRecord]:
-        """The completions."""
+        """The completions of the replies."""
         return [CompletionRecord(*fields) for fields in pickle.loads(self._completions)]
 
     def versions(self) -> list[VersionSpan]:
-        """Who sampled what."""
+        """Policy versions of the sampled tokens."""
         return [VersionSpan(*span) for span in pickle.loads(self._versions)]
 
 
@@ -137,9 +137,9 @@ _FIELDS = operator.attrgetter(*(field.name for field in attrs.fields(CompletionR
 
 
 _recent: tuple[tuple[CompactRecord, str], ...] = ()
-"""Responses that were read last: whoever reads one, reads it twice."""
+"""Cache of the last two decoded responses: a response is usually read twice in a row."""
 
 
-def _remember(told: CompactRecord, text: str) -> None:
-    global _recent  # replaced as a whole, so that threads see the one or the other
-    _recent = (*_recent[-1:], (told, text))
+def _remember(compact: CompactRecord, text: str) -> None:
+    global _recent  # replaced as a whole: threads see the old or the new tuple
+    _recent = (*_recent[-1:], (compact, text))

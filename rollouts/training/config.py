@@ -1,7 +1,7 @@
-"""What a run is asked to do: sizes, the user's functions, deadlines, and what to do about failures.
+"""Configuration of rollout generation: sizes, the user's functions, deadlines and failure policies.
 
-Invariant: a config that exists is sound; everything that can be known to be wrong before work starts is refused here,
-by field, value and expectation.
+Invariant: a config is valid once constructed. A wrong value raises :class:`ConfigError` with the field, the value and
+what was expected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _function(*, optional: bool = False) -> Any:
 
 
 def _named(function: Any) -> str:
-    """Without what is bound to it, which may be a secret."""
+    """Name of a function, without bound arguments: they may be secret."""
     return "None" if function is None else function_name(function)
 
 
@@ -64,41 +64,40 @@ class RolloutConfig:
     batch_size: int = attrs.field(validator=_count(1))
     """Groups in a batch."""
     generate_fn: GenerateFn = attrs.field(validator=_function(), repr=_named)
-    """Makes rollouts; called with a list of one :class:`Prompt` for each rollout."""
+    """Generates rollouts; called once for each rollout, with a list of one :class:`Prompt`."""
     n_samples_per_prompt: int = attrs.field(default=8, validator=_count(1))
     """Rollouts of each prompt: the size of a group."""
     over_sampling_factor: float = attrs.field(default=1.5, validator=_number(1))
-    """Groups in work (in flight or ready) while a batch fills, as a multiple of ``batch_size``."""
+    """Groups in flight or ready while a batch fills, as a multiple of ``batch_size``."""
     reward_fn: RewardFn | GroupRewardFn | None = attrs.field(
         default=None, validator=_function(optional=True), repr=_named
     )
-    """Scores each sample; without one the reward of the environment's steps is taken."""
+    """Scores each sample; without it, the sum of the step rewards counts."""
     group_rm: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     """Call ``reward_fn`` once with the whole group instead of once for each sample."""
     filter_fn: FilterFn | None = attrs.field(default=None, validator=_function(optional=True), repr=_named)
-    """Which groups to keep; runs after the rewards are set."""
+    """Decides which groups to keep; runs after the rewards are set."""
     max_attempts: int = attrs.field(default=2, validator=_count(1))
-    """How often a rollout is tried, each time from the start with a fresh environment, before it counts as failed."""
+    """Maximum attempts at a rollout, each with a fresh environment, before it counts as failed."""
     on_failure: Literal["drop_group", "stop"] = "drop_group"
-    """A rollout that failed for good: record its group as failed and go on, or stop the run."""
+    """When a rollout failed for good: record its group as failed and continue, or stop the run."""
     failures: Mapping[str, FailurePolicy] = attrs.field(factory=dict)
-    """What to do about each cause of failure (``rollouts.errors.CAUSES``); the others: ``max_attempts``, then
-    ``on_failure``."""
+    """Failure policies by cause (``rollouts.errors.CAUSES``); other causes use ``max_attempts`` and ``on_failure``."""
     failure_budget: float | None = attrs.field(default=None, validator=attrs.validators.optional(_number(0)))
-    """The share of the last ``failure_window`` attempts that may be lost before the run stops, e.g. 0.5."""
+    """Share of the last ``failure_window`` attempts that may be lost before the run stops, e.g. 0.5."""
     failure_window: int = attrs.field(default=100, validator=_count(1))
     patience: int | None = attrs.field(default=None, validator=_count(1, optional=True))
-    """Groups in a row that may be dropped or failed before the run stops; default 8 batches, at least 64."""
+    """Consecutive groups that may be dropped or failed before the run stops; default 8 batches, at least 64."""
     rollout_seconds: float = attrs.field(default=3600.0, validator=_number(0, exclusive=True))
     """Deadline of one call of ``generate_fn``."""
     group_seconds: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(_number(0, exclusive=True))
     )
-    """Deadline of the rollouts of one group, with their attempts and rewards; past it the group counts as failed."""
+    """Deadline of the rollouts of one group, including retries and rewards; after it the group counts as failed."""
     batch_seconds: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(_number(0, exclusive=True))
     )
-    """Deadline of one batch; past it ``generate_batch`` raises, and what was accepted serves the next call."""
+    """Deadline of one batch; after it ``generate_batch`` raises, and accepted groups remain for the next call."""
     reward_seconds: float = attrs.field(default=300.0, validator=_number(0, exclusive=True))
     """Deadline of one call of ``reward_fn``; a late reward is a failure, never a zero."""
     filter_seconds: float = attrs.field(default=60.0, validator=_number(0, exclusive=True))
@@ -107,11 +106,11 @@ class RolloutConfig:
         if self.on_failure not in ("drop_group", "stop"):
             raise ConfigError.of("RolloutConfig.on_failure", self.on_failure, '"drop_group" or "stop"')
         check_handlings(self.failures)
-        for cause, handling in self.failures.items():
-            if handling.min_sound > self.n_samples_per_prompt:
+        for cause, policy in self.failures.items():
+            if policy.min_sound > self.n_samples_per_prompt:
                 expected = f"at most n_samples_per_prompt={self.n_samples_per_prompt}"
-                raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", handling.min_sound, expected)
-        name = function_name(self.filter_fn)  # also of a partial's function
+                raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", policy.min_sound, expected)
+        name = function_name(self.filter_fn)  # a partial has the name of its function
         if self.n_samples_per_prompt == 1 and name in _NEED_SPREAD:
             raise ConfigError.of(
                 "RolloutConfig.n_samples_per_prompt", 1, f"at least 2 with filter_fn={name}: one reward has no spread"
@@ -122,10 +121,10 @@ class RolloutConfig:
             )
 
     def handling(self, cause: str) -> FailurePolicy:
-        """What to do about a cause, with the defaults filled in."""
-        handling = self.failures.get(cause, FailurePolicy())
-        attempts = self.max_attempts if handling.attempts is None else handling.attempts
-        return attrs.evolve(handling, attempts=attempts, then=handling.then or self.on_failure)
+        """Return the failure policy of a cause, with defaults filled in."""
+        policy = self.failures.get(cause, FailurePolicy())
+        attempts = self.max_attempts if policy.attempts is None else policy.attempts
+        return attrs.evolve(policy, attempts=attempts, then=policy.then or self.on_failure)
 
     @property
     def groups_in_work(self) -> int:
@@ -140,11 +139,11 @@ class RolloutConfig:
         return self.patience if self.patience is not None else max(64, 8 * self.batch_size)
 
     def describe(self) -> dict[str, Any]:
-        """The config as plain values: functions by name."""
+        """Return the config as plain values, functions by name."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {cause: attrs.asdict(handling) for cause, handling in value.items()}
+                return {cause: attrs.asdict(policy) for cause, policy in value.items()}
             return function_name(value) if isinstance(value, Callable) else value  # type: ignore[arg-type]
 
         return {field.name: plain(getattr(self, field.name)) for field in attrs.fields(type(self))}

@@ -1,9 +1,9 @@
-"""Going on with a stored rollout: more turns behind the ids that it has.
+"""Continuation of a stored rollout: more turns after its tokens.
 
-Invariant: the first request of the continued turn begins with the stored ids, all of them and no others (law 1): each
-reply is put back through the same check as when it was sampled. Nothing that was sampled is rendered or encoded again.
+Invariant: the first request of the continued rollout begins with exactly the stored ids (law 1): each reply passes the
+same check as when it was sampled. Sampled tokens are never rendered or encoded again.
 
-This module knows nothing of where a sample was kept, nor of groups and rewards.
+This module does not know where samples are stored, nor groups and rewards.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ async def continue_rollout(
     train_past: bool = True,
     **options: Any,
 ) -> list[Sample]:
-    """Go on with a finished or partial rollout, in this or in another process.
+    """Continue a finished or partial rollout, in this or in another process.
 
     Args:
-        sample: what there is: the last branch of its rollout, as it came or from :meth:`Sample.from_dict`.
-        messages: what comes after the last reply: a user's text, messages, results of its tool calls. Without any, a
-            reply that was cut or aborted goes on where it ends, and a whole one is answered by the environment; where
-            the model had been asked and had not answered, it is asked again.
+        sample: the last branch of its rollout, from memory or from :meth:`Sample.from_dict`.
+        messages: what follows the last reply: a user's text, messages, or tool results. Without messages, a reply that
+            was cut or aborted is continued where it ends, the environment answers a complete one, and a request
+            without a reply is sent again.
         environment_cls: answers the replies that follow; by default the first of them ends the episode. A simulated
-            user is ``partial(SimulatedUser, function)``. Its ``start`` is given the conversation so far, and its tools
-            must be those that the rollout was played with.
-        train_past: replies of the past stay trained, and the sample that comes back replaces the one given. False: the
-            one given was trained already, so its replies are context now (law 3).
+            user is ``partial(SimulatedUser, function)``. Its ``start`` receives the conversation so far, and its tools
+            must be those of the original rollout.
+        train_past: True keeps past replies trained, so the new sample replaces ``sample``. False makes them context,
+            for a ``sample`` that was already trained on (law 3).
         **options: as for :func:`agent_rollout_to_samples`.
 
     Returns:
         The samples of the continued rollout, as :func:`agent_rollout_to_samples`.
 
     Raises:
-        ConfigError: there is nothing to go on from, the sample breaks a law, or there are messages where the model has
-            been asked already.
+        ConfigError: the sample has no tokens or messages, or breaks a law; or there are ``messages`` although the last
+            request has no reply yet.
     """
     past = past_of(sample, as_messages(messages) if messages else (), train_past=train_past)
     prompt = Prompt(
@@ -69,65 +69,67 @@ async def continue_rollout(
 
 
 def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = True) -> Past:
-    """A stored sample as a conversation to go on with.
+    """Convert a stored sample to the past of a continued episode.
 
     Raises:
         ConfigError: as :func:`continue_rollout`.
     """
     messages = list(as_messages(sample.messages))
     if not len(sample) or not messages:
-        raise ConfigError.of("sample", sample, "one with tokens and messages to go on from")
-    asked = len(sample) - (sample.completions[-1].stop if sample.completions else 0)
-    if asked and new:
-        got = f"{asked} tokens after the last reply, and {len(new)} new messages"
-        raise ConfigError.of("sample", got, "no messages: the model has been asked already, and is to speak")
-    while not asked and messages[-1].role != "assistant":
-        messages.pop()  # what the environment said at its end was never shown
-    broken = check_sample(sample)
-    if broken:
-        raise ConfigError(f"sample: a law does not hold, so it cannot be gone on with: {broken[0]}")
+        raise ConfigError.of("sample", sample, "a sample with tokens and messages")
+    unanswered = len(sample) - (sample.completions[-1].stop if sample.completions else 0)
+    if unanswered and new:
+        got = f"{unanswered} tokens after the last reply, and {len(new)} new messages"
+        raise ConfigError.of("sample", got, "no messages: the last request has no reply yet")
+    while not unanswered and messages[-1].role != "assistant":
+        messages.pop()  # the environment's final messages were never shown to the model
+    violations = check_sample(sample)
+    if violations:
+        raise ConfigError(f"sample: a law does not hold, so it cannot be continued: {violations[0]}")
     trajectory = Trajectory()
     if train_past:
         position = 0
-        for call in sample.completions:
-            trajectory.add_context(sample.token_column[position : call.start])
-            trajectory.add_reply(_completion(sample, call), Message("assistant"))
-            position = call.stop
+        for record in sample.completions:
+            trajectory.add_context(sample.token_column[position : record.start])
+            trajectory.add_reply(_completion(sample, record), Message("assistant"))
+            position = record.stop
         trajectory.add_context(sample.token_column[position:])
         trajectory.metrics |= sample.metrics
         trajectory.step_rewards += sample.step_rewards
     else:
         trajectory.add_context(sample.token_column)
     trajectory.messages = messages
-    if asked:
+    if unanswered:
         return Past(trajectory, len(sample), state="asked")
     cut = sample.completions[-1].finish_reason != "stop"
     return Past(trajectory, _reply_start(sample.completions), tuple(new), state="cut" if cut else "replied")
 
 
-def _completion(sample: Sample, call: CompletionRecord) -> Completion:
-    """The completion that a call was."""
+def _completion(sample: Sample, record: CompletionRecord) -> Completion:
+    """The completion of a record, with its tokens and logprobs."""
     logprobs = sample.logprob_column
-    assert logprobs is not None, "check_sample wants logprobs where the mask is 1"
+    assert logprobs is not None, "check_sample requires logprobs where the mask is 1"
     spans = [
-        VersionSpan(span.version, max(span.start, call.start) - call.start, min(span.stop, call.stop) - call.start)
+        VersionSpan(
+            span.version, max(span.start, record.start) - record.start, min(span.stop, record.stop) - record.start
+        )
         for span in sample.versions
-        if span.start < call.stop and span.stop > call.start
+        if span.start < record.stop and span.stop > record.start
     ]
     return Completion(
-        tokens=sample.token_column[call.start : call.stop],
-        logprobs=logprobs[call.start : call.stop],
+        tokens=sample.token_column[record.start : record.stop],
+        logprobs=logprobs[record.start : record.stop],
         versions=spans,
-        prompt_tokens=call.start,
-        **{name: value for name, value in attrs.asdict(call).items() if name not in ("start", "stop")},
+        prompt_tokens=record.start,
+        **{name: value for name, value in attrs.asdict(record).items() if name not in ("start", "stop")},
     )
 
 
-def _reply_start(calls: Sequence[CompletionRecord]) -> int:
-    """Where the last reply begins: one that was gone on with is several calls without anything between them."""
-    start = calls[-1].start
-    for call in reversed(calls[:-1]):
-        if call.stop != start:
+def _reply_start(records: Sequence[CompletionRecord]) -> int:
+    """Offset of the last reply; a reply that was continued consists of several adjacent completions."""
+    start = records[-1].start
+    for record in reversed(records[:-1]):
+        if record.stop != start:
             break
-        start = call.start
+        start = record.start
     return start

@@ -1,8 +1,8 @@
-"""The data buffer: prompts out, leftovers back in.
+"""The data buffer: hands out prompts, and takes unfinished ones back.
 
-Invariant: every prompt of an epoch is handed out once, in an order that the seed and the epoch fix; what was handed
-back comes out first, with the group index it had. A group index is never given to two prompts. Saved and loaded, a
-buffer goes on exactly where it was. It knows nothing of rollouts.
+Invariant: every prompt of an epoch is handed out once, in an order that depends on seed and epoch only. Prompts that
+were put back come out first, with the same group index. A group index is never used for two prompts. A saved and loaded
+buffer continues exactly where it was. This module does not know rollouts.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["BufferState", "DataBuffer", "load_prompts"]
 
 @attrs.frozen
 class BufferState:
-    """Where a buffer stands: plain values, ready for JSON through :meth:`to_dict`."""
+    """Saved state of a buffer; :meth:`to_dict` returns plain values for JSON."""
 
     cursor: int
     epoch: int
     next_group_index: int
     leftovers: tuple[tuple[int, int], ...]
-    """``(position in the data, group index)`` of what was handed back."""
+    """``(position in the data, group index)`` of prompts that were put back."""
     fingerprint: int
-    """Checksum of the prompts, so that a state is not loaded over other data."""
+    """Checksum of seed and prompts, so that a state is not loaded with other data."""
 
     def to_dict(self) -> dict[str, Any]:
         return attrs.asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BufferState:
-        """Read what :meth:`to_dict` wrote.
+        """Create a state from the output of :meth:`to_dict`.
 
         Raises:
-            ConfigError: a field is missing, unknown, or of another kind.
+            ConfigError: a field is missing, unknown, or of a wrong type.
         """
         unknown = data.keys() - {field.name for field in attrs.fields(cls)}
         if unknown:
@@ -60,11 +60,11 @@ class DataBuffer:
 
     Args:
         prompts: texts, message lists, ``{"prompt", "label", "metadata"}`` rows, or :class:`Prompt` values.
-        seed: shuffles each epoch anew; ``None`` keeps the order of the data.
-        epochs: how often the data may be gone through; ``None`` for no end.
+        seed: seed of the shuffle, which differs in each epoch; ``None`` keeps the order of the data.
+        epochs: number of passes over the data; ``None`` for no limit.
 
     Raises:
-        ConfigError: no prompts, or a row that is not one; the message names its position.
+        ConfigError: no prompts, or an invalid row; the message names its position.
     """
 
     def __init__(self, prompts: Iterable[Any], *, seed: int | None = None, epochs: int | None = None) -> None:
@@ -90,12 +90,12 @@ class DataBuffer:
         return f"<DataBuffer {where}, {len(self._leftovers)} handed back, next group {self._next_group_index}>"
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Number of prompts in one epoch."""
         return len(self._prompts)
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """The data, in their own order; none of them is taken."""
+        """All prompts in the order of the data; this takes none."""
         return tuple(self._prompts)
 
     @property
@@ -103,31 +103,31 @@ class DataBuffer:
         return self._epoch
 
     def hold_out(self, count: int) -> list[Prompt]:
-        """Take prompts out of the data for good, to evaluate on: the last ones, and all that are equal to one of them.
+        """Remove the last distinct prompts, and all their duplicates, from the data, to evaluate on.
 
         Returns:
-            ``count`` different prompts.
+            ``count`` distinct prompts.
 
         Raises:
             ConfigError: prompts were taken already, or none would be left.
         """
         if self._cursor or self._epoch or self._leftovers:
             raise ConfigError.of("hold_out", repr(self), "a buffer from which nothing was taken")
-        named = {_name(prompt): prompt for prompt in self._prompts}
-        held = dict(list(named.items())[len(named) - count :]) if count else {}
-        left = [prompt for prompt in self._prompts if _name(prompt) not in held]
-        if not 0 <= count < len(named):
-            raise ConfigError.of("hold_out(count)", count, f"0 to {len(named) - 1} of {len(named)} different prompts")
+        unique = {_key(prompt): prompt for prompt in self._prompts}
+        held_out = dict(list(unique.items())[len(unique) - count :]) if count else {}
+        left = [prompt for prompt in self._prompts if _key(prompt) not in held_out]
+        if not 0 <= count < len(unique):
+            raise ConfigError.of("hold_out(count)", count, f"0 to {len(unique) - 1} of {len(unique)} different prompts")
         self._prompts = left
-        self.__dict__.pop("fingerprint", None)  # it was of the data with them
+        self.__dict__.pop("fingerprint", None)  # the cached value includes the removed prompts
         self._order = self._shuffled(self._epoch)
-        return list(held.values())
+        return list(held_out.values())
 
     def get_prompts(self, count: int) -> list[Prompt]:
-        """Take ``count`` prompts, each with its group index: what was handed back first, then the data in order.
+        """Take ``count`` prompts, each with its group index: prompts that were put back first, then the data in order.
 
         Raises:
-            DataExhausted: fewer are left; nothing is taken then.
+            DataExhausted: fewer than ``count`` are left; none is taken.
         """
         if not _is_count(count):
             raise ConfigError.of("get_prompts(count)", count, "an integer >= 0")
@@ -137,10 +137,10 @@ class DataBuffer:
         return [self._take() for _ in range(count)]
 
     def put_back(self, prompts: Iterable[Prompt]) -> None:
-        """Hand back prompts that came to nothing; they come out again first, lowest group index first. All or none.
+        """Put back unfinished prompts; they come out again first, lowest group index first.
 
         Raises:
-            ConfigError: a prompt that is not out: never taken from here, or handed back already.
+            ConfigError: a prompt was not taken from this buffer, or was settled or put back already; none is put back.
         """
         positions = dict(self._positions)
         back = []
@@ -156,12 +156,12 @@ class DataBuffer:
         self._leftovers = sorted([*self._leftovers, *back], key=lambda entry: entry[1])
 
     def settle(self, prompt: Prompt) -> None:
-        """Say that a prompt came to its end; it can no longer be handed back."""
+        """Mark a prompt as finished; it can no longer be put back."""
         if prompt.group_index is not None:
             self._positions.pop(prompt.group_index, None)
 
     def save_state(self) -> BufferState:
-        """Where it stands. Prompts that are out count as handed back: whoever loads the state will get them again."""
+        """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
         out = [(position, group_index) for group_index, position in self._positions.items()]
         return BufferState(
             cursor=self._cursor,
@@ -172,10 +172,10 @@ class DataBuffer:
         )
 
     def load_state(self, state: BufferState) -> None:
-        """Go on where ``state`` was saved.
+        """Restore a saved state.
 
         Raises:
-            ConfigError: the state was saved over other prompts or another seed.
+            ConfigError: the state was saved with other prompts or another seed.
         """
         if state.fingerprint != self.fingerprint:
             raise ConfigError.of("BufferState.fingerprint", state.fingerprint, f"{self.fingerprint}, that of this data")
@@ -186,11 +186,11 @@ class DataBuffer:
         self._order = self._shuffled(self._epoch)
 
     def go_on_after(self, taken: int, unsettled: Collection[int]) -> None:
-        """Stand where a buffer of the same data stands that gave out ``taken`` group indices.
+        """Set the state of a buffer with the same data that has handed out ``taken`` prompts.
 
         Args:
-            taken: how many; they were 0 to ``taken - 1``.
-            unsettled: those of them that came to no end; they come out again.
+            taken: number of group indices used: 0 to ``taken - 1``.
+            unsettled: those whose prompts are unfinished; they come out again.
         """
         size = len(self._prompts)
         self._epoch = max(0, taken - 1) // size
@@ -202,10 +202,10 @@ class DataBuffer:
         self._order = self._shuffled(self._epoch)
 
     def take_by_index(self, group_index: int) -> Prompt:
-        """Take one prompt that was handed back, by its group index.
+        """Take one prompt that was put back, by its group index.
 
         Raises:
-            ConfigError: it is not among those handed back.
+            ConfigError: no prompt with this index was put back.
         """
         for position, number in self._leftovers:
             if number == group_index:
@@ -253,7 +253,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _name(prompt: Prompt) -> str:
+def _key(prompt: Prompt) -> str:
     messages = [message.to_chat() for message in prompt.messages]
     return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
@@ -278,10 +278,10 @@ def _read_prompt(row: Any, place: str) -> Prompt:
 
 
 def load_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Read prompts from a JSONL file, one row a line: ``{"prompt": text or messages, "label": …, "metadata": {…}}``.
+    """Read prompts from a JSONL file with lines ``{"prompt": text or messages, "label": …, "metadata": {…}}``.
 
     Raises:
-        ConfigError: no such file, or a malformed row; the message names file and line.
+        ConfigError: no such file, no rows, or a malformed row; the message names file and line.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,10 +1,10 @@
-"""How good a policy is: pass@k without bias, with intervals, task by task, and two runs beside each other.
+"""Evaluation of a policy: unbiased pass@k and mean reward with confidence intervals, and comparison of two runs.
 
-Invariant: every rollout of an evaluation counts, and none is chosen: no filter runs, and one that failed for good is a
-rollout that did not pass. What is uncertain is the choice of tasks, so an interval comes from the spread between tasks,
-never from treating rollouts of one task as independent.
+Invariant: every rollout counts: no filter runs, and a rollout that failed for good did not pass. The uncertainty is in
+the choice of tasks, so an interval comes from the variance between tasks; rollouts of one task are never treated as
+independent.
 
-This module knows no file and no display.
+This module does not know files or the display.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 _Z95 = 1.959963984540054
-"""Standard deviations of a normal distribution that 95 % lie within."""
+"""Number of standard deviations that contain 95 % of a normal distribution."""
 
 
 @attrs.frozen
 class Estimate:
-    """A number between 0 and 1 with its 95 % interval."""
+    """A value between 0 and 1 with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -56,10 +56,10 @@ class Estimate:
 
 @attrs.frozen
 class TaskScore:
-    """What came of the rollouts of one task."""
+    """Results of the rollouts of one task."""
 
     key: str
-    """The same for the same prompt and label, in every run; see :func:`task_key`."""
+    """Identifies prompt and label across runs; see :func:`task_key`."""
     text: str
     """The last message of the prompt."""
     rollouts: int
@@ -71,26 +71,26 @@ class TaskScore:
 
 @attrs.frozen
 class Comparison:
-    """Run B against run A, on the tasks that both have."""
+    """Run B against run A, on the tasks that both contain."""
 
     tasks: int
     better: int
-    """Tasks with a higher share of passes in B."""
+    """Tasks with a higher pass rate in B."""
     worse: int
     difference: float
-    """Mean over tasks of pass@k in B minus that in A."""
+    """Mean over tasks of pass@k in B minus pass@k in A."""
     low: float
     high: float
-    """95 % interval of the difference; paired, so what makes a task hard for both does not widen it."""
+    """95 % interval of the difference; paired by task, so the difficulty of tasks does not widen it."""
 
 
 def pass_at_k(rollouts: int, passed: int, k: int) -> float:
-    """The chance that at least one of ``k`` rollouts passes, from ``rollouts`` of which ``passed`` did.
+    """Estimate the probability that at least one of ``k`` rollouts passes, if ``passed`` of ``rollouts`` passed.
 
-    ``1 - C(n - c, k) / C(n, k)``, which is unbiased (Chen et al. 2021); ``1 - (1 - c/n) ** k`` is not.
+    ``1 - C(n - c, k) / C(n, k)``, which is unbiased (Chen et al. 2021); ``1 - (1 - c/n) ** k`` is biased.
 
     Raises:
-        ConfigError: fewer than ``k`` rollouts.
+        ConfigError: fewer than ``k`` rollouts, or ``passed`` is not between 0 and ``rollouts``.
     """
     if not 1 <= k <= rollouts:
         raise ConfigError.of("k", k, f"1 to {rollouts}, the rollouts of a task")
@@ -110,9 +110,9 @@ def estimate_mean(scores: Sequence[TaskScore]) -> Estimate:
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    """A mean over tasks with Wilson's interval, for as many trials as would have the standard error that tasks show.
+    """Mean over tasks with Wilson's interval; the number of trials is computed from the standard error between tasks.
 
-    With tasks that all agree it is that of one trial a task: certainty is never claimed from a small sample.
+    If all tasks have the same value, one trial a task is assumed, so that the interval is never empty.
     """
     if not values:
         raise ConfigError.of("scores", [], "at least one task")
@@ -128,18 +128,18 @@ def _estimate(values: Sequence[float]) -> Estimate:
 
 
 def task_key(prompt: object, label: object) -> str:
-    """What names a task across runs: a digest of its messages and its label."""
-    messages = as_messages(prompt)  # type: ignore[arg-type]  # refuses what is no prompt
+    """Identify a task across runs: 12 hex digits of a hash of its messages and its label."""
+    messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is no prompt
     text = json.dumps([[message.to_chat() for message in messages], label], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def task_scores(samples: Iterable[Sample], *, threshold: float = 1.0) -> list[TaskScore]:
-    """Scores by task, in the order in which tasks first come; branches of one rollout are one, with their mean reward.
+    """Compute scores by task, in order of first appearance; branches of a rollout count once, with their mean reward.
 
     Args:
-        samples: finished rollouts, failed ones among them.
-        threshold: a rollout passes if its reward reaches it.
+        samples: finished rollouts, including failed ones.
+        threshold: a rollout passes if its reward is at least this.
     """
     tasks: dict[str, dict[object, list[Sample]]] = {}
     for number, sample in enumerate(samples):
@@ -165,10 +165,10 @@ def _last_text(prompt: object) -> str:
 
 
 def compare(before: Sequence[TaskScore], after: Sequence[TaskScore], k: int = 1) -> Comparison:
-    """Hold two runs against each other.
+    """Compare two runs on their common tasks.
 
     Raises:
-        ConfigError: they have no task in common.
+        ConfigError: they have no task in common, or fewer than ``k`` rollouts of one.
     """
     ours = {score.key: score for score in before}
     pairs = [(ours[score.key], score) for score in after if score.key in ours]
@@ -197,23 +197,23 @@ async def run_evaluation(
     concurrency: int = 256,
     on_group: Callable[[Group], None] | None = None,
 ) -> list[Sample]:
-    """Play every task ``rollouts`` times.
+    """Run ``rollouts`` rollouts of every task.
 
-    Each rollout is a group of its own, so that one that fails costs no sibling.
+    Each rollout is a group of its own, so that a failure does not affect other rollouts of the task.
 
     Args:
-        config: whose ``generate_fn``, ``reward_fn`` and deadlines to use; its sizes and its filter are not.
-        prompts: the tasks; what is given twice is played twice as often.
-        rollouts: of each task.
-        done: rollouts that exist already, by :func:`task_key`; so many fewer are played.
+        config: provides ``generate_fn``, ``reward_fn`` and deadlines; its sizes and its filter are ignored.
+        prompts: the tasks; duplicates add up.
+        rollouts: number of rollouts of each task.
+        done: number of existing rollouts by :func:`task_key`; they are not repeated.
         concurrency: rollouts in flight.
-        on_group: called in a worker thread with every rollout that ends, e.g. to write it to disk.
+        on_group: called in a worker thread with every finished rollout, e.g. to write it to disk.
 
     Returns:
-        The rollouts played now, failed ones among them, in the order of the tasks.
+        The new rollouts, including failed ones, in the order of the tasks.
 
     Raises:
-        GenerateFailure: rollouts fail one after the other, so there is nothing to measure.
+        GenerateFailure: too many consecutive rollouts failed.
     """
     left = dict(done or {})
     wanted: list[Prompt] = []
@@ -243,6 +243,6 @@ async def run_evaluation(
         try:
             while True:
                 await manager.generate_batch()
-        except DataExhausted:  # what is left of the last batch was collected as it settled
+        except DataExhausted:  # groups that fill no batch were collected by on_group
             pass
     return [sample for number in sorted(groups) for sample in groups[number].samples]

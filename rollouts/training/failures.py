@@ -1,8 +1,8 @@
-"""What is done about rollouts that fail, and what they have in common.
+"""Failure policies, and statistics of lost attempts.
 
-Invariant: every lost attempt is counted by its cause, with its length beside those of the sound ones, so that a run can
-say what it did not train on. A handling never turns a failure into a reward, and never makes a group smaller. This
-module decides and counts; the manager acts.
+Invariant: every lost attempt is counted by cause, and its length is compared with those of sound attempts, so that a
+bias of the training data shows. A policy never turns a failure into a reward, and never makes a group smaller. This
+module decides and counts; the group runner and the manager act.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ def _seconds(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class FailurePolicy:
-    """What to do about one type of failure, in this order: try again, replace the rollout, give the group up, stop."""
+    """What to do about one cause of failure, in this order: retry, replace the rollout, drop the group or stop."""
 
     attempts: int | None = attrs.field(default=None, validator=_count)
-    """How often a rollout is tried, each time with a fresh environment; the config's ``max_attempts`` by default."""
+    """Maximum attempts at a rollout, each with a fresh environment; the config's ``max_attempts`` by default."""
     backoff_seconds: float = attrs.field(default=0.0, validator=_seconds)
-    """Pause before the second attempt; it doubles with each further one, and is drawn between half and whole."""
+    """Pause before the second attempt; doubles with each further one, times a random factor from 0.5 to 1."""
     most_seconds: float = attrs.field(default=60.0, validator=_seconds)
-    """The longest pause."""
+    """Maximum pause."""
     replacements: int = attrs.field(default=0, validator=_count)
-    """How often a rollout that is lost for good is replaced by another one, sampled anew, to fill the group."""
+    """How often a rollout that is lost for good is replaced by a newly sampled one."""
     min_sound: int = attrs.field(default=0, validator=_count)
-    """Replace only in a group of which so many rollouts are sound."""
+    """Replace only in a group with at least this many sound rollouts."""
     then: Literal["drop_group", "stop"] | None = None
-    """When nothing helped: record the group as failed, or stop the run; the config's ``on_failure`` by default."""
+    """After the last retry and replacement: record the group as failed, or stop the run; default ``on_failure``."""
 
     def __attrs_post_init__(self) -> None:
         if self.then not in ("drop_group", "stop", None):
             raise ConfigError.of("FailurePolicy.then", self.then, '"drop_group", "stop" or None')
 
     def pause(self, attempt: int, rng: random.Random) -> float:
-        """Seconds to wait after the failure of attempt ``attempt``."""
+        """Return the seconds to wait after attempt ``attempt`` failed."""
         most = min(self.most_seconds, self.backoff_seconds * 2.0 ** min(attempt - 1, 60))
         return rng.uniform(most / 2, most)
 
 
 def check_handlings(handlings: Mapping[str, FailurePolicy]) -> None:
-    """Raise a :class:`ConfigError` for a cause that there is not, or what is no handling."""
-    for cause, handling in handlings.items():
+    """Raise a :class:`ConfigError` for an unknown cause, or a value that is not a :class:`FailurePolicy`."""
+    for cause, policy in handlings.items():
         if cause not in CAUSES:
             raise ConfigError.of("RolloutConfig.failures", cause, f"one of {', '.join(CAUSES)}")
-        if not isinstance(handling, FailurePolicy):
-            raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", handling, "a FailurePolicy")
+        if not isinstance(policy, FailurePolicy):
+            raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", policy, "a FailurePolicy")
 
 
 def cause_of(samples: Sequence[Sample]) -> str:
-    """The cause of a lost rollout."""
+    """Cause of a lost rollout: that of its first failure, else ``"generate"``."""
     return next((sample.failure.cause for sample in samples if sample.failure is not None), "generate")
 
 
@@ -79,17 +79,17 @@ class FailureStats:
     """Counts lost and sound attempts.
 
     Args:
-        budget: the share of the last ``window`` attempts that may be lost; ``None`` for no end.
-        window: how many attempts the share is taken over.
+        budget: share of the last ``window`` attempts that may be lost; ``None`` for no limit.
+        window: number of attempts that the share refers to.
     """
 
     def __init__(self, budget: float | None, window: int) -> None:
         self._budget = budget
         self._last: deque[str | None] = deque(maxlen=window)
         self.lost: Counter[str] = Counter()
-        """Attempts by cause."""
+        """Lost attempts by cause."""
         self.prompts: Counter[str] = Counter()
-        """Lost attempts by prompt, shortened."""
+        """Lost attempts by prompt, cut to 80 characters."""
         self.replaced = 0
         self._lengths: dict[bool, list[int]] = {True: [], False: []}
         self._turns: dict[bool, list[int]] = {True: [], False: []}
@@ -105,20 +105,20 @@ class FailureStats:
         self._turns[sound].append(sum([sample.turns for sample in samples]))
 
     def overdrawn(self) -> str | None:
-        """Why the budget is overdrawn, with the top causes; ``None`` while it is not."""
+        """Return a message with the top causes if the budget is exceeded, else ``None``; then the window restarts."""
         if self._budget is None or len(self._last) < (self._last.maxlen or 0):
             return None
         causes = Counter(cause for cause in self._last if cause is not None)
         if causes.total() <= self._budget * len(self._last):
             return None
-        told = ", ".join(f"{count} × {cause}" for cause, count in causes.most_common(3))
+        top = ", ".join(f"{count} × {cause}" for cause, count in causes.most_common(3))
         self._last.clear()
         return (
-            f"{causes.total()} of the last {self._last.maxlen} attempts were lost, more than {self._budget:.0%}: {told}"
+            f"{causes.total()} of the last {self._last.maxlen} attempts were lost, more than {self._budget:.0%}: {top}"
         )
 
     def metrics(self) -> dict[str, float]:
-        """What was lost since the run began, by cause; and since the last call, how long lost and sound ones are."""
+        """Lost attempts by cause, since the run began; mean lengths of lost and sound ones, since the last call."""
         numbers: dict[str, float] = {f"lost/{cause}": count for cause, count in sorted(self.lost.items())}
         if self.lost:
             numbers |= {"lost/attempts": self.lost.total(), "lost/prompts": len(self.prompts)}

@@ -1,7 +1,7 @@
-"""Filters: which groups are worth training on.
+"""Filters that choose the groups to train on.
 
-Invariant: a filter is pure: it reads a group (same prompt, rewards set) and answers True to keep it. Every filter here
-is usable as ``filter_fn`` as it stands, or with its thresholds bound by ``functools.partial``.
+Invariant: a filter is pure: it reads a group (same prompt, rewards set) and returns True to keep it. Every ``check_*``
+is a ``filter_fn``; thresholds can be bound with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 STD_FLOOR = 1e-6
-"""A spread of rewards at or below this counts as none; slime's bound."""
+"""A standard deviation of rewards at or below this counts as zero; slime's threshold."""
 
 
 def check_reward_nonzero_std(samples: Sequence[Sample]) -> bool:
-    """Keep if the rewards differ: without spread every advantage of the group is zero.
+    """Keep if the rewards differ: in a group without spread every advantage is zero.
 
-    Uses the unbiased standard deviation, as slime does. One sample has no spread.
+    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread.
     """
     rewards = _rewards(samples)
     return len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR
@@ -42,7 +42,7 @@ def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.5) -> bool
 
 
 def check_response_diversity(samples: Sequence[Sample], min_unique_ratio: float = 0.5) -> bool:
-    """Keep if at least this share of the responses differ as text (white space at the ends apart)."""
+    """Keep if the share of distinct responses, stripped of white space, is at least ``min_unique_ratio``."""
     unique = {sample.response.strip() for sample in samples}
     return bool(samples) and len(unique) / len(samples) >= min_unique_ratio
 
@@ -53,14 +53,14 @@ def check_reasonable_length(samples: Sequence[Sample], min_tokens: int = 1, max_
 
 
 def check_any_success(samples: Sequence[Sample]) -> bool:
-    """Keep if at least one rollout ran to its end (status COMPLETED)."""
+    """Keep if at least one rollout has status COMPLETED."""
     return any(sample.status is Status.COMPLETED for sample in samples)
 
 
 def check_quality_and_diversity(
     samples: Sequence[Sample], min_reward: float = 0.5, min_unique_ratio: float = 0.5
 ) -> bool:
-    """Keep if the rewards have spread, one reaches ``min_reward``, and enough responses differ."""
+    """Keep if the rewards differ, one reaches ``min_reward``, and enough responses are distinct."""
     return (
         check_reward_nonzero_std(samples)
         and check_min_reward(samples, min_reward)
@@ -71,9 +71,9 @@ def check_quality_and_diversity(
 def make_threshold_filter(
     min_reward: float = float("-inf"), max_reward: float = float("inf")
 ) -> Callable[[Sequence[Sample]], bool]:
-    """A filter on the mean reward: keep if it lies between the two, both included.
+    """Create a filter that keeps a group if its mean reward is between the two bounds, both included.
 
-    Drops what is always solved or never solved, e.g. ``make_threshold_filter(0.1, 0.9)``.
+    For example, ``make_threshold_filter(0.1, 0.9)`` drops prompts that are always or never solved.
     """
     if not min_reward <= max_reward:
         raise ConfigError.of("make_threshold_filter(min_reward, max_reward)", (min_reward, max_reward), "min <= max")
@@ -85,7 +85,7 @@ def make_threshold_filter(
 
 
 def make_length_filter(min_tokens: int = 1, max_tokens: int = 32_768) -> Callable[[Sequence[Sample]], bool]:
-    """:func:`check_reasonable_length` with its bounds set."""
+    """Create :func:`check_reasonable_length` with these bounds."""
     if not 0 <= min_tokens <= max_tokens:
         raise ConfigError.of("make_length_filter(min_tokens, max_tokens)", (min_tokens, max_tokens), "0 <= min <= max")
 
@@ -96,7 +96,7 @@ def make_length_filter(min_tokens: int = 1, max_tokens: int = 32_768) -> Callabl
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float]:
-    """The rewards of a scored group. A missing one is an error: a filter never runs before the reward."""
+    """Return the rewards of a scored group; raise if one is missing, since filters run after rewards."""
     rewards = []
     for sample in samples:
         if sample.reward is None:

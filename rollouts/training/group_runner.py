@@ -1,10 +1,10 @@
-"""One group's play: generate its rollouts, score them, ask the filter.
+"""Execution of one group: generate its rollouts, score them, apply the filter.
 
-Laws kept here, for one group: a group that is sound has exactly ``n_samples_per_prompt`` rollouts of one prompt, and a
-bad rollout is data: what a user's function raises becomes a sample with status FAILED that says why, is tried again or
-replaced as the config says, and is recorded with its group. A broken law goes through.
+It enforces, for one group: a sound group has exactly ``n_samples_per_prompt`` rollouts of one prompt. A bad rollout is
+data: an exception of a user's function becomes a sample with status FAILED and its ``failure``, which is retried or
+replaced according to the config, and recorded with its group. A broken law propagates.
 
-This module does not know where prompts come from, what becomes of the group, or that there are others.
+This module does not know where prompts come from, how groups are used, or other groups.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ __all__ = ["GroupRunner"]
 
 
 class GroupRunner:
-    """Plays groups of one run, any number at once.
+    """Runs the groups of one run, any number concurrently.
 
     Args:
-        config: what to do.
-        failures: counts the attempts, sound and lost.
-        rollout_log: is told of lost attempts and finished rollouts before they count, and keeps their turns.
-        attempts: how many attempts of each rollout failed already, by its index; kept up to date.
-        is_scarce: whether the batch has no group to spare, so that a filter may have to keep one that it would drop.
+        config: sizes, functions, deadlines and failure policies.
+        failures: counts sound and lost attempts.
+        rollout_log: records turns, lost attempts and finished rollouts before they count.
+        attempts: number of failed attempts by rollout index; updated in place.
+        is_scarce: whether the batch needs this group, which ``keep_when_insufficient`` of a filter's result refers to.
     """
 
     def __init__(
@@ -75,28 +75,28 @@ class GroupRunner:
         self._rng = random.Random()
 
     async def run(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
-        """Generate, score and filter one group; ``finished`` holds rollouts by number and is filled."""
+        """Generate, score and filter one group; ``finished`` contains finished rollouts by number, and is added to."""
         lost: dict[int, list[Sample]] = {}
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
-                asked = prompt if prompt.replacement == replacement else attrs.evolve(prompt, replacement=replacement)
-                lost = await self._roll(asked, finished)
+                request = prompt if prompt.replacement == replacement else attrs.evolve(prompt, replacement=replacement)
+                lost = await self._run_missing(request, finished)
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
         if limit.caught:
-            lost = self._too_late(prompt, finished)
+            lost = self._timed_out(prompt, finished)
         elif not lost and len(finished) != self.config.n_samples_per_prompt:
             raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
-        every = finished | lost
-        samples = tuple(sample for number in sorted(every) for sample in every[number])
+        rollouts = finished | lost
+        samples = tuple(sample for number in sorted(rollouts) for sample in rollouts[number])
         if lost:
             reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
             return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
-        return await self._judge(prompt, samples)
+        return await self._score_and_filter(prompt, samples)
 
-    def _too_late(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
-        """The rollouts that the group's deadline cut, as lost."""
+    def _timed_out(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
+        """Create a lost rollout for each one that the group's deadline cancelled."""
         lost: dict[int, list[Sample]] = {}
         for number in range(self.config.n_samples_per_prompt):
             if number not in finished:
@@ -114,12 +114,12 @@ class GroupRunner:
         return attrs.evolve(prompt, index=prompt.group_index * self.config.n_samples_per_prompt + number)
 
     def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
-        """Whether lost rollouts of a group of which so many are sound, or may yet be, are worth another one each."""
-        handlings = [self.config.handling(cause_of(samples)) for samples in lost.values()]
-        return all(replacement < handling.replacements and sound >= handling.min_sound for handling in handlings)
+        """Whether the failure policies allow replacing the lost rollouts of a group with ``sound`` sound ones."""
+        policies = [self.config.handling(cause_of(samples)) for samples in lost.values()]
+        return all(replacement < policy.replacements and sound >= policy.min_sound for policy in policies)
 
-    async def _roll(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
-        """Play the rollouts that are not finished; gives those that were lost."""
+    async def _run_missing(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> dict[int, list[Sample]]:
+        """Run the rollouts that are not finished; add sound ones to ``finished`` and return lost ones."""
         missing = [number for number in range(self.config.n_samples_per_prompt) if number not in finished]
         lost: dict[int, list[Sample]] = {}
         broken: list[Exception] = []
@@ -134,7 +134,7 @@ class GroupRunner:
             possible = self.config.n_samples_per_prompt - len(lost)
             hopeless = lost and not self._may_replace(lost, possible, prompt.replacement)
             if siblings is not None and (broken or hopeless):
-                siblings.cancel()  # the group is lost: they need not go on
+                siblings.cancel()  # the group is lost
 
         if len(missing) == 1:
             await run(missing[0], None)
@@ -146,8 +146,8 @@ class GroupRunner:
             raise broken[0]
         return lost
 
-    async def _judge(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
-        """Score the group where it is scored whole, and ask the filter."""
+    async def _score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
+        """Score the group if ``group_rm`` is set, and apply the filter."""
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
@@ -156,7 +156,7 @@ class GroupRunner:
                 await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
                 share_rewards(samples)
             if config.filter_fn is not None:
-                kept, why = await self._ask_filter(config.filter_fn, samples)
+                kept, why = await self._apply_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
             pack_or_fail(samples, GenerateFailure, "after reward and filter")
@@ -169,11 +169,11 @@ class GroupRunner:
             outcome, reason = "failed", f"{failure.kind}: {failure.message}"
         return Group(prompt, samples, outcome, reason)
 
-    async def _ask_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
-        """The filter's answer, and why it dropped the group: its own reason where it gives one, else its name.
+    async def _apply_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
+        """Return whether the filter keeps the group, and the reason: the filter's own, else its name.
 
-        A bool, or an object with ``keep`` and perhaps ``reason`` and ``keep_when_insufficient``, which keeps a group
-        that a batch could not be filled without.
+        A filter returns a bool, or an object with ``keep`` and optionally ``reason`` and ``keep_when_insufficient``,
+        which keeps a group that the batch needs.
         """
         name = f"filter {function_name(filter_fn)}"
         seconds = self.config.filter_seconds
@@ -189,7 +189,7 @@ class GroupRunner:
         return keep, reason
 
     async def _run_rollout(self, prompt: Prompt, number: int) -> tuple[list[Sample], bool]:
-        """One member of a group, with its attempts: its samples, and whether they are sound."""
+        """Run one rollout of a group with its retries; return its samples, and whether they are sound."""
         request = self._request(prompt, number)
         assert request.index is not None
         with at(f"group {prompt.group_index} · sample {number}"):
@@ -214,10 +214,10 @@ class GroupRunner:
             self._attempts[index] = number
             if self._rollout_log is not None:
                 self._rollout_log.attempt_lost(index, number, samples)
-            handling = self.config.handling(cause_of(samples))
-            if number >= (handling.attempts or 1):
+            policy = self.config.handling(cause_of(samples))
+            if number >= (policy.attempts or 1):
                 break
-            if handling.backoff_seconds:
+            if policy.backoff_seconds:
                 with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
-                    await anyio.sleep(handling.pause(number, self._rng))
+                    await anyio.sleep(policy.pause(number, self._rng))
         return samples, sound

@@ -1,16 +1,16 @@
-"""The group scheduler: keeps groups in work, and hands out whole batches.
+"""The group scheduler: keeps groups in flight and returns whole batches.
 
-Laws kept here:
+It enforces these laws:
 
 4. Accounting: every prompt taken from the buffer ends in exactly one place: in a batch, dropped by the filter,
-   recorded as failed, or back in the buffer. Nothing is thrown away for being long: groups in flight when a batch is
-   full stay in flight for the next one; when the manager closes they go back, and their finished rollouts are kept.
-5. Groups: a batch holds whole groups of exactly ``n_samples_per_prompt`` rollouts of one prompt, ordered by
+   recorded as failed, or back in the buffer. Long rollouts are not discarded: groups in flight when a batch is full
+   stay in flight for the next one. On close they go back to the buffer, and their finished rollouts are kept.
+5. Groups: a batch contains whole groups of exactly ``n_samples_per_prompt`` rollouts of one prompt, ordered by
    ``group_index``; a group index is never used for two prompts.
-6. A bad rollout is data (:mod:`rollouts.training.group_runner`): a group that failed is counted and recorded. A broken
-   law stops the run.
+6. A bad rollout is data (:mod:`rollouts.training.group_runner`): a failed group is counted and recorded. A broken law
+   stops the run.
 
-This module knows no model, no network and no agent: it is handed a ``generate_fn``.
+This module does not know models, the network or agents; it calls a ``generate_fn``.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ __all__ = ["AsyncRolloutManager"]
 OnGroup = Callable[[Group], None]
 
 _RECORD_SECONDS = 60.0
-"""Deadline of recording one settled group; it is shielded, so that what is recorded and what is counted agree."""
+"""Deadline of recording one settled group; recording is shielded, so that record and accounting agree."""
 
 
 class AsyncRolloutManager:
-    """Fills batches from a buffer of prompts.
+    """Generates batches of groups from a buffer of prompts.
 
-    Use it as an async context manager, and rollouts in flight live on between batches::
+    As an async context manager it keeps rollouts in flight between batches::
 
         async with AsyncRolloutManager(config, data_buffer) as manager:
             samples = await manager.generate_batch()
 
-    :meth:`stream` keeps groups in work while the caller trains on a batch.
+    :meth:`stream` generates while the caller trains on a batch.
 
-    Without the context each :meth:`generate_batch` ends what is in flight, hands its prompts back to the buffer (they
-    come out first the next time) and keeps the rollouts of theirs that are finished. A group is handed back once: the
-    next call waits for it, so that long rollouts are not left out for being long.
+    Without the context, each :meth:`generate_batch` cancels the groups in flight, returns their prompts to the buffer
+    (which hands them out first) and keeps their finished rollouts. A group is returned only once: the next call waits
+    for it, so that there is no bias against long rollouts.
 
     Args:
-        config: what to do; may also be given second.
-        data_buffer: where prompts come from.
+        config: sizes, functions, deadlines and failure policies; the two arguments may be swapped.
+        data_buffer: source of the prompts.
         on_group: called in a worker thread with every settled group, kept, dropped or failed, e.g. to write it to disk.
-        rollout_log: writes what happens to a journal, before it counts.
+        rollout_log: records each event before it counts, e.g. in a journal.
 
     Attributes:
-        accounting: where every prompt went; adds up at every moment.
+        accounting: number of prompts by state; adds up at every moment.
         run_metrics: totals over the settled groups.
-        failures: lost attempts by cause, and how they differ from the sound ones.
-        metrics: the numbers of the last batch.
-        staleness: the policy versions that were announced, and how old a group may be.
+        failures: lost attempts by cause, and their lengths compared with those of sound attempts.
+        metrics: metrics of the last batch.
+        staleness: the announced policy versions, and the bound on the age of a group.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class AsyncRolloutManager:
         self._idle = IdleClock()
         self._on_group = on_group
         self._rollout_log = rollout_log
-        self._attempts: dict[int, int] = {}  # that failed, of rollouts in flight
+        self._attempts: dict[int, int] = {}  # failed attempts at rollouts in flight, by index
         self._ready: list[Group] = []
-        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or handed back
-        self._again: set[int] = set()
+        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or returned
+        self._restarted: set[int] = set()  # groups in flight that were returned before
         self._rejected_in_a_row = 0
         self._dropped_for_batch = 0
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
         self._settled = anyio.Event()
-        self._turnstile = anyio.Lock(fast_acquire=True)
+        self._start_lock = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
-        self._player = GroupRunner(config, self.failures, rollout_log, self._attempts, self._is_scarce)
+        self._runner = GroupRunner(config, self.failures, rollout_log, self._attempts, self._is_scarce)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -134,7 +134,7 @@ class AsyncRolloutManager:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
-        await tasks.__aexit__(None, None, None)  # the body's own error goes on as it is, in no exception group
+        await tasks.__aexit__(None, None, None)  # an error of the body propagates without an exception group
         self.accounting.check()
 
     @property
@@ -143,7 +143,7 @@ class AsyncRolloutManager:
         return tuple(sorted(self._ready, key=lambda group: group.group_index))
 
     def withdraw(self, is_stale: Callable[[Group], bool]) -> list[Group]:
-        """Take accepted groups that are in no batch out again; they count as dropped, with the reason ``"stale"``."""
+        """Remove and return ready groups that are stale; they count as dropped, with the reason ``"stale"``."""
         stale = [group for group in self._ready if is_stale(group)]
         taken = {group.group_index for group in stale}
         self._ready = [group for group in self._ready if group.group_index not in taken]
@@ -155,20 +155,20 @@ class AsyncRolloutManager:
         return stale
 
     def finished_rollouts(self, group_index: int) -> dict[int, list[Sample]]:
-        """The finished rollouts of a group that went back to the buffer, by their number in the group."""
+        """Return the finished rollouts of a group that went back to the buffer, by number in the group."""
         return dict(self._finished_rollouts.get(group_index, {}))
 
     def add_finished_rollouts(self, group_index: int, rollouts: Mapping[int, list[Sample]]) -> None:
-        """Give rollouts that were finished elsewhere; the group goes on with those that are missing."""
+        """Add rollouts that another process finished; the group then generates only the missing ones."""
         self._finished_rollouts[group_index] = dict(rollouts)
 
     def waiting_for(self, count: int = 1) -> list[str]:
-        """What all stand still for at this moment; then who waits longest for what, since when, in which line."""
-        still = [str(standstill) for standstill in pauses()[:count]]
-        return still + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(still)]]
+        """Return global pauses first, then the longest waits with their start time and source line."""
+        paused = [str(pause) for pause in pauses()[:count]]
+        return paused + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(paused)]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the manager and its buffer stand, as plain values; may be asked for at any moment."""
+        """Return the state of the manager and its buffer as plain values; may be called at any moment."""
         return ManagerState(
             accounting=attrs.evolve(self.accounting),
             batches=self.batches,
@@ -179,15 +179,15 @@ class AsyncRolloutManager:
         ).to_dict(self.data_buffer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was asked: what was ready or finished then is not generated again.
+        """Restore the state of :meth:`state_dict`; ready groups and finished rollouts are not generated again.
 
         Raises:
-            ConfigError: it is damaged, was saved over other data, or this manager is at work.
+            ConfigError: the state is damaged or of other data, or this manager has already begun.
         """
         self.restore(ManagerState.load(state, self.data_buffer))
 
     def restore(self, state: ManagerState) -> None:
-        """Take over a state whose buffer is set already."""
+        """Restore a state whose buffer is already restored; raises as :meth:`load_state_dict`."""
         if self.accounting.taken or self._tasks is not None:
             raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
         self.accounting, self.batches = state.accounting, state.batches
@@ -205,10 +205,11 @@ class AsyncRolloutManager:
             ``batch_size * n_samples_per_prompt`` samples (more where rollouts fork), by group index, then index.
 
         Raises:
-            DataExhausted: the buffer ran dry first; finished groups stay in :attr:`ready_groups`.
-            FilterFailure: the filter rejected ``patience`` groups in a row.
-            GenerateFailure: that many in a row were lost, mostly to failures; or ``on_failure="stop"``; or the batch
-                was not filled within ``batch_seconds``: what is accepted and in flight serves the next call.
+            DataExhausted: the buffer has too few prompts left; accepted groups stay in :attr:`ready_groups`.
+            FilterFailure: ``patience`` groups in a row were rejected, at least half of them by the filter.
+            GenerateFailure: ``patience`` groups in a row were rejected, most of them failed; or a group failed with
+                ``on_failure="stop"``; or ``failure_budget`` is used up; or the batch was not filled within
+                ``batch_seconds``: groups accepted or in flight remain for the next call.
         """
         began = time.monotonic()
         with deadline(self.config.batch_seconds) as limit:
@@ -216,17 +217,17 @@ class AsyncRolloutManager:
                 await self._gather_groups()
             else:
                 async with self:
-                    await self._gather_groups(finish_again=True)
+                    await self._gather_groups(finish_restarted=True)
         if limit.caught:
             raise GenerateFailure(
                 f"{len(self._ready)} of {self.config.batch_size} groups were accepted within "
                 f"{self.config.batch_seconds:g} s; they are kept; {self.accounting}"
             )
-        # Nothing is awaited from here on: a batch that is counted is a batch that is handed out.
+        # No await from here on, so that a batch that is counted cannot be lost to a cancellation.
         return self._seal_batch(time.monotonic() - began)
 
     def announce_version(self, version: str) -> None:
-        """Say which weights the policy has from now on, so that the age of tokens can be told.
+        """Record the policy version in use from now on, so that the staleness of tokens can be computed.
 
         Raises:
             ConfigError: the name was announced before.
@@ -238,22 +239,22 @@ class AsyncRolloutManager:
     async def stream(
         self, *, max_staleness: int | None = None, policy: StalenessPolicy = "drop"
     ) -> AsyncGenerator[list[Sample], None]:
-        """Batches for ever, or until the data end; generation goes on while the caller trains on one of them.
+        """Yield batches until the data are exhausted; generation continues while the caller trains on a batch.
 
-        Call :meth:`announce_version` when the policy has new weights, at most once for each batch. How far generation
-        runs ahead is set by ``over_sampling_factor``, and with ``policy="pace"`` by the bound as well.
+        Call :meth:`announce_version` when the policy has new weights, at most once for each batch.
+        ``over_sampling_factor`` limits how far generation runs ahead; with ``policy="pace"`` the bound does, too.
 
         Args:
-            max_staleness: how many versions may lie between the weights that sampled a token and those of now.
-            policy: what keeps to that; see :mod:`rollouts.training.staleness`.
+            max_staleness: maximum number of versions between the weights that sampled a token and the current ones.
+            policy: how the bound is enforced; see :mod:`rollouts.training.staleness`.
 
         Yields:
-            What :meth:`generate_batch` returns; :attr:`metrics` then also tells the ages of tokens (``staleness/…``)
-            and the seconds that either side was idle (``idle/…``).
+            Batches as :meth:`generate_batch` returns them; :attr:`metrics` then contains the staleness of tokens
+            (``staleness/…``) and the idle seconds of trainer and generator (``idle/…``).
 
         Raises:
             FilterFailure, GenerateFailure: as :meth:`generate_batch`.
-            ConfigError: the bound or the policy is none, or tokens are of a version that was never announced.
+            ConfigError: an invalid bound or policy, or tokens of a version that was never announced.
         """
         if self._tasks is None or self._streaming:
             raise RuntimeError("a stream needs the manager open (async with), and to itself")
@@ -261,7 +262,7 @@ class AsyncRolloutManager:
         self._streaming = True
         try:
             while True:
-                self.staleness.training = False  # whoever asks has done with the last batch, announced or not
+                self.staleness.training = False  # a caller that requests a batch is done with the last one
                 try:
                     samples = await self.generate_batch()
                 except DataExhausted:
@@ -272,12 +273,12 @@ class AsyncRolloutManager:
         finally:
             self._streaming = self.staleness.training = False
 
-    async def _gather_groups(self, *, finish_again: bool = False) -> None:
-        """Wait until enough groups for a batch are ready; also for those that were handed back before, if asked."""
+    async def _gather_groups(self, *, finish_restarted: bool = False) -> None:
+        """Wait until enough groups for a batch are ready, and optionally until all restarted groups are settled."""
         await self._drop_stale()
-        while self._chosen() is None or (finish_again and self._again):
+        while self._choose_groups() is None or (finish_restarted and self._restarted):
             self._raise_if_broken()
-            self._raise_if_hopeless()
+            self._raise_if_out_of_patience()
             self._top_up()
             if not self.accounting.in_flight:
                 raise DataExhausted(
@@ -290,11 +291,11 @@ class AsyncRolloutManager:
             await self._drop_stale()
         self._raise_if_broken()
 
-    def _chosen(self) -> list[Group] | None:
+    def _choose_groups(self) -> list[Group] | None:
         return self.staleness.choose(self._ready, self._started, self.config.batch_size)
 
     async def _drop_stale(self) -> None:
-        """Drop accepted groups that have become too old; they were recorded as kept, and are recorded again."""
+        """Drop ready groups that are too old; they were recorded as kept, and are recorded again as dropped."""
         if not self.staleness.drops:
             return
         for group in [group for group in self.ready_groups if self.staleness.too_old(group)]:
@@ -307,7 +308,7 @@ class AsyncRolloutManager:
                 self.accounting.dropped += 1
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
-        groups = self._chosen()
+        groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
         numbers = batch_metrics(samples) | self.staleness.metrics(samples)
@@ -336,7 +337,7 @@ class AsyncRolloutManager:
         self._dropped_for_batch = 0
         return samples
 
-    # -- keeping groups in work --
+    # -- starting and settling groups --
 
     def _top_up(self) -> None:
         if self._tasks is None:
@@ -354,20 +355,20 @@ class AsyncRolloutManager:
             self.accounting.in_flight += 1
             self._started[_group_index(prompt)] = self.staleness.current
             if _group_index(prompt) in self._finished_rollouts:
-                self._again.add(_group_index(prompt))
+                self._restarted.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
 
     async def _run_group(self, prompt: Prompt) -> None:
-        """Play one group to its end, and account for it whatever happens."""
+        """Run one group and account for it, also on errors and cancellation."""
         finished = self._finished_rollouts.setdefault(_group_index(prompt), {})
         settled = False
         try:
             if self._rollout_log is not None:
                 self._rollout_log.taken(prompt)
-            async with self._turnstile:  # groups begin one after another: together they would hold up the event loop
+            async with self._start_lock:  # groups start one at a time: all at once would block the event loop
                 await anyio.lowlevel.checkpoint()
             with at(f"group {prompt.group_index}"):
-                group = await self._player.run(prompt, finished)
+                group = await self._runner.run(prompt, finished)
                 with anyio.CancelScope(shield=True):
                     await self._record(group)
                     self._settle(group)
@@ -376,7 +377,7 @@ class AsyncRolloutManager:
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._broken = self._broken or error
         finally:
-            self._again.discard(_group_index(prompt))
+            self._restarted.discard(_group_index(prompt))
             if not settled:
                 self.data_buffer.put_back([prompt])
                 self.accounting.in_flight -= 1
@@ -385,13 +386,13 @@ class AsyncRolloutManager:
             if not self.accounting.in_flight:
                 self._idle.start()
             self._settled.set()
-        if settled and self._may_go_on():
+        if settled and self._may_run_ahead():
             self._top_up()
 
-    def _may_go_on(self) -> bool:
-        """Whether groups are to be started while nobody waits for a batch."""
-        hopeful = self._broken is None and self._rejected_in_a_row < self.config.rejections_allowed
-        return self._streaming and self._tasks is not None and hopeful
+    def _may_run_ahead(self) -> bool:
+        """Whether to start groups while the caller is not waiting for a batch."""
+        healthy = self._broken is None and self._rejected_in_a_row < self.config.rejections_allowed
+        return self._streaming and self._tasks is not None and healthy
 
     async def _record(self, group: Group) -> None:
         if self._rollout_log is not None:
@@ -403,7 +404,7 @@ class AsyncRolloutManager:
     def _settle(self, group: Group) -> None:
         self.run_metrics.add(group)
         self.accounting.in_flight -= 1
-        if group.outcome == "kept":  # stays out of the buffer until its batch: a state saved meanwhile includes it
+        if group.outcome == "kept":  # its prompt settles with its batch, so that a state saved until then includes it
             self.accounting.ready += 1
             self._ready.append(group)
             self._rejected_in_a_row = 0
@@ -421,7 +422,7 @@ class AsyncRolloutManager:
                 self._broken = self._broken or GenerateFailure(f"group {group.group_index} failed: {group.reason}")
 
     def _is_scarce(self) -> bool:
-        """Whether so many groups were dropped for this batch as were started beyond its size."""
+        """Whether the filter has dropped as many groups for this batch as are in work beyond its size."""
         return self._dropped_for_batch >= self.config.groups_in_work - self.config.batch_size
 
     def _raise_if_broken(self) -> None:
@@ -429,10 +430,10 @@ class AsyncRolloutManager:
             broken, self._broken = self._broken, None
             raise broken
 
-    def _raise_if_hopeless(self) -> None:
-        overdrawn = self.failures.overdrawn()
-        if overdrawn is not None:
-            raise GenerateFailure(f"{overdrawn}. {len(self._ready)} accepted groups are kept; {self.accounting}")
+    def _raise_if_out_of_patience(self) -> None:
+        over_budget = self.failures.overdrawn()
+        if over_budget is not None:
+            raise GenerateFailure(f"{over_budget}. {len(self._ready)} accepted groups are kept; {self.accounting}")
         if self._rejected_in_a_row < self.config.rejections_allowed:
             return
         count, failed = self._rejected_in_a_row, self._failure_causes.total()

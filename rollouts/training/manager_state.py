@@ -1,7 +1,7 @@
-"""The state of a manager between two moments: what it needs to go on, and nothing that it can make again.
+"""The state of a manager that a resume needs; nothing that can be recomputed.
 
-Invariant: the accounting of a loaded state adds up, with what was in flight counted as handed back; every prompt that
-was taken and came to no end is in the buffer again, with the group index it had. This module schedules nothing.
+Invariant: the accounting of a loaded state adds up, with groups in flight counted as returned. Every prompt that was
+taken and not settled is back in the buffer with its group index. This module schedules nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _VERSION = 1
 
 @attrs.define(kw_only=True)
 class ManagerState:
-    """Where a manager stands."""
+    """Saved state of a manager."""
 
     accounting: Accounting
     batches: int
     ready: dict[int, list[Sample]]
-    """Accepted groups that are in no batch, by group index."""
+    """Samples of accepted groups that are in no batch, by group index."""
     finished: dict[int, dict[int, list[Sample]]]
     """Finished rollouts of groups in flight, by group index and number in the group."""
     attempts: dict[int, int] = attrs.field(factory=dict)
-    """Failed attempts at rollouts in flight, by index."""
+    """Number of failed attempts at rollouts in flight, by index."""
     totals: dict[str, Any] = attrs.field(factory=dict)
-    """Of :class:`RunMetrics`."""
+    """Totals of :class:`RunMetrics`."""
 
     def to_dict(self, buffer: DataBuffer) -> dict[str, Any]:
-        """Plain values, with the state of the buffer."""
+        """Return plain values, including the state of the buffer."""
         return {
             "version": _VERSION,
             "buffer": buffer.save_state().to_dict(),
@@ -55,10 +55,10 @@ class ManagerState:
 
     @classmethod
     def load(cls, data: Mapping[str, Any], buffer: DataBuffer) -> ManagerState:
-        """Read what :meth:`to_dict` wrote, and set the buffer where it was.
+        """Read the output of :meth:`to_dict`, and restore the buffer.
 
         Raises:
-            ConfigError: it is of another version, damaged, or was saved over other data.
+            ConfigError: another version, damaged, or saved with other data.
         """
         if data.get("version") != _VERSION:
             raise ConfigError.of("state_dict.version", data.get("version"), str(_VERSION))
@@ -76,15 +76,14 @@ class ManagerState:
             )
             buffer_state = BufferState.from_dict(data["buffer"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"state_dict: not what state_dict() gave ({type(error).__name__}: {error})") from None
+            raise ConfigError(f"state_dict: not the output of state_dict() ({type(error).__name__}: {error})") from None
         buffer.load_state(buffer_state)
         return state.with_in_flight_returned()
 
     def with_in_flight_returned(self) -> ManagerState:
-        """The same, with what was in flight handed back."""
-        flying = self.accounting.in_flight
+        """Count groups in flight as returned."""
+        self.accounting.returned += self.accounting.in_flight
         self.accounting.in_flight = 0
-        self.accounting.returned += flying
         return self
 
 

@@ -1,9 +1,9 @@
-"""Numbers of a run: where every prompt went, and what the rollouts were like.
+"""Metrics of a run: the accounting of prompts, totals over groups, and means over a batch.
 
 Invariant: the accounting adds up at every moment:
 ``taken = in_batch + dropped + failed + returned + ready + in_flight``.
 
-This module counts what it is told; it schedules nothing.
+This module only counts; it schedules nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["Accounting", "IdleClock", "RunMetrics", "batch_metrics"]
 
 @attrs.define
 class Accounting:
-    """Where the groups taken from the buffer are."""
+    """Number of groups in each state, of those taken from the buffer."""
 
     taken: int = 0
     in_flight: int = 0
     ready: int = 0
-    """Accepted, waiting for a batch."""
+    """Accepted, and not in a batch yet."""
     in_batch: int = 0
     dropped: int = 0
     """Rejected by the filter."""
@@ -56,7 +56,7 @@ _TOTALS = ("sampled_tokens", "rollouts", "reward_sum", "rewarded")
 
 
 class RunMetrics:
-    """What the settled groups of a run were like; feeds the live display and ``metrics.jsonl``."""
+    """Totals over the settled groups of a run, for the live display and ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -65,17 +65,17 @@ class RunMetrics:
         self.reward_sum = 0.0
         self.rewarded = 0
         self.reasons: Counter[str] = Counter()
-        """Why groups were dropped or failed."""
+        """Number of dropped or failed groups by reason."""
         self._lengths: dict[str, list[int]] = {}
 
     @property
     def mean_reward(self) -> float | None:
-        """Over every scored rollout, kept or not."""
+        """Mean over every scored rollout, kept or not; ``None`` if there is none."""
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens of settled groups over wall time."""
+        """Sampled tokens of settled groups, per second of wall time."""
         return self.sampled_tokens / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, group: Group) -> None:
@@ -101,38 +101,38 @@ class RunMetrics:
         return {**values, "reasons": dict(self.reasons), "lengths": self._lengths}
 
     def load(self, totals: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`to_dict` gave."""
+        """Restore the totals that :meth:`to_dict` returned."""
         for name in _TOTALS:
             setattr(self, name, totals[name])
         self.reasons = Counter(totals["reasons"])
         self._lengths = {outcome: list(lengths) for outcome, lengths in totals["lengths"].items()}
 
     def take_lengths(self) -> dict[str, float]:
-        """Mean sampled tokens of a rollout by outcome since the last call: does what is kept differ from the rest?"""
+        """Return the mean sampled tokens of a rollout by outcome since the last call; they show a bias in length."""
         lengths, self._lengths = self._lengths, {}
         means = {f"sampled_tokens/{outcome}": statistics.fmean(values) for outcome, values in sorted(lengths.items())}
-        every = [length for values in lengths.values() for length in values]
-        return {**means, "sampled_tokens/all": statistics.fmean(every)} if every else means
+        total = [length for values in lengths.values() for length in values]
+        return {**means, "sampled_tokens/all": statistics.fmean(total)} if total else means
 
 
 class IdleClock:
-    """Adds up the seconds in which nothing was in flight."""
+    """Adds up the seconds during which no group was in flight."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._since: float | None = None
 
     def start(self) -> None:
-        """Nothing is in flight from now on."""
+        """Start counting: no group is in flight."""
         self._since = time.monotonic()
 
     def stop(self) -> None:
-        """Something is."""
+        """Stop counting: a group was started."""
         self._seconds += 0.0 if self._since is None else time.monotonic() - self._since
         self._since = None
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """Return the idle seconds since the last call."""
         idle = self._since is not None
         self.stop()
         seconds, self._seconds = self._seconds, 0.0
@@ -142,7 +142,7 @@ class IdleClock:
 
 
 def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over a batch: reward, lengths, everything that the episodes counted, and the same by environment."""
+    """Compute means over a batch: reward, lengths, the counters of the episodes, and the same by environment."""
     if not samples:
         return {}
     rewards = [sample.reward or 0.0 for sample in samples]
@@ -160,13 +160,13 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     for status, count in sorted(Counter([sample.status.value for sample in samples]).items()):
         numbers[f"status/{status}"] = count / len(samples)
-    prompted = cached = 0
-    for sample in samples:  # one after another: the calls of a large batch at once would call the collector
-        for call in sample.read("completions"):
-            prompted += call.start
-            cached += call.cached_tokens
-    if prompted:
-        numbers["prefix_cache_hit_rate"] = cached / prompted
+    prompt_tokens = cached = 0
+    for sample in samples:  # one at a time: the completions of a whole batch in one list would trigger the GC
+        for completion in sample.read_record("completions"):
+            prompt_tokens += completion.start
+            cached += completion.cached_tokens
+    if prompt_tokens:
+        numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
     numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
     duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
     numbers["duplicated_tokens"] = duplicated
@@ -178,14 +178,14 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
         own = [sample for sample in samples if str(sample.metadata.get(ENVIRONMENT)) == name]
         rewards = [sample.reward or 0.0 for sample in own]
-        of_one = {
+        means = {
             "share": len(own) / len(samples),
             "reward/mean": _mean(rewards),
             "reward/std": statistics.pstdev(rewards),
             "turns/mean": _mean([sample.turns for sample in own]),
             "response_length/mean": _mean([sample.response_length for sample in own]),
         }
-        numbers.update({f"environment/{name}/{key}": value for key, value in of_one.items()})
+        numbers.update({f"environment/{name}/{key}": value for key, value in means.items()})
     return numbers
 
 

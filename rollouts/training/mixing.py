@@ -1,7 +1,7 @@
-"""Training on several environments at once: their prompts in proportion, and each with its own reward.
+"""Training on several environments at once: prompts mixed by weight, and a reward function for each environment.
 
-Invariant: after any number of prompts, each environment has had its share to within one prompt. The metrics of a batch
-have the numbers of each environment under ``environment/NAME/``.
+Invariant: after any number of prompts, the count of each environment differs from its share by less than one prompt.
+Batch metrics contain the values of each environment under ``environment/NAME/``.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rollouts.training.types import RewardFn, Sample
 __all__ = ["MixedReward", "mixed_prompts"]
 
 _SECONDS = 3600.0
-"""For one reward; ``reward_seconds`` of the run comes first."""
+"""Deadline of one reward; longer than ``reward_seconds`` of the run, which applies first."""
 
 
 def mixed_prompts(parts: Mapping[str, tuple[float, Iterable[Prompt]]], count: int, *, seed: int = 0) -> list[Prompt]:
-    """So many prompts, taken from each part by its weight, evenly spread.
+    """Take ``count`` prompts from the parts in proportion to their weights, evenly interleaved.
 
-    Give them to a ``DataBuffer`` without a seed, which keeps their order. A part that has too few prompts is gone
-    through again, each time in another order; the order of the parts is the same for the same seed.
+    Pass them to a ``DataBuffer`` without a seed, which keeps their order. A part with too few prompts is repeated, each
+    time in another order.
 
     Args:
-        parts: by the name of their environment, a weight and prompts.
-        count: how many in all.
-        seed: of the order within each part.
+        parts: weight and prompts, by the name of the environment.
+        count: total number of prompts.
+        seed: seed of the order within each part.
 
     Raises:
-        ConfigError: no parts, a weight that is not above 0, or a part without prompts.
+        ConfigError: no parts, a count below 1, a weight that is not above 0, or a part without prompts.
     """
     if not parts:
         raise ConfigError.of("mixed_prompts(parts)", parts, "at least one, by the name of its environment")
@@ -47,15 +47,15 @@ def mixed_prompts(parts: Mapping[str, tuple[float, Iterable[Prompt]]], count: in
     for name, (weight, prompts) in parts.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", weight, "a weight above 0")
-        held = list(prompts)
-        if not held:
-            raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", held, "at least one prompt")
-        sources[name] = _endless(name, held, seed)
+        own = list(prompts)
+        if not own:
+            raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", own, "at least one prompt")
+        sources[name] = _endless(name, own, seed)
     total = sum(weight for weight, _ in parts.values())
     taken = dict.fromkeys(parts, 0)
     mixed = []
     for number in range(1, count + 1):
-        # The one that is furthest behind its share; of equals the first.
+        # The part that is furthest behind its share; the first one on a tie.
         name = max(parts, key=lambda part: parts[part][0] / total * number - taken[part])
         taken[name] += 1
         mixed.append(next(sources[name]))
@@ -71,10 +71,10 @@ def _endless(name: str, prompts: list[Prompt], seed: int) -> Any:
 
 
 class MixedReward:
-    """A ``reward_fn`` that is another one for each environment.
+    """A ``reward_fn`` that calls the reward function of the sample's environment.
 
     Args:
-        rewards: by the name of the environment; ``None`` takes the sum of its step rewards.
+        rewards: reward functions by the name of the environment; ``None`` uses the sum of its step rewards.
     """
 
     def __init__(self, rewards: Mapping[str, RewardFn | None]) -> None:
@@ -87,10 +87,10 @@ class MixedReward:
         return f"<MixedReward of {', '.join(self.rewards)}>"
 
     async def __call__(self, sample: Sample) -> Any:
-        """What the sample's environment says.
+        """Score the sample with the reward function of its environment.
 
         Raises:
-            RewardFailure: it has no reward by the name of its environment.
+            RewardFailure: the environment has no entry in ``rewards``, or its function failed.
         """
         name = sample.metadata.get(ENVIRONMENT)
         if name not in self.rewards:

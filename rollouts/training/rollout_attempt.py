@@ -1,9 +1,9 @@
 """One attempt at one rollout: generate, check, score.
 
-Invariant: what a user's function raises becomes a sample with status FAILED that says why; a broken law, and a config
-that no rollout could survive, go through. What comes back is placed, packed, and scored where it is sound.
+Invariant: an exception of a user's function becomes a sample with status FAILED and its ``failure``; a broken law and a
+config error propagate. Returned samples are numbered and packed, and scored unless the rollout is lost.
 
-This module knows no group, no second attempt and no journal.
+This module does not know groups, retries or the journal.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from rollouts.training.types import Sample, Status
 __all__ = ["attempt", "ends", "is_lost", "number_sample", "pack_lossy", "pack_or_fail", "share_rewards"]
 
 _CLEANING_SECONDS = 300.0
-"""How long a generate function that overran may hide its cleaning up behind shields: environments are closed there."""
+"""Grace period after the deadline of a generate function, for shielded cleanup such as closing environments."""
 
 _LOST = (Status.FAILED, Status.ABORTED)
-"""A rollout that ended so is tried again; for good, it costs its group."""
+"""Statuses of a lost rollout: it is tried again, and fails its group when it is lost for good."""
 
 
 async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
-    """Generate and score once.
+    """Generate a rollout and score it, once.
 
     Args:
-        config: its ``generate_fn``, its ``reward_fn`` unless that scores groups, and their deadlines are used.
-        request: with ``group_index`` and ``index``.
-        log: where turns are kept.
+        config: provides ``generate_fn``, ``reward_fn`` (unused with ``group_rm``) and their deadlines.
+        request: a prompt with ``group_index`` and ``index``.
+        log: stores the turns.
 
     Raises:
-        ConfigError: no rollout could survive what is wrong.
+        ConfigError: every rollout would fail in the same way.
         TokenMismatchError: a law is broken.
     """
     samples: list[Sample] = []
     try:
-        samples = await _generated(config, request, log)
+        samples = await _generate(config, request, log)
         if not config.group_rm and not is_lost(samples):
             for sample in ends(samples):
                 await score(sample, config.reward_fn, seconds=config.reward_seconds)
@@ -70,8 +70,8 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
     return samples
 
 
-async def _generated(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
-    """Call the generate function for one rollout, and check what it gave."""
+async def _generate(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
+    """Call the generate function for one rollout, and check what it returned."""
     name = f"generate_fn {function_name(config.generate_fn)}"
     with boundary(GenerateFailure, name, seconds=config.rollout_seconds, armed=False) as entered, keeping_turns(log):
         samples: Any = await entered.guarded(config.generate_fn([request]), grace=_CLEANING_SECONDS)
@@ -88,50 +88,50 @@ async def _generated(config: RolloutConfig, request: Prompt, log: TurnLog | None
 
 
 def is_lost(samples: Sequence[Sample]) -> bool:
-    """Whether the rollout is to be tried again."""
+    """Whether the rollout failed or was aborted, so that it needs another attempt."""
     return any(sample.status in _LOST for sample in samples)
 
 
 def ends(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that a reward can see the end of: not the branches that were left where a history was rewritten."""
+    """The branches that a reward scores: all but those that ended in a fork, where the history was rewritten."""
     return [sample for sample in samples if sample.stop_reason is not StopReason.FORKED]
 
 
 def share_rewards(samples: Sequence[Sample]) -> None:
-    """A branch that was left has the reward of the one that the rollout ended in."""
-    for left, following in reversed(list(itertools.pairwise(samples))):
-        if left.stop_reason is StopReason.FORKED:
-            left.reward = following.reward
+    """Copy the reward of a rollout's last branch to the branches that ended in a fork."""
+    for branch, following in reversed(list(itertools.pairwise(samples))):
+        if branch.stop_reason is StopReason.FORKED:
+            branch.reward = following.reward
 
 
 def number_sample(sample: Sample, request: Prompt) -> Sample:
-    """The sample with the numbers of its rollout."""
+    """Set the sample's ``group_index``, ``index`` and ``rollout_id`` from the request, and return it."""
     sample.group_index, sample.index, sample.rollout_id = request.group_index, request.index, request.index
     return sample
 
 
 def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source: str) -> None:
-    """Check samples that foreign code had in hand, and hold them packed; what does not pack is its failure."""
+    """Check and pack samples that user code may have changed; raise ``failure`` for one that does not pack."""
     for sample in samples:
         try:
-            _packed(sample)
+            _pack(sample)
         except ConfigError as error:
             raise failure(f"{source}: {error}") from error
 
 
 def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of something that failed, for the record: columns that do not pack are emptied."""
+    """Pack samples of a failed rollout for the record; a sample that does not pack loses its columns."""
     for sample in samples:
         try:
-            _packed(sample)
+            _pack(sample)
         except ConfigError:
             sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
             sample.versions, sample.completions, sample.metrics, sample.step_rewards = [], [], {}, []
     return list(samples)
 
 
-def _packed(sample: Sample) -> None:
-    """Pack it, and see that its numbers are some that a file can hold: in JSON, NaN would come back as nothing."""
+def _pack(sample: Sample) -> None:
+    """Pack the sample, and check that its numbers are finite: JSON stores NaN as null."""
     sample.pack()
     rewards: Any = sample.step_rewards
     if not isinstance(rewards, Sequence) or any(finite(reward) is None for reward in rewards):

@@ -1,7 +1,7 @@
-"""The protocol through which the scheduler reports what happens, for example to the journal of a run.
+"""The protocol through which the scheduler reports events, for example to the journal of a run.
 
-Invariant: what the manager counts as finished or settled has been accepted by the log before: ``finished`` and
-``settled`` return when the record is durable. The scheduler knows this protocol and no implementation of it.
+Invariant: the log has accepted a rollout or group before the manager counts it: ``finished`` and ``settled`` return
+when the record is durable. The scheduler knows this protocol and no implementation of it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["RolloutLog"]
 
 
 class RolloutLog(Protocol):
-    """What :class:`~rollouts.training.manager.AsyncRolloutManager` reports, in the order in which it happens."""
+    """Receives the events of a :class:`~rollouts.training.manager.AsyncRolloutManager` in order."""
 
     def taken(self, prompt: Prompt) -> None:
         """A prompt was taken from the buffer."""
 
     def turn_log(self, index: int) -> TurnLog:
-        """A log for the turns of one attempt at the rollout ``index``; it holds the turns of an earlier process."""
+        """Return the turn log of one attempt at the rollout ``index``, with turns stored by an earlier process."""
         ...
 
     def attempt_lost(self, index: int, attempt: int, samples: Sequence[Sample]) -> None:
-        """Attempt number ``attempt`` at a rollout failed; its turns are void."""
+        """Attempt number ``attempt`` at a rollout failed; its turns are discarded."""
 
     async def finished(self, samples: Sequence[Sample]) -> None:
         """A rollout is finished and scored; ``samples`` are its branches. Returns when the record is durable."""
@@ -37,4 +37,4 @@ class RolloutLog(Protocol):
         """A group has its outcome. Returns when the record is durable."""
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:
-        """Batch ``number`` is handed out."""
+        """Batch ``number`` is handed to the caller."""

@@ -1,9 +1,9 @@
-"""Laws 1, 2 and 4 on one stored sample: its tokens are those of its requests, its mask is what its completions sampled,
-and its step rewards are numbers.
+"""Checks of laws 1, 2 and 4 on one sample: tokens equal those of its requests, mask and versions cover exactly the
+sampled tokens, step rewards are finite.
 
-Invariant: pure; what a row says is checked against what can be computed from its other columns, and the first wrong
-position of each column is told. Changes that no column contradicts (a token after the last request, a logprob that is
-still a logprob) are found by the checksums that the row was written with. It knows one sample, never its group.
+Invariant: pure; each column is compared with what the others imply, and its first wrong position is reported. A change
+that no column contradicts (a token after the last request, another valid logprob) is found by the checksums stored with
+the row. This module knows one sample, never its group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
 
 @attrs.frozen
 class Violation:
-    """One broken law, and where."""
+    """A broken law and its location."""
 
     law: int
     place: str
-    """File and line, the sample's group and index, the position: as far as they are known."""
+    """File and line, the sample's group and index, the position; as far as known."""
     got: str = attrs.field(converter=str)
     expected: str
 
@@ -43,7 +43,7 @@ class Violation:
 
 
 class StoredCompletion(msgspec.Struct):
-    """What the laws speak of, of one call."""
+    """The fields of a completion that the laws check."""
 
     request_id: str
     start: int
@@ -52,7 +52,7 @@ class StoredCompletion(msgspec.Struct):
 
 
 class Stored(msgspec.Struct):
-    """What the laws speak of, of one row."""
+    """The fields of a stored row that the laws check."""
 
     tokens: list[int]
     loss_mask: list[int]
@@ -73,7 +73,7 @@ class Stored(msgspec.Struct):
 
 
 def check_sample(sample: Sample) -> list[Violation]:
-    """Every way in which laws 1 and 2 do not hold for a sample in memory, and step rewards that are no numbers."""
+    """Return the violations of laws 1, 2 and 4 in a sample in memory; empty if it is sound."""
     columns = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
     fields = {**sample.to_dict(), "outcome": "kept", "batch": None, "digests": columns}
     fields |= {name: fields[name] or 0 for name in ("group_index", "index", "rollout_id")}
@@ -82,7 +82,7 @@ def check_sample(sample: Sample) -> list[Violation]:
 
 
 def check_stored(stored: Stored, place: str) -> list[Violation]:
-    """As :func:`check_sample`, for a stored sample; ``place`` names it in messages."""
+    """As :func:`check_sample`, for a stored row; ``place`` is its name in messages."""
     try:
         tokens = np.array(stored.tokens, np.int32)
     except OverflowError:
@@ -99,18 +99,18 @@ def check_stored(stored: Stored, place: str) -> list[Violation]:
     violations += _check_logprobs(place, mask, logprobs)
     if violations:
         return violations
-    found = column_digests(tokens, mask, None if stored.rollout_log_probs is None else logprobs)
+    actual = column_digests(tokens, mask, None if stored.rollout_log_probs is None else logprobs)
     return [
         Violation(
             1 if name == "tokens" else 2, f"{place}, {name}", f"checksum {value}", f"{written}, as it was written"
         )
-        for name, value in found.items()
+        for name, value in actual.items()
         if (written := stored.digests.get(name)) != value
     ]
 
 
 def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) -> Iterator[Violation]:
-    """Law 1: the checksum of each request is that of the tokens stored before its reply."""
+    """Law 1: the checksum of each request equals that of the tokens stored before its reply."""
     crc = position = end = 0
     if len(tokens) and tokens.min() < 0:
         position = int(tokens.argmin())
@@ -132,7 +132,7 @@ def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) ->
 
 
 def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iterator[Violation]:
-    """Law 2: trained exactly where a call sampled, and there exactly one version did."""
+    """Law 2: the mask is 1 exactly at the sampled positions, each of which has exactly one version."""
     sampled = _covered(len(mask), ((call.start, call.stop) for call in stored.completions))
     yield from _compare(place, "loss_mask", mask, sampled, "1 where a call sampled, 0 elsewhere")
     spans = [(start, stop) for _, start, stop in stored.versions]
@@ -145,7 +145,7 @@ def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iter
 
 
 def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32]) -> Iterator[Violation]:
-    """Law 2: a logprob where a token is trained, and nowhere else."""
+    """Law 2: a trained token has a logprob, any other has 0."""
     good = np.where(mask, are_logprobs(logprobs), logprobs == 0)
     if not good.all():
         position = int(good.argmin())
@@ -155,7 +155,7 @@ def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDAr
 
 
 def _check_step_rewards(stored: Stored, place: str) -> Iterator[Violation]:
-    """JSON holds NaN and infinity as null, Parquet as they are."""
+    """Law 4: step rewards are finite. JSON stores NaN and infinity as null, Parquet as they are."""
     for position, reward in enumerate(stored.step_rewards):
         if reward is None or not math.isfinite(reward):
             where = f"{place}, step_rewards, position {position}"
@@ -173,12 +173,12 @@ def _compare(
 
 
 def _columns(stored: Stored) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]] | None:
-    """Mask and logprobs as wide as the tokens, or ``None``."""
+    """Mask and logprobs, or ``None`` if one of them is malformed or not as long as the tokens."""
     if set(stored.loss_mask) - {0, 1} or (stored.rollout_log_probs is None and any(stored.loss_mask)):
         return None
     width = len(stored.tokens)
-    given = [0.0] * width if stored.rollout_log_probs is None else stored.rollout_log_probs
-    logprobs = np.array([math.nan if value is None else value for value in given], np.float32)
+    values = [0.0] * width if stored.rollout_log_probs is None else stored.rollout_log_probs
+    logprobs = np.array([math.nan if value is None else value for value in values], np.float32)
     if len(stored.loss_mask) != width or len(logprobs) != width:
         return None
     return np.array(stored.loss_mask, np.bool_), logprobs
@@ -194,7 +194,7 @@ def _covered(width: int, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.boo
 def column_digests(
     tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32] | None
 ) -> dict[str, int | None]:
-    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32), to find later changes."""
+    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32)."""
     return {
         "tokens": zlib.crc32(tokens.astype("<i4").tobytes()),
         "loss_mask": zlib.crc32(mask.astype(np.uint8).tobytes()),

@@ -1,7 +1,7 @@
-"""Trajectories to samples: flatten, nothing else.
+"""Conversion of trajectories to samples.
 
-Invariant: pure; every column of a sample is the trajectory's own, so laws 1 to 3 hold here because they hold there.
-This module knows no tokenizer but the function that turns ids into text, and scores nothing.
+Invariant: pure; a sample has the columns of its trajectory unchanged, so laws 1 to 3 hold for it as for the trajectory.
+This module does not score, and knows of the tokenizer only the function that decodes ids.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _STATUS = {
     StopReason.ABORTED: Status.ABORTED,
     StopReason.FAILED: Status.FAILED,
 }
-"""Every other reason means that a limit cut the episode: TRUNCATED."""
+"""Any other stop reason means that a limit ended the episode: TRUNCATED."""
 
 
 def status_of(stop_reason: StopReason | None) -> Status:
-    """The status of a rollout that ended so."""
+    """Status of a rollout with this stop reason."""
     return Status.FAILED if stop_reason is None else _STATUS.get(stop_reason, Status.TRUNCATED)
 
 
 def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callable[[TokenColumn], str]) -> Sample:
-    """One sealed trajectory as a sample.
+    """Convert one sealed trajectory to a sample.
 
-    The reward is the sum of the environment's step rewards, ``None`` where it gave none: a reward function sets it. The
-    sample holds on to ``decode``, which gives the same text for the same ids, and makes its response when it is read.
+    The reward is the sum of the environment's step rewards, ``None`` if there are none. The sample keeps a reference to
+    ``decode``, which must be deterministic, and decodes its response at each read.
     """
     assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
     first = trajectory.completions[0].start if trajectory.completions else len(trajectory)
@@ -57,15 +57,15 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         history=trajectory.history,
         step_rewards=list(trajectory.step_rewards),
     )
-    return sample.keep(first, decode)
+    return sample.compact_records(first, decode)
 
 
 def trajectory_to_samples(
     trajectories: Sequence[Trajectory], prompt: Prompt, decode: Callable[[TokenColumn], str]
 ) -> list[Sample]:
-    """All branches of one rollout as samples that share its ``rollout_id``.
+    """Convert all branches of one rollout to samples with its ``rollout_id``.
 
-    The outcome is the rollout's: each of them has the reward of all its steps, and the status of its last branch.
+    Each sample has the sum of the step rewards of all branches, and the status of the last branch.
     """
     samples = [trajectory_to_sample(trajectory, prompt, decode) for trajectory in trajectories]
     rewards = [reward for trajectory in trajectories for reward in trajectory.step_rewards]

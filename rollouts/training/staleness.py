@@ -1,18 +1,18 @@
-"""How old the weights are that sampled a token, and what is done about groups that are too old to train on.
+"""Staleness of groups, and the two policies that bound it.
 
-Staleness counts versions: how many were announced after the one that sampled a token. That of a group is that of its
-oldest token. Two policies keep it at or below a bound, and a stream of batches follows one of them:
+The staleness of a token is the number of policy versions announced after the one that sampled it. The staleness of a
+group is that of its oldest token. A stream of batches uses one of two policies to keep it within a bound:
 
 - ``drop``: generation runs as far ahead as ``over_sampling_factor`` allows; a group that is too old when a batch is
-  asked for is dropped, and counted.
-- ``pace``: nothing is ever dropped for its age. No more groups are started than can be handed out in time, and a batch
-  waits for groups that would otherwise come too late.
+  requested is dropped and counted.
+- ``pace``: no group is dropped for its age. Only as many groups are started as can be trained in time, and a batch
+  waits for groups in flight that would otherwise become too old.
 
-Invariant of ``pace``: before each announcement at most ``max_staleness`` batches' worth of groups are pending, and of
-those that have only j announcements left at most j batches' worth; so no group in a batch is older than the bound, as
-long as whoever trains announces at most one version for each batch.
+Invariant of ``pace``: before each announcement at most ``max_staleness`` batches' worth of groups are pending, and at
+most j batches' worth of them have only j announcements left. So no group in a batch exceeds the bound, as long as the
+trainer announces at most one version for each batch.
 
-This module starts nothing, waits for nothing, and knows no weights: it is told their names.
+This module starts no groups, never waits, and knows weights only by the names of their versions.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def _bound(instance: object, field: attrs.Attribute[int | None], value: object) 
 
 @attrs.define
 class Staleness:
-    """The versions of one run, in order, and the rule for what is too old."""
+    """The policy versions of one run in order, the bound on staleness and its policy."""
 
     max_staleness: int | None = attrs.field(default=None, validator=_bound)
-    """Versions between the weights that sampled a token and those that are being trained."""
+    """Maximum number of versions between the weights that sampled a token and the current ones; ``None``: no bound."""
     policy: StalenessPolicy = attrs.field(default="drop", validator=_policy)
     training: bool = False
-    """Whether somebody holds a batch and has announced nothing since: another version is about to come."""
+    """Whether the trainer has a batch and has not announced the next version yet."""
     _numbers: dict[str, int] = attrs.field(factory=dict)
 
     @property
     def current(self) -> int:
-        """How many versions were announced so far."""
+        """Number of versions announced so far."""
         return len(self._numbers)
 
     @property
@@ -62,29 +62,29 @@ class Staleness:
         return self.policy == "pace" and self.max_staleness is not None
 
     def announce(self, version: str) -> None:
-        """Say that ``version`` is served from now on.
+        """Record that the server uses ``version`` from now on.
 
         Raises:
-            ConfigError: the name was used before: tokens of the two could not be told apart.
+            ConfigError: the name was used before, so tokens of the two versions could not be distinguished.
         """
         if version in self._numbers:
             raise ConfigError.of("version", version, f"a new name, unlike the {self.current} announced before")
         self._numbers[version] = len(self._numbers) + 1
         self.training = False
 
-    # -- how old --
+    # -- measuring --
 
     def tokens_by_age(self, samples: Iterable[Sample]) -> Counter[int]:
-        """Sampled tokens by staleness; empty where samples tell no version, or none was ever announced.
+        """Count sampled tokens by staleness; empty if samples have no versions, or none was announced.
 
         Raises:
-            ConfigError: a token of a version that was never announced, so that its age is unknown.
+            ConfigError: a token has a version that was never announced.
         """
         tokens: Counter[int] = Counter()
         if not self._numbers:
             return tokens
         for sample in samples:
-            for span in sample.read("versions"):
+            for span in sample.read_record("versions"):
                 number = self._numbers.get(span.version)
                 if number is None:
                     known = list(self._numbers)[-3:]
@@ -97,7 +97,7 @@ class Staleness:
         return max(self.tokens_by_age(group.samples), default=0)
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Mean and maximum over sampled tokens, and the share of each age."""
+        """Mean and maximum staleness of sampled tokens, and the share of each value."""
         tokens = self.tokens_by_age(samples)
         total = tokens.total()
         if not total:
@@ -106,29 +106,29 @@ class Staleness:
         mean = sum(age * count for age, count in tokens.items()) / total
         return {"staleness/mean": mean, "staleness/max": max(tokens), **shares}
 
-    # -- what is done about it --
+    # -- enforcing the bound --
 
     @property
     def drops(self) -> bool:
-        """Whether a group can be too old."""
+        """Whether groups that are too old are dropped."""
         return self.policy == "drop" and self.max_staleness is not None
 
     def too_old(self, group: Group) -> bool:
         return self.drops and self.age(group) > (self.max_staleness or 0)
 
     def room(self, pending: int, batch_size: int) -> int | None:
-        """How many more groups may be started beside ``pending`` ones; ``None`` for no bound of this kind."""
+        """Return how many groups may be started in addition to ``pending`` ones; ``None`` without a ``pace`` bound."""
         if not self.paced or self.max_staleness is None:
             return None
         return (self.max_staleness + 1 - self.training) * batch_size - pending
 
     def choose(self, ready: Sequence[Group], started: Mapping[int, int], batch_size: int) -> list[Group] | None:
-        """The groups of the next batch, by group index; ``None`` if it must wait for one that is in flight.
+        """Return the groups of the next batch by group index; ``None`` if the batch must wait for a group in flight.
 
         Args:
             ready: accepted groups.
-            started: of each group in flight, :attr:`current` when it was started.
-            batch_size: groups of a batch.
+            started: groups in flight by index, with the value of :attr:`current` at their start.
+            batch_size: number of groups in a batch.
         """
         if len(ready) < batch_size:
             return None
@@ -138,7 +138,7 @@ class Staleness:
         if self.paced and started and self.max_staleness is not None:
             pending = [ages[group.group_index] for group in rest]
             pending += [self.current - version for version in started.values()]
-            for left in range(self.max_staleness + 1):  # announcements that a group may still see after this batch
+            for left in range(self.max_staleness + 1):  # announcements that a pending group can still see in time
                 if sum(age >= self.max_staleness - left for age in pending) > left * batch_size:
                     return None
         return sorted(chosen, key=lambda group: group.group_index)

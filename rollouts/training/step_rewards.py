@@ -1,6 +1,6 @@
-"""One number from the rewards of an episode's steps.
+"""Reduction of an episode's step rewards to one number.
 
-Invariant: pure; first the further reward, then the reduction, then the bounds. It knows no sample.
+Invariant: pure; appends the further reward, then reduces, then applies the bounds. This module does not know samples.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def reduced(
     lowest: float | None = None,
     highest: float | None = None,
 ) -> float:
-    """The reward of an episode.
+    """Compute the reward of an episode.
 
     Args:
-        rewards: of its steps; without any it is 0 before the bounds.
-        reduction: how they become one.
-        further: counted with them, e.g. a penalty for an episode that came to no end.
-        lowest: the result is at least this.
-        highest: and at most that.
+        rewards: rewards of its steps; without any, the reward is 0 before the bounds.
+        reduction: how they are reduced to one number.
+        further: one more reward, e.g. a penalty for an episode that a limit cut.
+        lowest: lower bound of the result.
+        highest: upper bound of the result.
     """
     counted = [*rewards] if further is None else [*rewards, further]
     value = float(REDUCTIONS[reduction](counted)) if counted else 0.0

@@ -1,7 +1,7 @@
-"""The trainer's record of a rollout, and the aliases of the functions that users write.
+"""The trainer's record of a rollout, and the types of the functions that users write.
 
-Invariant: the per-token columns of a sample have one length, checked when it is made and when it leaves the manager.
-This module knows nothing of how samples are generated, scored or filtered.
+Invariant: the per-token columns of a sample have one length, checked at construction and before it leaves the manager.
+This module does not know how samples are generated, scored or filtered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Status(enum.Enum):
-    """How far a sample came; the values are slime's."""
+    """Completion status of a sample; the values are slime's."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -46,7 +46,7 @@ class Status(enum.Enum):
 
 
 def _column(name: str, doc: str) -> Any:
-    """A per-token column: packed until somebody asks for it, then a plain list that may be changed in place."""
+    """Property of a per-token column: packed until first read, then a plain list that may be changed in place."""
     slot = f"_{name}"
 
     def get(sample: Sample) -> Any:
@@ -57,18 +57,18 @@ def _column(name: str, doc: str) -> Any:
         return value
 
     def put(sample: Sample, value: Any) -> None:
-        setattr(sample, slot, _held(value))
+        setattr(sample, slot, _as_column(value))
 
     return property(get, put, doc=doc)
 
 
 def _record(name: str, doc: str) -> Any:
-    """A text, or a list that may be changed in place. While a :class:`CompactRecord` holds it, that is in its slot."""
+    """Property of a text, or of a list that may be changed in place; its slot may contain a :class:`CompactRecord`."""
     slot = f"_{name}"
 
     def get(sample: Sample) -> Any:
-        value = sample.read(name)
-        if name != "response":  # a text cannot be changed: it is made anew each time, and takes no room
+        value = sample.read_record(name)
+        if name != "response":  # immutable, so it is decoded at each read and not stored
             setattr(sample, slot, value)
         return value
 
@@ -78,8 +78,8 @@ def _record(name: str, doc: str) -> Any:
     return property(get, put, doc=doc)
 
 
-def _held(value: Any) -> Any:
-    """A column as it is held: an array, a list, or ``None``."""
+def _as_column(value: Any) -> Any:
+    """Convert other sequences to a list; arrays, lists and ``None`` stay as they are."""
     return value if isinstance(value, list | np.ndarray) or value is None else list(value)
 
 
@@ -115,25 +115,25 @@ def _status_of(value: Status | str) -> Status:
 
 @attrs.define(eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class Sample:
-    """One rollout (or one branch of one) as trainers take it. Field names are slime's.
+    """One rollout, or one branch of a rollout, in the form that trainers take. Field names are slime's.
 
-    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` read as plain lists and may be changed in place; inside they are
-    packed (about 9 bytes a token) whenever nobody has touched them since :meth:`pack`.
+    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` read as plain lists and may be changed in place. They are stored
+    packed (about 9 bytes a token) from :meth:`pack` until the next such read.
 
     Raises:
-        ConfigError: columns of different lengths, or values that their column cannot hold.
+        ConfigError: columns of different lengths, or values that do not fit the type of their column.
     """
 
     prompt: str | Sequence[Message | ChatDict] = ""
-    """What was asked, as the data set has it."""
+    """The prompt, as in the data set."""
     _response: Any = attrs.field(default="", alias="response")
     _tokens: Any = attrs.field(factory=list, alias="tokens")
     _loss_mask: Any = attrs.field(default=None, alias="loss_mask")
     reward: float | None = None
     metadata: dict[str, Any] = attrs.field(factory=dict)
-    """The prompt's metadata, free for the user."""
+    """The prompt's metadata; user code may add to it."""
     group_index: int | None = None
-    """Which group: one for each prompt taken, never used twice in a run."""
+    """Number of the group, unique in the run: each prompt taken from the buffer gets a new one."""
     _status: Status = attrs.field(default=Status.PENDING, converter=_status_of, alias="status")
     _rollout_log_probs: Any = attrs.field(default=None, alias="rollout_log_probs")
     label: Any = None
@@ -141,27 +141,27 @@ class Sample:
     index: int | None = None
     """Running number of the rollout in the run."""
     rollout_id: int | None = None
-    """One number for all branches of one rollout."""
+    """Number shared by all branches of one rollout."""
     _versions: Any = attrs.field(factory=list, alias="versions")
     _messages: Any = attrs.field(factory=list, alias="messages")
     stop_reason: StopReason | None = None
     failure: Failure | None = None
     _completions: Any = attrs.field(factory=list, alias="completions")
     metrics: dict[str, float] = attrs.field(factory=dict)
-    """Numbers counted during the episode: turns, tool calls, malformed calls, seconds in the environment."""
+    """Counters of the episode: turns, tool calls, malformed calls, seconds in the environment."""
     history: OnRewrite | None = None
-    """What was done where the chat template rewrites the history; ``None`` where no renderer was at work."""
+    """Policy that was used where the chat template rewrites the history; ``None`` if no renderer was used."""
     step_rewards: list[float] = attrs.field(factory=list)
     """Rewards of the environment's steps, in order."""
 
-    _told: CompactRecord | None = attrs.field(default=None, init=False)
-    """What it says, held small; of each record that is still as it was."""
+    _compact: CompactRecord | None = attrs.field(default=None, init=False)
+    """Compact storage of the text and the records; a record that has changed since has its value in its own slot."""
     trainer_record: Any = attrs.field(default=None, init=False)
-    """The same rollout as a trainer's own record, where an integration keeps that object; never stored."""
+    """The trainer's own record of this rollout, where an integration needs that object; never written to disk."""
 
     @property
     def status(self) -> Status:
-        """How far it came; may also be set by its value."""
+        """Completion status; may be set as a :class:`Status` or as its value."""
         return self._status
 
     @status.setter
@@ -169,23 +169,21 @@ class Sample:
         self._status = _status_of(value)
 
     tokens = _column("tokens", "Prompt and response ids, in the order the model saw them.")
-    loss_mask = _column("loss_mask", "1 where the token was sampled by the policy; as wide as ``tokens``.")
+    loss_mask = _column("loss_mask", "1 where the token was sampled by the policy, else 0; as long as ``tokens``.")
     rollout_log_probs = _column("rollout_log_probs", "Logprob of each sampled id, 0 elsewhere; or ``None``.")
 
-    response = _record(
-        "response", "Text of everything after the first prompt: replies and what the environment said between them."
-    )
+    response = _record("response", "Text after the first prompt: replies, and the environment's messages between them.")
     messages = _record("messages", "The whole conversation, as a list of chat dicts.")
-    completions = _record("completions", "The completions that sampled its replies, a list of ``CompletionRecord``.")
+    completions = _record("completions", "The completions of its replies, a list of ``CompletionRecord``.")
     versions = _record(
         "versions",
-        "Which policy version sampled which positions of ``tokens``, a list of ``VersionSpan``; covers exactly the "
-        "mask when given.",
+        "Policy version of each sampled position of ``tokens``, a list of ``VersionSpan``; empty, or covers exactly "
+        "the mask.",
     )
 
     def __attrs_post_init__(self) -> None:
-        self._tokens, self._loss_mask = _held(self._tokens), _held(self._loss_mask)
-        self._rollout_log_probs = _held(self._rollout_log_probs)
+        self._tokens, self._loss_mask = _as_column(self._tokens), _as_column(self._loss_mask)
+        self._rollout_log_probs = _as_column(self._rollout_log_probs)
         if self._loss_mask is None:
             self._loss_mask = [0] * len(self._tokens)
         self.check()
@@ -212,7 +210,7 @@ class Sample:
 
     @property
     def token_column(self) -> npt.NDArray[np.int32]:
-        """``tokens`` as int32, shape ``(n,)``, without making a list of them."""
+        """``tokens`` as int32, shape ``(n,)``; creates no list."""
         return _pack("tokens", np.int32, self._tokens)
 
     @property
@@ -229,96 +227,94 @@ class Sample:
 
     @property
     def columns(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.float32] | None]:
-        """The three columns; not looked at again where nobody can have changed them since they were checked."""
-        if self._told is not None and self._is_as_it_was():
-            return self._told.columns
+        """Tokens, mask and logprobs; checked only if they may have changed since the last check."""
+        if self._compact is not None and self._is_unchanged():
+            return self._compact.columns
         return self.token_column, self.mask_column, self.logprob_column
 
     @property
     def response_length(self) -> int:
-        """Tokens after the first prompt: those from the first sampled one on."""
+        """Tokens from the first sampled one to the end."""
         mask = self.mask_column
         first = int(mask.argmax()) if len(mask) else 0
         return len(mask) - first if len(mask) and mask[first] else 0
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled: those that are trained."""
+        """Number of tokens that the policy sampled: those that are trained."""
         return int(np.count_nonzero(self.mask_column))
 
     @property
     def turns(self) -> int:
-        """Completions that sampled its replies."""
-        calls = self._completions
-        return calls.turns if type(calls) is CompactRecord else len(calls)
+        """Number of completions."""
+        completions = self._completions
+        return completions.turns if type(completions) is CompactRecord else len(completions)
 
     @property
-    def told(self) -> CompactRecord | None:
-        """What holds its response, messages, calls and versions, if it holds all four: then they are unchanged."""
-        told = self._told
-        same = (
-            self._response is told and self._messages is told and self._completions is told and self._versions is told
-        )
-        return told if same else None
+    def compact(self) -> CompactRecord | None:
+        """Compact storage of response, messages, completions and versions; ``None`` if one of the four has changed."""
+        compact = self._compact
+        slots = (self._response, self._messages, self._completions, self._versions)
+        return compact if all(slot is compact for slot in slots) else None
 
     @property
     def weight_versions(self) -> list[str]:
-        """The policy versions that took part, in the order of their first token."""
-        return list(dict.fromkeys(span.version for span in self.read("versions")))
+        """The policy versions of its tokens, in the order of their first token."""
+        return list(dict.fromkeys(span.version for span in self.read_record("versions")))
 
-    def read(self, name: str) -> Any:
-        """The record of that name, read without changing how the sample holds it."""
+    def read_record(self, name: str) -> Any:
+        """Return the response, messages, completions or versions; leaves compact storage as it is."""
         value = getattr(self, f"_{name}")
         return getattr(value, name)() if type(value) is CompactRecord else value
 
-    def keep(self, first: int, decode: Callable[[TokenColumn], str]) -> Sample:
-        """Hold what it says small, as places in what its tokens say.
+    def compact_records(self, first: int, decode: Callable[[TokenColumn], str]) -> Sample:
+        """Store response, messages, completions and versions compactly, if the columns are read-only arrays.
 
         Args:
-            first: where the response begins: it is what ``decode`` gave for the tokens from there on.
-            decode: always gives the same text for the same ids.
+            first: offset of the response: it is the text that ``decode`` returned for the tokens from there on.
+            decode: deterministic, from ids to text.
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
         if all(isinstance(column, np.ndarray) and is_frozen(column) for column in columns):
-            self._told = CompactRecord.of(
+            self._compact = CompactRecord.of(
                 columns,
                 first,
                 decode,
                 self.response,
-                self.read("messages"),
-                self.read("completions"),
-                self.read("versions"),
+                self.read_record("messages"),
+                self.read_record("completions"),
+                self.read_record("versions"),
             )
-            if self._told is not None:
-                self._response = self._messages = self._completions = self._versions = self._told
+            if self._compact is not None:
+                self._response = self._messages = self._completions = self._versions = self._compact
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and for other processes: everything as it reads."""
+        """State for copies and pickles, without compact storage."""
         state = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
-        return {**state, **{f"_{name}": self.read(name) for name in RECORDED}, "_told": None}
+        return {**state, **{f"_{name}": self.read_record(name) for name in RECORDED}, "_compact": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, value)
 
-    def _is_as_it_was(self) -> bool:
-        """Whether columns and versions are those that were checked when it was made."""
-        told = self._told
-        if told is None or self._versions is not told:
+    def _is_unchanged(self) -> bool:
+        """Whether columns and versions are the read-only objects that were checked before."""
+        compact = self._compact
+        if compact is None or self._versions is not compact:
             return False
-        tokens, mask, logprobs = told.columns
+        tokens, mask, logprobs = compact.columns
         same = self._tokens is tokens and self._loss_mask is mask and self._rollout_log_probs is logprobs
         return same and is_frozen(tokens) and is_frozen(mask) and is_frozen(logprobs)
 
     def pack(self) -> Sample:
-        """Check the sample and hold its columns packed, and records small that nobody has changed."""
-        if self._told is not None and self.told is None:
+        """Check the sample as :meth:`check`, pack its columns, and return unchanged records to compact storage."""
+        if self._compact is not None and self.compact is None:
             for name in ("completions", "versions", "messages"):
                 value = getattr(self, f"_{name}")
-                if type(value) is not CompactRecord and value == getattr(self._told, name)():
-                    setattr(self, f"_{name}", self._told)
-        if self._is_as_it_was():
+                if type(value) is not CompactRecord and value == getattr(self._compact, name)():
+                    setattr(self, f"_{name}", self._compact)
+        if self._is_unchanged():
             return self._check_records()
         self._tokens, self._loss_mask, self._rollout_log_probs = (
             self.token_column,
@@ -328,8 +324,12 @@ class Sample:
         return self.check()
 
     def check(self) -> Sample:
-        """Raise if the columns differ in length, the versions do not cover the mask, or a record is of another kind."""
-        if self._is_as_it_was():
+        """Check the sample and return it.
+
+        Raises:
+            ConfigError: columns of different lengths, versions that do not cover the mask, or a field of a wrong type.
+        """
+        if self._is_unchanged():
             return self._check_records()
         columns = {"tokens": self._tokens, "loss_mask": self._loss_mask}
         if self._rollout_log_probs is not None:
@@ -337,7 +337,7 @@ class Sample:
         lengths = {name: None if column is None else len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ConfigError.of("Sample", lengths, "columns of one length")
-        versions = self.read("versions")
+        versions = self.read_record("versions")
         if versions and not self._cover_the_mask(versions):
             raise ConfigError.of("Sample.versions", versions, "spans that cover exactly the mask, each token once")
         return self._check_records()
@@ -359,10 +359,10 @@ class Sample:
             total += span.stop - span.start
         return total == np.count_nonzero(covered) and np.array_equal(covered, self.mask_column)
 
-    # -- as plain data --
+    # -- plain data --
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: lists, numbers, strings. The inverse of :meth:`from_dict`."""
+        """Return plain data for JSON: lists, numbers, strings. The inverse of :meth:`from_dict`."""
         columns = {
             "tokens": self.token_column.tolist(),
             "loss_mask": self.mask_column.astype(np.int8).tolist(),
@@ -372,8 +372,8 @@ class Sample:
         return {"prompt": fields.pop("prompt"), "response": fields.pop("response"), **columns, **fields}
 
     def fields_to_dict(self, *, records: bool = True) -> dict[str, Any]:
-        """As :meth:`to_dict`, without the columns; without ``records``, what :attr:`told` holds is left empty."""
-        prompt, read = self.prompt, self.read if records else _nothing
+        """As :meth:`to_dict`, without the columns; ``records=False`` leaves the fields of :attr:`compact` empty."""
+        prompt, read = self.prompt, self.read_record if records else _nothing
         return {
             "prompt": prompt
             if isinstance(prompt, str)
@@ -390,7 +390,7 @@ class Sample:
             "stop_reason": self.stop_reason and self.stop_reason.value,
             "versions": [[span.version, span.start, span.stop] for span in read("versions")],
             "messages": read("messages"),
-            "completions": [call.to_dict() for call in read("completions")],
+            "completions": [completion.to_dict() for completion in read("completions")],
             "metrics": self.metrics,
             "failure": self.failure and attrs.asdict(self.failure),
             "history": self.history,
@@ -399,10 +399,10 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Read what :meth:`to_dict` wrote.
+        """Create a sample from the output of :meth:`to_dict`.
 
         Raises:
-            ConfigError: an unknown field, or one that is not as it was written.
+            ConfigError: an unknown field, or a value that :meth:`to_dict` does not write.
         """
         values = {key: value for key, value in with_current_names(data).items() if key != "response_length"}
         unknown = values.keys() - {field.alias for field in attrs.fields(cls) if field.init}
@@ -427,16 +427,16 @@ def _are_numbers(values: Collection[Any]) -> bool:
 
 _NUMBERS = {int, float}
 _FORMER_NAMES = {"calls": "completions"}
-"""Fields of a sample as earlier versions of this package stored them, with their names of now."""
+"""Field names in runs that earlier versions of this package stored, and their current names."""
 
 
 def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored fields of a sample or a turn, those that have a former name under their current one."""
+    """Replace former field names of a stored sample or turn by the current ones."""
     return {_FORMER_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 RECORDED = ("response", "messages", "completions", "versions")
-"""What a :class:`CompactRecord` holds."""
+"""The fields that a :class:`CompactRecord` stores."""
 _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
     (
@@ -446,7 +446,7 @@ _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         "completions",
-        lambda value: all(isinstance(call, CompletionRecord) for call in value),
+        lambda value: all(isinstance(completion, CompletionRecord) for completion in value),
         "a list of CompletionRecord",
     ),
 ]
@@ -459,23 +459,23 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 Outcome: TypeAlias = Literal["kept", "dropped", "failed"]
-"""Where a group ended: accepted, rejected by the filter, or lost to a failure."""
+"""Outcome of a group: accepted by the filter, rejected by the filter, or lost to a failure."""
 
 
 @attrs.frozen
 class Group:
-    """All rollouts of one prompt, settled."""
+    """All rollouts of one prompt, with their outcome."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    """In order of ``index``; of a failed group, what there is."""
+    """In order of ``index``; a failed group may lack some."""
     outcome: Outcome
     reason: str = ""
     """Why it was dropped or failed."""
 
     @property
     def group_index(self) -> int:
-        assert self.prompt.group_index is not None  # given by the buffer that it was taken from
+        assert self.prompt.group_index is not None  # set by the buffer
         return self.prompt.group_index
 
     @property
@@ -484,14 +484,14 @@ class Group:
 
 
 GenerateFn: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[Sequence[Sample]]]
-"""Makes one rollout for each prompt given, in order; several samples with one ``rollout_id`` where a rollout forks."""
+"""Generates one rollout for each prompt, in order; a rollout that forks is several samples with one ``rollout_id``."""
 
 RewardFn: TypeAlias = Callable[[Sample], float | Awaitable[float]]
-"""Scores a sample. A sync one runs in a thread."""
+"""Scores a sample. A sync function runs in a thread."""
 
 GroupRewardFn: TypeAlias = Callable[[list[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
-"""With ``group_rm``: takes the group and gives one reward for each sample. A sync one runs in a thread."""
+"""With ``group_rm``: takes the group and returns one reward for each sample. A sync function runs in a thread."""
 
 FilterFn: TypeAlias = Callable[[list[Sample]], bool | Awaitable[bool]]
-"""Keeps (True) or drops (False) a group: same prompt, rewards set. Pure. An object with ``keep`` and ``reason``, such
-as slime's ``DynamicFilterOutput``, is an answer too."""
+"""Keeps (True) or drops (False) a scored group; pure. May also return an object with ``keep`` and ``reason``, such as
+slime's ``DynamicFilterOutput``."""

@@ -48,7 +48,7 @@ async def test_what_has_changed_is_written_again(
     """Whatever it is, and however the sample is held: what is read back is what it was at the end."""
     sample = some_sample(PROMPT, 0)
     sample = sample if small else Sample.from_dict(sample.to_dict())
-    assert (sample.told is not None) == small
+    assert (sample.compact is not None) == small
     assert await settled(tmp_path, sample, change) == 2
     assert RunHistory.read(tmp_path).group_samples(0) == [sample]
 

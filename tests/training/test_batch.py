@@ -1,4 +1,4 @@
-"""Samples as tensors: what stands where, and what is refused."""
+"""Samples as tensors: layout, and refused input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollouts.training.batch import collate, collate_packed, group_advantages, l
 
 
 def sample(**fields: Any) -> Sample:
-    given = {
+    defaults = {
         "tokens": [5, 6, 7],
         "loss_mask": [0, 1, 0],
         "rollout_log_probs": [0.0, -0.5, 0.0],
@@ -20,7 +20,7 @@ def sample(**fields: Any) -> Sample:
         "group_index": 4,
         "metadata": {"n": 1},
     }
-    return Sample(**{**given, **fields})
+    return Sample(**{**defaults, **fields})
 
 
 def test_rows_are_padded_at_the_right() -> None:
@@ -33,7 +33,7 @@ def test_rows_are_padded_at_the_right() -> None:
     assert batch.rollout_log_probs.tolist() == [[0, -0.5, 0, 0, 0], [0, 0, -1, -2, 0]]
 
 
-def test_one_number_a_sample_stands_beside_them() -> None:
+def test_each_sample_has_its_numbers() -> None:
     """Rewards, lengths, response lengths (from the first sampled token on) and groups are as long as the batch."""
     batch = collate([sample(), sample(reward=0.25, group_index=7)])
     assert batch.rewards.tolist() == [1.0, 0.25]
@@ -78,8 +78,8 @@ def test_no_samples_are_no_batch() -> None:
 # -- packed ------------------------------------------------------------------------------------------------------------
 
 
-def test_packed_samples_stand_one_behind_the_other() -> None:
-    """Nothing is between them; positions begin anew in each, and the boundaries say where."""
+def test_packed_samples_are_concatenated() -> None:
+    """There is no padding; positions restart in each sample, and the boundaries are its offsets."""
     long = sample(tokens=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], rollout_log_probs=[0, 0, -1, -2])
     packed = collate_packed([sample(), long])
     assert packed.tokens.tolist() == [5, 6, 7, 1, 2, 3, 4]
@@ -114,13 +114,13 @@ def test_advantages_are_normalised_in_each_group() -> None:
 
 
 def test_a_group_without_spread_has_no_advantage() -> None:
-    """Equal rewards teach nothing, and neither does one rollout alone."""
+    """Equal rewards have advantage 0, and so has a single rollout."""
     assert group_advantages(group([0.7, 0.7, 0.7])).tolist() == [0, 0, 0]
     assert group_advantages(group([3.0])).tolist() == [0]
 
 
 def test_branches_of_one_rollout_are_one_reward_of_the_group() -> None:
-    """A rollout that forks does not pull the mean of its group towards itself."""
+    """A rollout that forks counts once in the mean of its group."""
     whole = group([1, 0, 0])
     forked = [whole[0], sample(reward=1, group_index=0, rollout_id=0), *whole[1:]]
     assert group_advantages(forked).tolist() == [group_advantages(whole)[n] for n in (0, 0, 1, 2)]

@@ -1,4 +1,4 @@
-"""Samples that are held small: they read as if they were not."""
+"""Compact storage of samples: every field reads the same as before."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def ids(text: str) -> np.ndarray:
 
 
 def played(turns: Sequence[tuple[str, str]], prompt: str = "What?", **calls: Any) -> Trajectory:
-    """A trajectory of replies and what was said to them."""
+    """A trajectory of replies and tool results."""
     trajectory = Trajectory()
     trajectory.add_context(ids(prompt), [Message("user", prompt)])
-    for number, (reply, said) in enumerate(turns):
+    for number, (reply, result) in enumerate(turns):
         tokens = ids(reply)
         completion = Completion(
             tokens=tokens,
@@ -50,7 +50,7 @@ def played(turns: Sequence[tuple[str, str]], prompt: str = "What?", **calls: Any
         )
         call = ToolCall("look", {"at": [1, {"x": None}], **calls}, id=f"call{number}")
         trajectory.add_reply(completion, Message("assistant", reply.strip(), tool_calls=(call,), reasoning=reply))
-        trajectory.add_context(ids(f"<{said}>"), [Message("tool", said, tool_call_id=call.id, name="look")])
+        trajectory.add_context(ids(f"<{result}>"), [Message("tool", result, tool_call_id=call.id, name="look")])
     return trajectory.seal(StopReason.TASK_COMPLETED)
 
 
@@ -80,9 +80,9 @@ TEXT = st.one_of(st.text(min_size=1, max_size=5), st.sampled_from([LONG, f" {LON
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=5), TEXT)
-def test_what_is_read_is_what_was_given(turns: list[tuple[str, str]], prompt: str) -> None:
-    """Wherever a text stands in the tokens, more than once, in part, or nowhere."""
-    turns = [(reply.encode("utf-8", "replace").decode(), said) for reply, said in turns]
+def test_values_are_read_back_as_stored(turns: list[tuple[str, str]], prompt: str) -> None:
+    """For texts that occur in the decoded tokens once, more than once, in part, or not at all."""
+    turns = [(reply.encode("utf-8", "replace").decode(), result) for reply, result in turns]
     trajectory = played(turns, prompt)
     sample = sample_of(trajectory)
     assert is_small(sample)
@@ -91,7 +91,7 @@ def test_what_is_read_is_what_was_given(turns: list[tuple[str, str]], prompt: st
 
 
 def test_a_copy_with_other_values_reads_the_same() -> None:
-    """``attrs.evolve`` takes what is held over; with other columns it is checked against those."""
+    """``attrs.evolve`` keeps compact storage; with other columns the copy is checked against those."""
     sample = sample_of(TRAJECTORY)
     other = attrs.evolve(sample, reward=1.0)
     assert (other.reward, other.response, other.messages) == (1.0, sample.response, sample.messages)
@@ -100,8 +100,8 @@ def test_a_copy_with_other_values_reads_the_same() -> None:
         attrs.evolve(sample_of(TRAJECTORY), loss_mask=[0] * len(sample))
 
 
-def test_a_sample_stays_small_while_it_is_only_looked_at() -> None:
-    """By its response, its numbers, its plain data, and by a check after somebody has read its messages."""
+def test_a_sample_stays_compact_while_it_is_only_read() -> None:
+    """Reads of response, numbers and plain data keep it compact, and a check restores it after a read of messages."""
     sample = sample_of(TRAJECTORY)
     assert LONG in sample.response
     assert sample.weight_versions == ["v0", "v1"]
@@ -114,7 +114,7 @@ def test_a_sample_stays_small_while_it_is_only_looked_at() -> None:
 
 
 def test_what_is_changed_stays_changed() -> None:
-    """In place, or by giving another."""
+    """Changed in place, or by assignment."""
     sample = sample_of(TRAJECTORY)
     sample.messages[0]["content"] = "Who?"
     sample.messages.append({"role": "user", "content": "more"})
@@ -127,17 +127,17 @@ def test_what_is_changed_stays_changed() -> None:
 
 
 def test_the_response_is_that_of_the_tokens_as_they_were() -> None:
-    """Whoever changes the tokens says what they say now."""
+    """A change of the tokens does not change the stored response."""
     sample = sample_of(TRAJECTORY)
     before = sample.response
     sample.tokens[-1] = ord("!")
-    sample_of(played([("x", "y")]))  # nothing is remembered of the first one
+    sample_of(played([("x", "y")]))  # removes the first response from the cache
     sample_of(played([("x", "z")]))
     assert sample.pack().response == before
 
 
 def test_changed_columns_are_checked() -> None:
-    """They are no longer those that the versions were found to cover."""
+    """Versions were checked against the former columns."""
     sample = sample_of(TRAJECTORY)
     sample.loss_mask[0] = 1
     with pytest.raises(ConfigError, match="versions"):
@@ -150,7 +150,7 @@ def test_changed_columns_are_checked() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda sample: pickle.loads(pickle.dumps(sample))])
 def test_copies_are_whole(copied: Any) -> None:
-    """They need no tokenizer, in whatever process they are."""
+    """Copies and pickles contain all fields in plain form, and need no tokenizer."""
     sample = sample_of(TRAJECTORY)
     twin = copied(sample)
     assert is_small(sample)
@@ -160,8 +160,8 @@ def test_copies_are_whole(copied: Any) -> None:
     check(sample, TRAJECTORY)
 
 
-def test_what_cannot_be_held_as_bytes_is_held_as_it_is() -> None:
-    """A value of an environment's own."""
+def test_a_value_that_cannot_be_pickled_is_stored_as_it_is() -> None:
+    """A message may contain a value that cannot be pickled."""
     value = (part for part in "abc")
     sample = sample_of(played([(LONG, LONG)], given=value))
     assert sample.messages[1]["tool_calls"][0]["function"]["arguments"]["given"] is value
@@ -169,7 +169,7 @@ def test_what_cannot_be_held_as_bytes_is_held_as_it_is() -> None:
 
 
 def test_a_finished_sample_is_few_objects() -> None:
-    """At most eight that the garbage collector has to look at, however many turns there were."""
+    """At most eight objects tracked by the garbage collector, for any number of turns."""
     trajectories = [played([(LONG, LONG)] * turns) for turns in [2, 16] * 10]
     sample_of(trajectories[0])
     gc.collect()

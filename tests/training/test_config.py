@@ -1,4 +1,4 @@
-"""A config that exists is sound."""
+"""A config is valid once constructed."""
 
 from __future__ import annotations
 

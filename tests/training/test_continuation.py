@@ -1,4 +1,4 @@
-"""Going on with a stored rollout: from its ids, in any process, with whoever speaks next."""
+"""Continuation of a stored rollout from its ids, in any process."""
 
 from __future__ import annotations
 
@@ -44,86 +44,88 @@ async def played(renderer: Renderer, policy: ScriptedPolicy, **options: Any) -> 
     )
 
 
-async def gone_on(renderer: Renderer, sample: Sample, policy: ScriptedPolicy, *new: Any, **options: Any) -> Sample:
-    (found,) = await continue_rollout(sample, *new, endpoint=ENDPOINT, tokenizer=renderer, policy=policy, **options)
-    return found
+async def continue_last(
+    renderer: Renderer, sample: Sample, policy: ScriptedPolicy, *new: Any, **options: Any
+) -> Sample:
+    (continued,) = await continue_rollout(sample, *new, endpoint=ENDPOINT, tokenizer=renderer, policy=policy, **options)
+    return continued
 
 
-def assert_extends(found: Sample, sample: Sample, policy: ScriptedPolicy) -> None:
-    """The stored ids, mask and logprobs are the beginning of what came back, and of each request."""
+def assert_extends(continued: Sample, sample: Sample, policy: ScriptedPolicy) -> None:
+    """Check that the continued sample, and each request, begins with the stored columns."""
     width = len(sample)
-    assert found.tokens[:width] == sample.tokens
-    assert found.loss_mask[:width] == sample.loss_mask
-    assert found.rollout_log_probs[:width] == sample.rollout_log_probs
-    assert all(list(sent) == found.tokens[: len(sent)] and len(sent) >= width for sent in policy.requests)
-    assert check_sample(found) == []
+    assert continued.tokens[:width] == sample.tokens
+    assert continued.loss_mask[:width] == sample.loss_mask
+    assert continued.rollout_log_probs[:width] == sample.rollout_log_probs
+    assert all(list(sent) == continued.tokens[: len(sent)] and len(sent) >= width for sent in policy.requests)
+    assert check_sample(continued) == []
 
 
-async def test_a_finished_rollout_goes_on_with_a_user_message(renderer: Renderer) -> None:
+async def test_a_finished_rollout_continues_with_a_user_message(renderer: Renderer) -> None:
     """The request extends the stored ids; what was trained stays trained; index, label and metadata stay."""
     sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
     policy = spoken(renderer, "Sure.<|im_end|>")
-    found = await gone_on(renderer, sample, policy, "Are you sure?")
-    assert_extends(found, sample, policy)
-    between = renderer.decode(found.tokens[len(sample) : found.completions[-1].start])
+    continued = await continue_last(renderer, sample, policy, "Are you sure?")
+    assert_extends(continued, sample, policy)
+    between = renderer.decode(continued.tokens[len(sample) : continued.completions[-1].start])
     assert between == "\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
-    assert [message["role"] for message in found.messages[-3:]] == ["assistant", "user", "assistant"]
-    assert (found.index, found.group_index, found.label, found.metadata) == (5, 1, "3", {"n": 1})
-    assert found.status is Status.COMPLETED
+    assert [message["role"] for message in continued.messages[-3:]] == ["assistant", "user", "assistant"]
+    assert (continued.index, continued.group_index, continued.label, continued.metadata) == (5, 1, "3", {"n": 1})
+    assert continued.status is Status.COMPLETED
 
 
 async def test_tool_results_may_come_from_elsewhere(renderer: Renderer) -> None:
-    """A rollout that ended at its call goes on with a result that another process found."""
+    """A rollout that ended at a tool call continues with a result from another process."""
     sample = await played(renderer, spoken(renderer, ADD), limits=Limits(max_turns=1))
     assert sample.status is Status.TRUNCATED
     result = Message("tool", "3", tool_call_id=sample.messages[-1]["tool_calls"][0]["id"], name="add")
     policy = spoken(renderer, "The answer is 3.<|im_end|>")
-    found = await gone_on(renderer, sample, policy, [result], environment_cls=CalculatorEnvironment)
-    assert_extends(found, sample, policy)
-    assert "<tool_response>\n3\n</tool_response>" in renderer.decode(found.tokens[len(sample) :])
+    continued = await continue_last(renderer, sample, policy, [result], environment_cls=CalculatorEnvironment)
+    assert_extends(continued, sample, policy)
+    assert "<tool_response>\n3\n</tool_response>" in renderer.decode(continued.tokens[len(sample) :])
 
 
 async def test_without_messages_the_environment_answers_the_last_reply(renderer: Renderer) -> None:
-    """The call that the limit kept from running runs now, with its id; a broken one gets its error."""
+    """A tool call that a limit prevented runs now, with its id; a malformed call gets its error."""
     broken = "<tool_call>\n{oops\n</tool_call>" + ADD
     sample = await played(renderer, spoken(renderer, broken), limits=Limits(max_turns=1))
     policy = spoken(renderer, "The answer is 3.<|im_end|>")
-    found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
-    assert_extends(found, sample, policy)
-    results = [message for message in found.messages if message["role"] == "tool"]
+    continued = await continue_last(renderer, sample, policy, environment_cls=CalculatorEnvironment)
+    assert_extends(continued, sample, policy)
+    results = [message for message in continued.messages if message["role"] == "tool"]
     assert [message["tool_call_id"] for message in results] == ["call00000", "call00001"]
     assert results[0]["content"].startswith("Error: ")
     assert results[1]["content"] == "3"
-    assert found.messages[2] == sample.messages[2]
+    assert continued.messages[2] == sample.messages[2]
 
 
-async def test_an_aborted_reply_goes_on_where_it_ends(renderer: Renderer) -> None:
-    """The same ids are sent, the reply is one message, and each half keeps its call."""
+async def test_an_aborted_reply_continues_where_it_ends(renderer: Renderer) -> None:
+    """The same ids are sent, the reply is one message, and each part keeps its completion."""
     whole = renderer.encode(ADD).tolist()
     sample = await played(renderer, spoken(renderer, Reply(whole[:7], "abort")))
     assert sample.status is Status.ABORTED
     policy = spoken(renderer, Reply(whole[7:]), "The answer is 3.<|im_end|>")
-    found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
-    assert_extends(found, sample, policy)
+    continued = await continue_last(renderer, sample, policy, environment_cls=CalculatorEnvironment)
+    assert_extends(continued, sample, policy)
     assert len(policy.requests[0]) == len(sample)
-    assert [message["role"] for message in found.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert found.messages[3]["content"] == "3"
-    assert len(found.completions) == 3
-    again = await gone_on(renderer, through_disk(found), spoken(renderer, "Yes.<|im_end|>"), "Sure?")
+    assert [message["role"] for message in continued.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert continued.messages[3]["content"] == "3"
+    assert len(continued.completions) == 3
+    again = await continue_last(renderer, through_disk(continued), spoken(renderer, "Yes.<|im_end|>"), "Sure?")
     assert check_sample(again) == []
 
 
-async def test_a_cut_reply_that_somebody_answers_is_closed_and_its_mark_not_trained(renderer: Renderer) -> None:
-    """The stop that nobody sampled is context."""
+async def test_a_cut_reply_that_is_answered_gets_an_untrained_stop_token(renderer: Renderer) -> None:
+    """A stop token that the policy did not sample is context."""
     sample = await played(
         renderer, spoken(renderer, "a very long answer<|im_end|>"), sampling=SamplingParams(max_new_tokens=3)
     )
-    found = await gone_on(renderer, sample, spoken(renderer, "ok<|im_end|>"), "Shorter!")
-    assert found.tokens[len(sample)] in renderer.stop_token_ids
-    assert found.loss_mask[len(sample)] == 0
+    continued = await continue_last(renderer, sample, spoken(renderer, "ok<|im_end|>"), "Shorter!")
+    assert continued.tokens[len(sample)] in renderer.stop_token_ids
+    assert continued.loss_mask[len(sample)] == 0
 
 
-async def test_a_model_that_was_asked_and_did_not_answer_is_asked_again(renderer: Renderer) -> None:
+async def test_a_request_without_a_reply_is_sent_again(renderer: Renderer) -> None:
     """The endpoint went away after the tool had run: its result is among the tokens, and stays there."""
     replies = iter([renderer.encode(ADD).tolist()])
 
@@ -135,16 +137,16 @@ async def test_a_model_that_was_asked_and_did_not_answer_is_asked_again(renderer
     sample = await played(renderer, ScriptedPolicy(script))
     assert sample.status is Status.FAILED
     policy = spoken(renderer, "The answer is 3.<|im_end|>")
-    found = await gone_on(renderer, sample, policy, environment_cls=CalculatorEnvironment)
-    assert_extends(found, sample, policy)
+    continued = await continue_last(renderer, sample, policy, environment_cls=CalculatorEnvironment)
+    assert_extends(continued, sample, policy)
     assert len(policy.requests[0]) == len(sample)
-    assert found.status is Status.COMPLETED
-    with pytest.raises(ConfigError, match="has been asked already"):
-        await gone_on(renderer, sample, policy, "Well?")
+    assert continued.status is Status.COMPLETED
+    with pytest.raises(ConfigError, match="the last request has no reply yet"):
+        await continue_last(renderer, sample, policy, "Well?")
 
 
 async def test_a_simulated_user_is_an_async_function(renderer: Renderer) -> None:
-    """It hears the whole conversation and speaks until it has had enough."""
+    """The user function receives the whole conversation, and is called until it ends it."""
     sample = await played(renderer, spoken(renderer, "Hello.<|im_end|>"))
     heard: list[list[str]] = []
 
@@ -154,49 +156,51 @@ async def test_a_simulated_user_is_an_async_function(renderer: Renderer) -> None
 
     policy = spoken(renderer, "One.<|im_end|>", "Two.<|im_end|>")
     environment = partial(SimulatedUser, user, tools=CalculatorEnvironment().tools)
-    found = await gone_on(renderer, sample, policy, environment_cls=environment)
-    assert_extends(found, sample, policy)
+    continued = await continue_last(renderer, sample, policy, environment_cls=environment)
+    assert_extends(continued, sample, policy)
     assert heard[0] == ["1 + 2?", "Hello."]
     assert heard[-1] == ["1 + 2?", "Hello.", "And 1?", "One.", "And 2?", "Two."]
 
 
 async def test_a_past_that_was_trained_already_is_context(renderer: Renderer) -> None:
-    """Law 3 over two samples: only what is sampled now is trained."""
+    """Law 3 over two samples: only newly sampled tokens are trained."""
     sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
-    found = await gone_on(renderer, sample, spoken(renderer, "Sure.<|im_end|>"), "Sure?", train_past=False)
-    assert found.tokens[: len(sample)] == sample.tokens
-    assert sum(found.loss_mask) == len(renderer.encode("Sure.<|im_end|>"))
-    assert sum(found.loss_mask[: len(sample)]) == 0
-    assert len(found.completions) == 1
-    assert check_sample(found) == []
+    continued = await continue_last(renderer, sample, spoken(renderer, "Sure.<|im_end|>"), "Sure?", train_past=False)
+    assert continued.tokens[: len(sample)] == sample.tokens
+    assert sum(continued.loss_mask) == len(renderer.encode("Sure.<|im_end|>"))
+    assert sum(continued.loss_mask[: len(sample)]) == 0
+    assert len(continued.completions) == 1
+    assert check_sample(continued) == []
 
 
-async def test_step_rewards_and_counts_go_on(renderer: Renderer) -> None:
-    """What the past earned and counted is added to."""
+async def test_step_rewards_and_counters_are_continued(renderer: Renderer) -> None:
+    """Rewards and counters of the past are added to."""
     sample = await played(renderer, spoken(renderer, ADD), limits=Limits(max_turns=1))
     sample.step_rewards = [0.5]
-    found = await gone_on(renderer, sample, spoken(renderer, ADD, "3<|im_end|>"), environment_cls=CalculatorEnvironment)
-    assert found.metrics["tool_calls"] == 2
-    assert (found.reward, found.step_rewards) == (0.5, [0.5])
+    continued = await continue_last(
+        renderer, sample, spoken(renderer, ADD, "3<|im_end|>"), environment_cls=CalculatorEnvironment
+    )
+    assert continued.metrics["tool_calls"] == 2
+    assert (continued.reward, continued.step_rewards) == (0.5, [0.5])
 
 
-async def test_a_sample_that_breaks_a_law_is_not_gone_on_with(renderer: Renderer) -> None:
+async def test_a_sample_that_breaks_a_law_is_not_continued(renderer: Renderer) -> None:
     """A token was changed on disk, or there is nothing at all."""
     sample = await played(renderer, spoken(renderer, "Hello.<|im_end|>"))
     sample.tokens[3] += 1
     with pytest.raises(ConfigError, match="law 1"):
-        await gone_on(renderer, sample, spoken(renderer), "Well?")
+        await continue_last(renderer, sample, spoken(renderer), "Well?")
     with pytest.raises(ConfigError, match="sample"):
-        await gone_on(renderer, Sample(), spoken(renderer), "Well?")
+        await continue_last(renderer, Sample(), spoken(renderer), "Well?")
 
 
-async def test_a_forked_rollout_goes_on_as_it_was_played(tokenizer: Any, chat_template: Any) -> None:
-    """The history's choice is in the sample: new words rewrite the past, and open a branch."""
+async def test_a_forked_rollout_continues_with_its_history_option(tokenizer: Any, chat_template: Any) -> None:
+    """The sample stores its ``history`` option: a rewrite of the past opens a branch."""
     renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
-    said = "<think>\nhm\n</think>\n\nThree.<|im_end|>"
-    sample = await played(renderer, spoken(renderer, said), history="error")
+    reply = "<think>\nhm\n</think>\n\nThree.<|im_end|>"
+    sample = await played(renderer, spoken(renderer, reply), history="error")
     sample.history = "fork"
-    options = {"endpoint": ENDPOINT, "tokenizer": renderer, "policy": spoken(renderer, said)}
+    options = {"endpoint": ENDPOINT, "tokenizer": renderer, "policy": spoken(renderer, reply)}
     first, second = await continue_rollout(sample, "Sure?", environment_cls=CalculatorEnvironment, **options)
     assert (first.tokens, first.stop_reason) == (sample.tokens, "forked")
     assert sum(second.loss_mask) == sum(first.loss_mask)

@@ -1,4 +1,4 @@
-"""The data buffer: each prompt once an epoch, leftovers first, and exactly on from where it was saved."""
+"""The data buffer: each prompt once an epoch, returned prompts first, and exact restore of a saved state."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def through_json(state: BufferState) -> BufferState:
     steps=st.lists(st.tuples(st.sampled_from(["take", "back", "settle"]), st.integers(0, 9)), max_size=25),
     ahead=st.integers(1, 20),
 )
-def test_a_loaded_buffer_goes_on_exactly(size: int, seed: int | None, steps: list[Any], ahead: int) -> None:
-    """At any point, through JSON: the same prompts with the same indices; what was out counts as handed back."""
+def test_a_loaded_buffer_continues_exactly(size: int, seed: int | None, steps: list[Any], ahead: int) -> None:
+    """At any point, through JSON: the same prompts with the same indices; prompts that are out count as put back."""
     buffer = DataBuffer(texts(size), seed=seed)
     out: list[Prompt] = []
     for what, amount in steps:
@@ -63,24 +63,24 @@ def test_each_prompt_comes_out_once_an_epoch(size: int, epochs: int, seed: int, 
     """However often prompts are handed back, no prompt is lost or doubled, and no index is used for two prompts."""
     rng = random.Random(order)
     buffer = DataBuffer(texts(size), seed=seed, epochs=epochs)
-    held: dict[int | None, Any] = {}
+    prompts_by_index: dict[int | None, Any] = {}
     settled: list[Any] = []
     while True:
         try:
             (prompt,) = buffer.get_prompts(1)
         except DataExhausted:
             break
-        assert held.setdefault(prompt.group_index, prompt.prompt) == prompt.prompt
+        assert prompts_by_index.setdefault(prompt.group_index, prompt.prompt) == prompt.prompt
         if rng.random() < 0.4:
             buffer.put_back([prompt])
         else:
             buffer.settle(prompt)
             settled.append(prompt.prompt)
     assert Counter(settled) == dict.fromkeys(texts(size), epochs)
-    assert sorted(index for index in held if index is not None) == list(range(size * epochs))
+    assert sorted(index for index in prompts_by_index if index is not None) == list(range(size * epochs))
 
 
-def test_epochs_are_shuffled_anew_and_the_same_for_a_seed() -> None:
+def test_each_epoch_is_shuffled_and_depends_on_the_seed_only() -> None:
     """The seed and the number of the epoch fix the order."""
 
     def epoch(buffer: DataBuffer) -> list[Any]:
@@ -175,7 +175,7 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
     ],
 )
 def test_bad_data_is_refused_with_its_position(prompts: Any, options: dict[str, Any], words: str) -> None:
-    """A text is one prompt forgotten in no list, not a list of letters."""
+    """A text is a prompt without its list, not a list of letters."""
     with pytest.raises(ConfigError) as caught:
         DataBuffer(prompts, **options)
     assert words in str(caught.value)
@@ -229,7 +229,7 @@ def test_a_bad_file_is_refused_with_its_line(text: str | None, words: str, tmp_p
 
 
 def test_held_out_prompts_are_never_handed_out() -> None:
-    """Nor what is equal to one of them: the last different prompts of the data, for evaluation."""
+    """Nor their duplicates: the last distinct prompts of the data are held out for evaluation."""
     buffer = DataBuffer(["a", "b", "c", "b", "d"], seed=3, epochs=1)
     assert [prompt.prompt for prompt in buffer.hold_out(3)] == ["b", "c", "d"]
     assert [prompt.prompt for prompt in buffer.prompts] == ["a"]

@@ -1,4 +1,4 @@
-"""Scores: without bias, with intervals that hold, by task."""
+"""Scores by task: unbiased estimates and valid confidence intervals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pass_at_k_is_the_share_of_all_choices(passed: int, k: int) -> None:
 
 
 def test_pass_at_k_has_no_bias() -> None:
-    """Its mean over many draws is the truth; that of the obvious formula is not."""
+    """Its mean over many draws is the true value; that of the naive formula is not."""
     rng = random.Random(0)
     truth = 1 - (1 - 0.3) ** 4
     counts = [sum(rng.random() < 0.3 for _ in range(6)) for _ in range(20_000)]
@@ -47,7 +47,7 @@ def test_pass_at_k_has_no_bias() -> None:
 
 @pytest.mark.parametrize("k", [0, 6])
 def test_k_beyond_the_rollouts_is_refused(k: int) -> None:
-    """There is no estimate of it."""
+    """It cannot be estimated."""
     with pytest.raises(ConfigError, match="1 to 5"):
         pass_at_k(5, 2, k)
 
@@ -56,25 +56,25 @@ def test_k_beyond_the_rollouts_is_refused(k: int) -> None:
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(tasks: int, share: float) -> None:
     """Over 600 evaluations of tasks of different hardness, 95 % intervals hold the mean 91 to 99 times of 100."""
     rng = random.Random(tasks)
-    held = 0
+    covered = 0
     for _ in range(600):
         scores = []
         for task in range(tasks):
             chance = rng.betavariate(2 * share, 2 * (1 - share))
             scores.append(score(str(task), sum(rng.random() < chance for _ in range(4))))
-        found = estimate_pass_at_k(scores, 1)
-        held += found.low <= share <= found.high
-    assert 0.91 <= held / 600 <= 0.99
+        result = estimate_pass_at_k(scores, 1)
+        covered += result.low <= share <= result.high
+    assert 0.91 <= covered / 600 <= 0.99
 
 
 def test_tasks_that_all_agree_leave_doubt() -> None:
     """Ten of ten is not certainty: the interval reaches down to that of ten trials."""
-    found = estimate_pass_at_k([score(str(task), 4) for task in range(10)], 1)
-    assert (found.value, found.high) == (1.0, pytest.approx(1.0))
-    assert found.low == pytest.approx(0.722, abs=1e-3)
+    result = estimate_pass_at_k([score(str(task), 4) for task in range(10)], 1)
+    assert (result.value, result.high) == (1.0, pytest.approx(1.0))
+    assert result.low == pytest.approx(0.722, abs=1e-3)
 
 
-def test_a_task_is_named_by_what_is_asked() -> None:
+def test_a_task_key_identifies_prompt_and_label() -> None:
     """The same messages and label are the same task in every run; another label is another."""
     assert task_key("What?", 1) == task_key([{"role": "user", "content": "What?"}], 1)
     assert task_key("What?", 1) != task_key("What?", 2)
@@ -97,10 +97,10 @@ def test_a_comparison_is_paired() -> None:
     """What makes tasks hard for both runs does not widen the interval of the difference."""
     before = [score(str(task), task % 4) for task in range(40)]
     after = [score(str(task), task % 4 + 1) for task in range(40)]
-    found = compare(before, after)
-    assert (found.tasks, found.better, found.worse) == (40, 40, 0)
-    assert found.difference == pytest.approx(0.25)
-    assert found.high - found.low < 1e-9
+    result = compare(before, after)
+    assert (result.tasks, result.better, result.worse) == (40, 40, 0)
+    assert result.difference == pytest.approx(0.25)
+    assert result.high - result.low < 1e-9
     with pytest.raises(ConfigError, match="tasks in common"):
         compare(before, [score("other", 1)])
 
@@ -122,14 +122,14 @@ async def echo(prompts: Sequence[Prompt]) -> list[Sample]:
     return [Sample(prompt=p.prompt, response=str(p.prompt), label=p.label, tokens=[1], loss_mask=[0]) for p in prompts]
 
 
-async def test_every_task_is_played_as_often_as_asked() -> None:
+async def test_every_task_has_the_requested_number_of_rollouts() -> None:
     """Whatever the config's sizes and filter: an evaluation chooses nothing. Rollouts come in order of the tasks."""
     samples = await run_evaluation(config(echo), PROMPTS, 3, concurrency=4)
     assert [sample.prompt for sample in samples] == [text for text in "abcde" for _ in range(3)]
     assert estimate_mean(task_scores(samples)).value == 1.0
 
 
-async def test_what_is_done_is_not_played_again() -> None:
+async def test_existing_rollouts_are_not_repeated() -> None:
     """By task; a task with enough rollouts is left alone, also where it has more than enough."""
     done = {task_key("a", "a"): 2, task_key("b", "b"): 5}
     samples = await run_evaluation(config(echo), PROMPTS[:3], 2, done=done)
@@ -147,13 +147,13 @@ async def test_a_rollout_that_failed_counts_and_costs_no_sibling() -> None:
         return await echo(prompts)
 
     scores = task_scores(await run_evaluation(config(one_fails), PROMPTS, 2))
-    assert sorted(found.passed for found in scores) == [1, 2, 2, 2, 2]
-    assert [found.rollouts for found in scores] == [2] * 5
-    assert sum(found.failed for found in scores) == 1
+    assert sorted(result.passed for result in scores) == [1, 2, 2, 2, 2]
+    assert [result.rollouts for result in scores] == [2] * 5
+    assert sum(result.failed for result in scores) == 1
 
 
 async def test_an_evaluation_where_everything_fails_says_so() -> None:
-    """There is nothing to measure, and no score that looks like one."""
+    """It raises instead of returning scores."""
 
     async def fails(prompts: Sequence[Prompt]) -> list[Sample]:
         raise ValueError("no server")

@@ -1,4 +1,4 @@
-"""What is done about failures, cause by cause, and what a run says of them."""
+"""Failure policies by cause, and the statistics of lost attempts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.stored_runs import some_sample
 
 
 class Recorded:
-    """Fails as it is told; notes each call as ``(index, replacement)``."""
+    """Fails as configured; records each call as ``(index, replacement)``."""
 
     def __init__(self, fails: Callable[[Prompt, int], BaseException | None]) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -73,7 +73,7 @@ def manager_for(generate: Recorded, failures: dict[str, FailurePolicy], **option
     ],
 )
 async def test_a_failure_is_typed_by_the_boundary_that_it_came_through(kind: Any, what: str, cause: str) -> None:
-    """Not by what was raised."""
+    """The type of the exception does not matter."""
     with pytest.raises(kind) as caught, boundary(kind, what):
         raise KeyError("x")
     assert Failure.of(caught.value).cause == cause
@@ -81,14 +81,14 @@ async def test_a_failure_is_typed_by_the_boundary_that_it_came_through(kind: Any
 
 
 async def test_what_overran_its_deadline_is_a_cause_of_its_own() -> None:
-    """Wherever it was."""
+    """Whichever function timed out."""
     with pytest.raises(EnvironmentFailure) as caught, boundary(EnvironmentFailure, "World.step", seconds=0.01):
         await anyio.sleep_forever()
     assert Failure.of(caught.value).cause == "deadline"
 
 
 async def test_a_step_that_answers_nonsense_is_a_failed_step() -> None:
-    """Also where nothing was raised."""
+    """Although no exception was raised."""
 
     class Mute(CalculatorEnvironment):
         async def step(self, reply: Message) -> StepResult:
@@ -111,7 +111,7 @@ async def test_each_cause_has_its_own_number_of_attempts() -> None:
     assert manager.metrics["lost/endpoint"] == 3
 
 
-async def test_a_lost_rollout_is_replaced_by_one_that_is_sampled_anew() -> None:
+async def test_a_lost_rollout_is_replaced_by_a_newly_sampled_one() -> None:
     """The group stays whole: its sound rollouts are kept, the lost one is played again with another number."""
     generate = Recorded(lambda prompt, tries: OSError("no") if prompt.index == 2 and prompt.replacement < 2 else None)
     manager = manager_for(generate, {"generate": FailurePolicy(attempts=1, replacements=2)})
@@ -136,7 +136,7 @@ async def test_a_group_is_filled_only_if_enough_of_it_is_sound(sound: int, kept:
 
 
 async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:
-    """The reason is in the message."""
+    """The message contains the reason."""
     generate = Recorded(lambda prompt, tries: EndpointUnavailable("gone") if prompt.group_index == 1 else None)
     manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=1, then="stop")})
     with pytest.raises(GenerateFailure, match="group 1 failed: EndpointUnavailable: gone"):
@@ -163,7 +163,7 @@ async def test_a_run_that_fails_too_often_stops_and_says_the_top_causes() -> Non
 
 
 async def test_the_lost_are_compared_with_the_sound() -> None:
-    """By length and turns, and by how many prompts they are of."""
+    """With lengths, turns, and the number of affected prompts."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         sample = some_sample(prompts[0], seed=1, turns=6 if prompts[0].index == 1 else 1)

@@ -1,4 +1,4 @@
-"""Filters: pure answers about scored groups."""
+"""Filters of scored groups."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def group(*rewards: float | None, responses: str = "", lengths: tuple[int, ...] 
     ],
 )
 def test_each_filter_answers(check: Callable[[list[Sample]], bool], samples: list[Sample], answer: bool) -> None:
-    """With a plain bool, and leaves the group as it was."""
+    """It returns a plain bool, and does not change the group."""
     before = [sample.to_dict() for sample in samples]
     assert check(samples) is answer
     assert [sample.to_dict() for sample in samples] == before
 
 
 @pytest.mark.parametrize("check", [check_reward_nonzero_std, check_min_reward, make_threshold_filter()])
-def test_an_unscored_sample_is_said(check: Callable[[list[Sample]], bool]) -> None:
-    """A filter that runs before the reward answers nothing (the original's read zeros)."""
+def test_an_unscored_sample_is_an_error(check: Callable[[list[Sample]], bool]) -> None:
+    """A filter that runs before the reward raises (the original's read zeros)."""
     with pytest.raises(ConfigError, match=r"reward: got None; expected a number: filters run on scored samples"):
         check(group(1, None))
 

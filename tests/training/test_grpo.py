@@ -90,15 +90,15 @@ def reference(
             if not s.loss_mask[place]:
                 continue
             before, token = s.tokens[place - 1], s.tokens[place]
-            own, given = logp[before, token], s.logprob_column.astype(np.float64)[place]
-            old = own if config.old_logprobs == "trainer" else given
+            own, rollout_logprob = logp[before, token], s.logprob_column.astype(np.float64)[place]
+            old = own if config.old_logprobs == "trainer" else rollout_logprob
             ratio = np.exp(own - old)
             clipped = np.clip(ratio, 1 - config.eps_clip, 1 + config.eps_clip_high)
             value, slope = -ratio * advantage, -ratio * advantage
             if -clipped * advantage > value:
                 value, slope = -clipped * advantage, 0.0
             if config.tis_clip is not None:
-                weight = min(np.exp(old - given), config.tis_clip)
+                weight = min(np.exp(old - rollout_logprob), config.tis_clip)
                 value, slope = value * weight, slope * weight
             if config.kl_coef:
                 gap = own - base[before, token]
@@ -214,7 +214,7 @@ def test_packed_is_padded() -> None:
     assert torch.allclose(entropy, other, atol=1e-5)
 
 
-def test_a_resumed_trainer_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_trainer_is_equal_to_the_bit(tmp_path: Path) -> None:
     """Weights, moments, counters and the order of groups after two batches are those of a run that never stopped."""
     first, second = batch(1), batch(2)
     whole = GrpoTrainer(demo(), GrpoConfig(seed=5))
@@ -229,8 +229,8 @@ def test_a_resumed_trainer_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
-def test_a_checkpoint_replaces_the_one_that_is_there(tmp_path: Path) -> None:
-    """Whole or not at all: the folder is renamed into place, and nothing else is left beside it."""
+def test_a_checkpoint_replaces_the_existing_one(tmp_path: Path) -> None:
+    """Atomically: the folder is renamed into place, and nothing else is left in its parent."""
     trainer = GrpoTrainer(demo(), GrpoConfig())
     trainer.save(tmp_path / "checkpoint")
     trainer.step(batch())
@@ -251,7 +251,7 @@ def test_a_ratio_to_the_rollout_needs_no_importance_weight() -> None:
 
 
 def test_a_kl_needs_a_reference() -> None:
-    """It is said when the trainer is made, not at its first step."""
+    """The error is raised at construction of the trainer, not at its first step."""
     with pytest.raises(ConfigError, match="reference"):
         GrpoTrainer(Table(table(0)), GrpoConfig(kl_coef=0.1))
 

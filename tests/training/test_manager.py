@@ -1,4 +1,4 @@
-"""The stream of batches: generation beside training, versions, and what becomes of old groups."""
+"""The stream of batches: generation during training, versions, and the treatment of stale groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, Ro
 
 
 class Policy:
-    """Samples one token under the version of the moment; may be told to hold some groups back."""
+    """Samples one token under the current version; can delay chosen groups."""
 
     def __init__(self) -> None:
         self.version = "0"
-        self.held: dict[int, anyio.Event] = {}
+        self.delayed: dict[int, anyio.Event] = {}
 
     async def __call__(self, prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
         version = self.version
         await checkpoint()
-        if prompt.group_index in self.held:
-            await self.held[prompt.group_index].wait()
+        if prompt.group_index in self.delayed:
+            await self.delayed[prompt.group_index].wait()
         return [Sample(tokens=[1, 2], loss_mask=[0, 1], versions=[VersionSpan(version, 1, 2)], reward=1.0)]
 
 
@@ -40,7 +40,7 @@ def manager_of(policy: Policy, *, batch: int = 2, ahead: float = 3, prompts: int
 
 
 async def settled() -> None:
-    """Let everything happen that can happen by itself."""
+    """Run the event loop until no task can proceed."""
     await anyio.wait_all_tasks_blocked()
 
 
@@ -49,7 +49,7 @@ def versions(samples: Sequence[Sample]) -> set[str]:
 
 
 async def test_generation_goes_on_while_the_caller_trains() -> None:
-    """With a batch in hand, groups for the next ones are started and end; nobody asks for them."""
+    """While the caller has a batch, groups of the next batches start and finish without a request."""
     async with manager_of(Policy()) as manager, aclosing(manager.stream()) as batches:
         await anext(batches)
         await settled()
@@ -60,8 +60,8 @@ async def test_generation_goes_on_while_the_caller_trains() -> None:
         assert manager.metrics["idle/generator_seconds"] >= 0
 
 
-async def test_outside_the_stream_nothing_is_started_unasked() -> None:
-    """After it is closed, the manager is as it was before: work begins when a batch is asked for."""
+async def test_outside_the_stream_no_group_starts_without_a_request() -> None:
+    """After the stream is closed, groups start only when a batch is requested."""
     async with manager_of(Policy(), ahead=1) as manager:
         async with aclosing(manager.stream()) as batches:
             await anext(batches)
@@ -83,7 +83,7 @@ async def test_the_stream_ends_with_the_data() -> None:
 
 
 async def test_drop_keeps_old_groups_out_and_counts_them() -> None:
-    """A group that has become too old is recorded again, as dropped; the batch is of newer ones."""
+    """A group that has become too old is recorded again, as dropped; the batch contains newer ones."""
     policy, records = Policy(), []
 
     def record(group: Group) -> None:
@@ -125,9 +125,9 @@ async def test_pace_drops_nothing_and_keeps_the_bound(bound: int) -> None:
 
 
 async def test_pace_waits_for_a_slow_group_before_it_is_too_old() -> None:
-    """Younger groups are ready, and still the batch waits for the one that could come into no later one."""
+    """The batch waits for a group that would be too old for the next one, although newer groups are ready."""
     policy = Policy()
-    policy.held[2] = anyio.Event()
+    policy.delayed[2] = anyio.Event()
     async with manager_of(policy, ahead=5) as manager:
         manager.announce_version("0")
         async with aclosing(manager.stream(max_staleness=1, policy="pace")) as batches:
@@ -147,12 +147,12 @@ async def test_pace_waits_for_a_slow_group_before_it_is_too_old() -> None:
                 await settled()
                 assert manager.accounting.ready >= 2
                 assert got == []
-                policy.held[2].set()
+                policy.delayed[2].set()
     assert 2 in {sample.group_index for sample in got[0]}
 
 
 async def test_a_trainer_that_announces_nothing_is_not_waited_for() -> None:
-    """Asking for the next batch says as well that no version comes of the last one."""
+    """A request for the next batch means that the last one leads to no new version."""
     async with manager_of(Policy()) as manager:
         manager.announce_version("0")
         async with aclosing(manager.stream(max_staleness=0, policy="pace")) as batches:
@@ -161,8 +161,8 @@ async def test_a_trainer_that_announces_nothing_is_not_waited_for() -> None:
                     await anext(batches)
 
 
-async def test_what_breaks_generation_reaches_whoever_asks_next() -> None:
-    """Not the task that trains meanwhile; and a hopeless run does not go on by itself."""
+async def test_an_error_of_generation_is_raised_by_the_next_request() -> None:
+    """Errors are raised to the caller, not in the training task; and no more groups are started."""
     policy = Policy()
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -180,7 +180,7 @@ async def test_what_breaks_generation_reaches_whoever_asks_next() -> None:
 
 
 async def test_a_stream_needs_an_open_manager_to_itself() -> None:
-    """Work beside the caller needs somewhere to live, and two streams would share one set of rules."""
+    """Concurrent generation needs the manager's task group, and two streams would share one staleness bound."""
     manager = manager_of(Policy())
     with pytest.raises(RuntimeError, match="needs the manager open"):
         await anext(manager.stream())
@@ -190,7 +190,7 @@ async def test_a_stream_needs_an_open_manager_to_itself() -> None:
             await anext(manager.stream())
 
 
-async def test_a_bound_that_is_none_is_refused() -> None:
+async def test_an_invalid_bound_is_refused() -> None:
     """Before anything is generated."""
     async with manager_of(Policy()) as manager:
         with pytest.raises(ConfigError, match="max_staleness"):
@@ -222,7 +222,7 @@ def plain(**options: Any) -> RolloutConfig:
 
 
 async def test_a_filter_may_give_its_reason() -> None:
-    """An object with ``keep`` is an answer; its reason is what is counted."""
+    """A filter may return an object with ``keep``; its reason is counted."""
 
     def check(samples: Sequence[Sample]) -> Any:
         dull = samples[0].group_index in (0, 2)
@@ -236,8 +236,8 @@ async def test_a_filter_may_give_its_reason() -> None:
     assert {group.reason for group in settled if group.outcome == "dropped"} == {"dull"}
 
 
-async def test_what_is_no_answer_is_a_failure() -> None:
-    """Whatever it is wrapped in."""
+async def test_an_invalid_filter_result_is_a_failure() -> None:
+    """Also in an object with ``keep``."""
     manager = AsyncRolloutManager(plain(filter_fn=lambda samples: Answer(keep="yes"), patience=1), DataBuffer(["a"]))
     with pytest.raises(Exception, match="expected True or False") as raised:
         await manager.generate_batch()
@@ -245,7 +245,7 @@ async def test_what_is_no_answer_is_a_failure() -> None:
 
 
 async def test_a_group_that_the_batch_needs_is_kept() -> None:
-    """``keep_when_insufficient``: as many are dropped for a batch as were started beyond its size, then they stay."""
+    """``keep_when_insufficient``: as many groups are dropped for a batch as are started beyond its size, no more."""
 
     def check(samples: Sequence[Sample]) -> Any:
         return Answer(keep=False, keep_when_insufficient=True)
@@ -274,7 +274,7 @@ async def test_withdrawn_groups_are_counted() -> None:
 
 
 async def test_rollouts_that_were_finished_elsewhere_are_taken_over() -> None:
-    """A group goes on with those that are missing."""
+    """Only the missing rollouts of the group are generated."""
     played: list[int | None] = []
 
     async def noted(prompts: Sequence[Prompt]) -> list[Sample]:

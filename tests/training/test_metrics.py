@@ -1,4 +1,4 @@
-"""Numbers of a run: a sum that must be right, and means over what was kept."""
+"""Metrics of a run: the accounting, and means over batches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_batch_in_numbers() -> None:
 
 
 def test_lengths_by_outcome_are_taken_once() -> None:
-    """Kept beside dropped beside all: the bias would show here."""
+    """Mean lengths of kept, dropped and all rollouts, which show a bias."""
     metrics = RunMetrics()
     metrics.add(Group(Prompt("a", group_index=0), (sample(2, reward=1.0), sample(4, reward=0.0)), "kept"))
     metrics.add(Group(Prompt("b", group_index=1), (sample(9, reward=1.0),), "dropped", "check_x"))
@@ -78,8 +78,8 @@ def test_a_failed_group_does_not_spoil_the_mean(reward: Any) -> None:
     assert metrics.mean_reward == 0.5
 
 
-def test_rollouts_that_were_interrupted_are_counted_by_what_became_of_them() -> None:
-    """Those that went on from their last turn, and those that had to start again."""
+def test_resumed_rollouts_are_counted_as_continued_or_restarted() -> None:
+    """Rollouts continued from their last turn, and rollouts restarted."""
     samples = [
         sample(1, metrics={"turns_before_resume": 2}),
         sample(1, metrics={"restarted_at_resume": 1}),

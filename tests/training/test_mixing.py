@@ -50,7 +50,7 @@ def test_parts_that_cannot_be_are_refused(part: Any) -> None:
 
 
 async def test_each_environment_has_its_own_reward() -> None:
-    """A function, or the rewards of its steps; an environment that nobody scores is a failure."""
+    """A function, or the step rewards; an environment without an entry is a failure."""
     reward = MixedReward({"a": lambda sample: len(sample.response), "steps": None})
     samples = [Sample(response="abc", reward=0.25, metadata={"environment": name}) for name in ("a", "steps", "b")]
     await score(samples[0], reward, seconds=20)

@@ -1,4 +1,4 @@
-"""Trajectories to samples: nothing is added, nothing is lost."""
+"""Conversion of trajectories to samples: nothing is added or lost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_status_says_how_it_ended(stop: StopReason) -> None:
 
 
 def test_without_step_rewards_there_is_no_reward() -> None:
-    """None, not a zero: a reward function must say it."""
+    """None, not zero: a reward function must set it."""
     assert trajectory_to_sample(played(rewarded=False), PROMPT, decode).reward is None
 
 

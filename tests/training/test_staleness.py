@@ -13,7 +13,7 @@ from rollouts.training.staleness import Staleness
 
 
 def sample(*versions: str) -> Sample:
-    """One sampled token of each version named, behind one token of context."""
+    """One context token, then one sampled token of each version."""
     spans = [VersionSpan(version, place, place + 1) for place, version in enumerate(versions, 1)]
     return Sample(tokens=[0] * (1 + len(versions)), loss_mask=[0] + [1] * len(versions), versions=spans)
 
@@ -52,13 +52,13 @@ def test_a_version_that_was_never_announced_is_an_error() -> None:
 
 
 def test_a_name_is_announced_once() -> None:
-    """Two sets of weights under one name cannot be told apart."""
+    """Two sets of weights under one name cannot be distinguished."""
     with pytest.raises(ConfigError, match="a new name"):
         announced("a", "b", "a")
 
 
 @pytest.mark.parametrize("rule", [{"max_staleness": -1}, {"max_staleness": True}, {"policy": "hope"}])
-def test_a_rule_that_is_none_is_refused(rule: dict[str, object]) -> None:
+def test_an_invalid_policy_is_refused(rule: dict[str, object]) -> None:
     """By name, when it is set."""
     with pytest.raises(ConfigError, match=next(iter(rule))):
         announced(**rule)
@@ -74,7 +74,7 @@ def test_drop_says_which_groups_are_too_old() -> None:
 
 
 def test_pace_leaves_room_for_as_many_batches_as_versions_may_pass() -> None:
-    """One batch and one for each version; one less while somebody trains, who is about to announce."""
+    """One batch, and one for each version of the bound; one less during training, since a version is expected."""
     staleness = announced("a", max_staleness=1, policy="pace")
     assert staleness.room(pending=3, batch_size=4) == 5
     staleness.training = True

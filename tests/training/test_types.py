@@ -1,4 +1,4 @@
-"""The sample: lists to whoever asks for lists, packed columns inside, checked when made and when it leaves."""
+"""The sample: columns read as lists and are stored packed; checked at construction and when packed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollouts.trajectory import CompletionRecord
 
 
 def packed(**fields: Any) -> Sample:
-    """A sample as the manager hands it out."""
+    """A packed sample, as the manager returns it."""
     sound: dict[str, Any] = {
         "tokens": [7, 8, 9, 10],
         "loss_mask": [0, 1, 0, 1],
@@ -49,7 +49,7 @@ def full() -> Sample:
     )
 
 
-# -- lists to whoever asks -----------------------------------------------------------------------------------------
+# -- columns as lists ------------------------------------------------------------------------------------------------
 
 
 def test_columns_read_as_plain_lists() -> None:
@@ -76,7 +76,7 @@ def test_columns_read_as_plain_lists() -> None:
 
 
 def test_an_edit_in_place_survives_packing() -> None:
-    """The list that was handed out is the column until it is packed again."""
+    """The returned list is the column until it is packed again."""
     sample = packed(versions=[])
     mask = sample.loss_mask
     mask[1] = 0
@@ -89,7 +89,7 @@ def test_an_edit_in_place_survives_packing() -> None:
 
 
 def test_packed_columns_are_small() -> None:
-    """Nine bytes a token while nobody asks for lists; asking through the columns makes none."""
+    """Nine bytes a token until a list is read; the column properties create none."""
     sample = packed()
     columns = (sample.token_column, sample.mask_column, sample.logprob_column)
     assert [column.dtype for column in columns if column is not None] == [np.int32, np.bool_, np.float32]
@@ -145,7 +145,7 @@ def test_a_malformed_sample_is_not_made(fields: dict[str, Any], words: str) -> N
     ],
 )
 def test_a_column_spoiled_later_does_not_leave(name: str, value: Any) -> None:
-    """Packing refuses it, and says which."""
+    """Packing raises an error that names the column."""
     sample = packed(versions=[])
     setattr(sample, name, value)
     with pytest.raises(ConfigError, match=rf"Sample.*{name}"):
@@ -221,7 +221,7 @@ def test_damaged_data_is_refused_by_field(change: dict[str, Any], words: str) ->
 
 
 def test_a_group_knows_its_number_and_rewards() -> None:
-    """As its prompt and samples say."""
+    """From its prompt and its samples."""
     group = Group(Prompt("a", group_index=4), (Sample(reward=1.0), Sample()), "kept")
     assert (group.group_index, group.rewards) == (4, [1.0, None])
 

@@ -1,6 +1,6 @@
-"""Rewards: by rule, by a server, by a model that judges, and sums of them; each is the ``reward_fn`` of a config.
+"""Reward functions: rules, remote servers, LLM judges and weighted sums; each is the ``reward_fn`` of a config.
 
-A reward that cannot be had is a :class:`~rollouts.errors.RewardFailure`, never 0. Options are bound with ``partial``.
+A reward that cannot be computed is a :class:`~rollouts.errors.RewardFailure`, never 0. Bind options with ``partial``.
 """
 
 from rollouts.training.rewards.answers import final_answer, final_choice, final_number, final_reply

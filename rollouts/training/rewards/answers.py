@@ -1,7 +1,7 @@
-"""What a reply commits to: its final text, number, boxed expression or choice.
+"""Extraction of the final answer of a reply: text, number, boxed expression or choice.
 
-Invariant: pure text in, text out; a reply that commits to nothing gives ``None``, which a rule scores as wrong. This
-module knows no label and no reward.
+Invariant: pure functions of text; ``None`` if the reply has no such answer, which a rule scores as wrong. This module
+does not know labels or rewards.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ __all__ = ["boxed", "decimal", "final_answer", "final_choice", "final_number", "
 
 _NUMBER = re.compile(r"-?\$?-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _MARKS = (re.compile(r"\\boxed\s*\{"), re.compile(r"####"), re.compile(r"answer is", re.IGNORECASE))
-"""Where a reply may say its final answer, most binding first; without any, its last number counts."""
+"""Marks in front of a final answer, highest priority first; without a mark, the last number counts."""
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_SAID = re.compile(r"(?:answer is|answer:|####)[ \t]*([^\n]+)", re.IGNORECASE)
+_ANNOUNCED = re.compile(r"(?:answer is|answer:|####)[ \t]*([^\n]+)", re.IGNORECASE)
 _BOX = re.compile(r"\\boxed\s*\{")
 
 
 def final_reply(sample: Sample) -> str:
-    """The text of the last thing the model said, without its thinking; ``""`` if it said nothing."""
+    """Text of the last assistant message, without its thinking; ``""`` if there is none."""
     replies = [message for message in sample.messages if message.get("role") == "assistant"]
     text = str(replies[-1].get("content") or "") if replies else "" if sample.messages else sample.response
     return text.rpartition("</think>")[2].strip()
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{…}``, its inner braces balanced; ``None`` without one that is closed."""
+    """Content of the last closed ``\\boxed{…}``, with balanced inner braces; ``None`` if there is none."""
     for match in reversed(list(_BOX.finditer(text))):
         depth = 1
         for position in range(match.end(), len(text)):
@@ -41,41 +41,41 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str:
-    """The answer as text: the last ``<answer>…</answer>``, ``\\boxed{…}``, what follows ``the answer is``, else all."""
+    """The answer as text: the last ``<answer>…</answer>``, else ``\\boxed{…}``, else after ``answer is``, else all."""
     tagged = _TAGGED.findall(text)
     if tagged:
         return str(tagged[-1]).strip()
     box = boxed(text)
     if box is not None:
         return box
-    said = _SAID.findall(text)
-    return (said[-1] if said else text).strip()
+    announced = _ANNOUNCED.findall(text)
+    return (announced[-1] if announced else text).strip()
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that a text commits to: the last of its marked answers, else its last number."""
+    """The number after the last mark of the highest priority, else the last number; ``None`` if there is none."""
     for mark in _MARKS:
         ends = [match.end() for match in mark.finditer(text)]
         if ends:
-            found = _NUMBER.search(re.split(r"[\n}]", text[ends[-1] :])[0])
-            return decimal(found[0]) if found else None
+            number = _NUMBER.search(re.split(r"[\n}]", text[ends[-1] :])[0])
+            return decimal(number[0]) if number else None
     numbers = _NUMBER.findall(text)
     return decimal(numbers[-1]) if numbers else None
 
 
 def final_choice(text: str, letters: str) -> str | None:
-    """The letter that a text commits to: the marked one, else the only one that stands alone."""
+    """The marked letter, else the only one of ``letters`` that stands alone; ``None`` if it is not unique."""
     alone = rf"(?<![A-Za-z])\(?([{letters}])\)?(?![A-Za-z'’])"
     marked = final_answer(text)
-    found = re.match(alone, re.sub(r"^(?:\\text\s*\{|[*\s])*", "", marked))
-    if marked != text.strip() or (found and len(marked) <= len("(A)")):
-        return found[1] if found else None
+    letter = re.match(alone, re.sub(r"^(?:\\text\s*\{|[*\s])*", "", marked))
+    if marked != text.strip() or (letter and len(marked) <= len("(A)")):
+        return letter[1] if letter else None
     letters_alone = set(re.findall(alone, text))
     return letters_alone.pop() if len(letters_alone) == 1 else None
 
 
 def decimal(text: str) -> Decimal | None:
-    """A number as people write it (``$1,250.50``), exactly; ``None`` for what is none."""
+    """Parse a written number (``$1,250.50``) exactly; ``None`` if it is not a finite number."""
     try:
         number = Decimal(text.replace(",", "").replace("$", "").strip())
     except InvalidOperation:

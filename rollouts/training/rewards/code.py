@@ -1,9 +1,9 @@
-"""Code by its tests: the last code block of a reply, run with its tests in the Python sandbox.
+"""Reward for code: the last code block of a reply, run with its tests in the Python sandbox.
 
-Invariant: a program that fails, loops or ends early has not passed; tests that cannot be run are a
-:class:`RewardFailure`, and so is a sandbox that cannot be set up. A machine that does not enforce what is required of
-the sandbox runs no program. What shows that the asserts were reached is a word
-that the program is not told; one that searches the interpreter it runs in could still find it.
+Invariant: a program that fails, loops or exits early has not passed. Tests that cannot run are a
+:class:`RewardFailure`, and so is a sandbox that cannot be set up. No program runs on a machine that cannot enforce the
+required restrictions. A secret word printed after the asserts proves that they were reached; a program that searches
+the memory of its interpreter could still find it.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ async def code_tests(
     """1.0 if the program of the last reply passes all its tests, else 0.0.
 
     Args:
-        sample: ``metadata[tests]`` holds asserts (each is run after the program, with ``metadata["test_imports"]``
-            before it), or inputs with the output that the program must print.
-        tests: the key of the metadata.
-        share: give the share of tests passed.
-        limits: of each test's run.
-        require: what the sandbox must enforce, as for :func:`run_python`.
+        sample: ``metadata[tests]`` contains asserts, each of which runs after the program and
+            ``metadata["test_imports"]``, or inputs with the expected output of the program.
+        tests: key of the tests in the metadata.
+        share: return the share of tests passed instead.
+        limits: resource limits of one test.
+        require: restrictions that the sandbox must enforce, as for :func:`run_python`.
 
     Raises:
-        ConfigError: something that is required of the sandbox cannot be enforced on this machine.
-        RewardFailure: there are no tests, one is none, or the sandbox cannot be set up.
+        ConfigError: this machine cannot enforce a required restriction.
+        RewardFailure: there are no tests, a test is invalid, or the sandbox cannot be set up.
     """
     wanted = _tests(sample, tests)
     code = code_of(final_reply(sample))
@@ -90,7 +90,7 @@ async def code_tests(
 
 
 def code_of(text: str) -> str | None:
-    """The last fenced block; without one the text, if it is a program."""
+    """The last fenced code block, else the whole text if it is a program, else ``None``."""
     blocks = _BLOCK.findall(text)
     if blocks:
         return str(blocks[-1])
@@ -103,12 +103,12 @@ def code_of(text: str) -> str | None:
 
 async def _passes(code: str, test: str | tuple[str, str], runner: Callable[..., Awaitable[Execution]]) -> bool:
     if isinstance(test, tuple):
-        given, wanted = test
-        done = await runner(code, stdin=given)
-        return done.exit_code == 0 and _lines(done.stdout) == _lines(wanted)
+        stdin, expected = test
+        result = await runner(code, stdin=stdin)
+        return result.exit_code == 0 and _lines(result.stdout) == _lines(expected)
     word = secrets.token_hex(16)
-    done = await runner(_HARNESS, stdin=repr((word, code, test)) + "\n")
-    return done.exit_code == 0 and done.stdout.endswith("\n" + word)
+    result = await runner(_HARNESS, stdin=repr((word, code, test)) + "\n")
+    return result.exit_code == 0 and result.stdout.endswith("\n" + word)
 
 
 def _lines(text: str) -> list[str]:
@@ -116,11 +116,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _tests(sample: Sample, key: str) -> list[str | tuple[str, str]]:
-    given: Any = sample.metadata.get(key)
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
-        raise RewardFailure(f"metadata[{key!r}]: got {shortened(given)}; expected {_EXPECTED}")
+    entries: Any = sample.metadata.get(key)
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
+        raise RewardFailure(f"metadata[{key!r}]: got {shortened(entries)}; expected {_EXPECTED}")
     imports = "\n".join(str(line) for line in sample.metadata.get("test_imports") or ())
-    return [_test(entry, imports, f"metadata[{key!r}][{number}]") for number, entry in enumerate(given)]
+    return [_test(entry, imports, f"metadata[{key!r}][{number}]") for number, entry in enumerate(entries)]
 
 
 def _test(entry: Any, imports: str, place: str) -> str | tuple[str, str]:

@@ -1,8 +1,8 @@
-"""JSON to a URL and JSON back, for rewards that are computed elsewhere: retried, and never later than its deadline.
+"""JSON over HTTP for rewards that a server computes, with retries and a deadline.
 
-Invariant: a call ends in a decoded answer or in a :class:`RewardFailure` that says what the last attempt met. Only what
-another attempt may mend is tried again: no connection, a broken one, 408, 425, 429 and 5xx. A reward is asked for as
-often as it takes; asking twice does no harm.
+Invariant: a call ends in a decoded response or in a :class:`RewardFailure` with the error of the last attempt. Only
+transient errors are retried: no connection, a lost connection, status 408, 425, 429 and 5xx. A request may be sent more
+than once, so the server must tolerate repeats.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["Poster"]
 
 
 class Poster:
-    """One URL that answers JSON.
+    """A client of one URL that answers with JSON.
 
     Args:
-        url: where to.
+        url: starts with ``http://`` or ``https://``.
         api_key: sent as a bearer token; never printed.
-        attempts: how often a call is tried.
-        backoff_seconds: pause after the first attempt that failed, doubled after each further one.
-        seconds: deadline of one call, all attempts together.
-        at_once: requests in flight; others stand in line, which counts.
+        attempts: maximum attempts of one call.
+        backoff_seconds: pause after the first failed attempt; doubles after each further one.
+        seconds: deadline of one call, including retries and the wait for a free slot.
+        at_once: maximum number of concurrent requests.
 
     Raises:
-        ConfigError: a field that cannot be.
+        ConfigError: an invalid argument.
     """
 
     def __init__(
@@ -56,37 +56,37 @@ class Poster:
         if not seconds > 0 or not backoff_seconds >= 0:
             raise ConfigError.of("seconds, backoff_seconds", (seconds, backoff_seconds), "numbers > 0 and >= 0")
         self.place = without_password(url)
-        """The URL as it may be printed."""
+        """The URL without its password, for messages."""
         self.requests = 0
-        """How many were sent, further attempts included."""
+        """Number of requests sent, including retries."""
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._url = url
         self._attempts, self._backoff, self._seconds = attempts, backoff_seconds, seconds
-        self._gate = anyio.CapacityLimiter(at_once)
+        self._limiter = anyio.CapacityLimiter(at_once)
 
     def __repr__(self) -> str:
         return f"<Poster {self.place}: {self.requests} requests>"
 
     async def __call__(self, body: Mapping[str, Any], what: str) -> Any:
-        """Post ``body``; gives the answer, decoded.
+        """Post ``body`` and return the decoded response; ``what`` names the call in messages.
 
         Raises:
-            RewardFailure: as the module says.
+            RewardFailure: the deadline passed, the retries are used up, the server refused, or the response is no JSON.
         """
         payload = msgspec.json.encode(body)
         with boundary(RewardFailure, f"{what} at {self.place}", seconds=self._seconds):
-            async with self._gate:
-                return await self._until_answered(payload, what)
+            async with self._limiter:
+                return await self._post_with_retries(payload, what)
 
-    async def _until_answered(self, payload: bytes, what: str) -> Any:
+    async def _post_with_retries(self, payload: bytes, what: str) -> Any:
         last: EndpointUnavailable | None = None
         for attempt in range(self._attempts):
             if attempt:
                 await anyio.sleep(self._backoff * 2 ** (attempt - 1))
             try:
-                return await self._once(payload)
+                return await self._post(payload)
             except EndpointUnavailable as error:
                 last = error
             except EndpointRefused as error:
@@ -94,24 +94,24 @@ class Poster:
         times = f"{self._attempts} attempts" if self._attempts > 1 else "1 attempt"
         raise RewardFailure(f"{what} at {self.place} gave no answer in {times}; the last: {last}") from last
 
-    async def _once(self, payload: bytes) -> Any:
+    async def _post(self, payload: bytes) -> Any:
         self.requests += 1
-        status, answer = await _transport().post(self._url, payload, self._headers)
+        status, content = await _transport().post(self._url, payload, self._headers)
         if status >= 500 or status in RETRIED_STATUSES:
-            raise EndpointUnavailable(f"status {status}: {message_of(answer)}")
+            raise EndpointUnavailable(f"status {status}: {message_of(content)}")
         if status != 200:
-            raise EndpointRefused(f"status {status}: {message_of(answer)}")
+            raise EndpointRefused(f"status {status}: {message_of(content)}")
         try:
-            return msgspec.json.decode(answer)
+            return msgspec.json.decode(content)
         except UNREADABLE:
-            raise EndpointRefused(f"status 200, but the body is not JSON: {message_of(answer)}") from None
+            raise EndpointRefused(f"status 200, but the body is not JSON: {message_of(content)}") from None
 
 
 _TRANSPORT: RunVar[HttpClient] = RunVar("rollouts_reward_transport")
 
 
 def _transport() -> HttpClient:
-    """The connections of this event loop, shared by all that ask from it, and closed with it."""
+    """Return the HTTP client that all posters of this event loop share; it is closed with the loop."""
     transport = _TRANSPORT.get(None)
     if transport is None:
         transport = HttpClient(connect_seconds=5.0)

@@ -1,10 +1,10 @@
-"""A language model as judge, behind any endpoint of the OpenAI chat API.
+"""LLM judges, behind any endpoint of the OpenAI chat API.
 
-Invariant: a score is what a judge said in the shape that it was asked for, within the scale; whatever else it says is
-no verdict, and too few verdicts are a :class:`RewardFailure`. A judge's nonsense never becomes a number.
+Invariant: a verdict is a JSON object of the requested form with a score within the scale. Any other response is no
+verdict, and fewer verdicts than the quorum are a :class:`RewardFailure`. An invalid response never becomes a score.
 
-The request asks for JSON by schema (``response_format``); servers that refuse that are asked with ``structured=False``,
-and then the last JSON object in the text counts.
+The request contains a JSON schema (``response_format``); for servers that refuse it, use ``structured=False``. The last
+JSON object of the response counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answer with one JSON object and nothing else:
 
 _MATERIAL = "<task>\n{task}\n</task>\n{reference}<answer>\n{answer}\n</answer>"
 
-_JOINED: dict[str, Callable[[Sequence[float]], float]] = {
+_JOINS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "median": statistics.median,
     "min": min,
@@ -45,18 +45,18 @@ _JOINED: dict[str, Callable[[Sequence[float]], float]] = {
 
 @attrs.frozen
 class Judge:
-    """One model that judges."""
+    """A judge: a model and its endpoint."""
 
     model: str
     base_url: str = "https://api.openai.com/v1"
-    """Up to and without ``/chat/completions``."""
+    """URL without ``/chat/completions``."""
     api_key_variable: str | None = None
-    """The environment variable that holds its key."""
+    """Environment variable with the API key."""
 
 
 @attrs.frozen
 class Verdict:
-    """What one judge said."""
+    """Score and reason of one judge."""
 
     judge: str
     score: float
@@ -64,25 +64,25 @@ class Verdict:
 
 
 class LLMJudge:
-    """A ``reward_fn`` that asks one or several judges for a score.
+    """A ``reward_fn`` that requests a score from one or several judges.
 
-    The verdicts are kept in ``sample.metadata["verdicts"]``, those that failed with their reason.
+    Verdicts are stored in ``sample.metadata["verdicts"]``; a failed judge has score ``None`` and the reason.
 
     Args:
-        judges: a model or several; each is asked.
-        rubric: what is good, in a sentence or a page.
+        judges: one or several judges; each scores every sample.
+        rubric: criteria of a good answer, in a sentence or a page.
         scale: lowest and highest score; the reward is the score mapped to 0 to 1.
-        join: how several scores become one.
-        quorum: how many judges must give a verdict; all by default.
-        asks: how often a judge that answers nonsense is asked again, the first time included.
-        structured: ask for JSON by schema.
-        temperature: of the judges.
-        max_tokens: of a verdict.
+        join: how several scores are reduced to one.
+        quorum: number of verdicts required; all judges by default.
+        asks: maximum requests to a judge whose responses are invalid.
+        structured: send a JSON schema.
+        temperature: sampling temperature of the judges.
+        max_tokens: maximum tokens of a verdict.
         **options: of :class:`~rollouts.training.rewards.http.Poster`: ``attempts``, ``backoff_seconds``,
             ``seconds``, ``at_once``; for each judge.
 
     Raises:
-        ConfigError: an option that cannot be, or a key that is not in the environment.
+        ConfigError: an invalid option, or an API key that is not in the environment.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class LLMJudge:
         self.quorum = len(self.judges) if quorum is None else quorum
         if not 1 <= self.quorum <= len(self.judges):
             raise ConfigError.of("LLMJudge.quorum", quorum, f"1 to {len(self.judges)}, the judges there are")
-        if join not in _JOINED:
-            raise ConfigError.of("LLMJudge.join", join, f"one of {sorted(_JOINED)}")
+        if join not in _JOINS:
+            raise ConfigError.of("LLMJudge.join", join, f"one of {sorted(_JOINS)}")
         if len(scale) != 2 or not scale[0] < scale[1]:
             raise ConfigError.of("LLMJudge.scale", scale, "two numbers, the lower one first")
         if asks < 1:
@@ -126,23 +126,23 @@ class LLMJudge:
         return f"<LLMJudge {', '.join(judge.model for judge in self.judges)}>"
 
     async def __call__(self, sample: Sample) -> float:
-        """The joined score, mapped to 0 to 1.
+        """Return the joined score, mapped to 0 to 1.
 
         Raises:
-            RewardFailure: fewer verdicts than the quorum; it says what each of the others did.
+            RewardFailure: fewer verdicts than the quorum; the message has the reason of each failed judge.
         """
         messages = self.messages(sample)
         outcomes: dict[int, Verdict | RewardFailure] = {}
         async with anyio.create_task_group() as tasks:
 
-            async def ask(number: int) -> None:
+            async def run(number: int) -> None:
                 try:
-                    outcomes[number] = await self._ask(number, messages)
+                    outcomes[number] = await self._request_verdict(number, messages)
                 except RewardFailure as error:
                     outcomes[number] = error
 
             for number in range(len(self.judges)):
-                tasks.start_soon(ask, number)
+                tasks.start_soon(run, number)
         ordered = [outcomes[number] for number in range(len(self.judges))]
         verdicts = [outcome for outcome in ordered if isinstance(outcome, Verdict)]
         sample.metadata["verdicts"] = [
@@ -157,46 +157,45 @@ class LLMJudge:
                 f"{len(verdicts)} of {len(ordered)} judges gave a verdict, {self.quorum} must: {reasons}"
             )
         low, high = self.scale
-        return (_JOINED[self.join]([verdict.score for verdict in verdicts]) - low) / (high - low)
+        return (_JOINS[self.join]([verdict.score for verdict in verdicts]) - low) / (high - low)
 
     def messages(self, sample: Sample) -> list[dict[str, str]]:
-        """What the judges are shown: the rubric, the task, the label where there is one, and the last reply."""
+        """Return the messages to a judge: rubric, task, label (unless ``None``) and last reply."""
         low, high = self.scale
-        asked = [message for message in as_messages(sample.prompt) if message.role != "system"]
+        prompt = [message for message in as_messages(sample.prompt) if message.role != "system"]
         task = "\n".join(
-            message.content if len(asked) == 1 else f"{message.role}: {message.content}" for message in asked
+            message.content if len(prompt) == 1 else f"{message.role}: {message.content}" for message in prompt
         )
         reference = "" if sample.label is None else f"<reference>\n{sample.label}\n</reference>\n"
-        answer = final_reply(sample).replace("</answer>", "< /answer>")  # nobody leaves the marks by writing one
+        answer = final_reply(sample).replace("</answer>", "< /answer>")  # a reply must not close the tag
         return [
             {"role": "system", "content": _INSTRUCTIONS.format(rubric=self.rubric.strip(), low=low, high=high)},
             {"role": "user", "content": _MATERIAL.format(task=task, reference=reference, answer=answer)},
         ]
 
-    async def _ask(self, number: int, messages: list[dict[str, str]]) -> Verdict:
-        """Ask one judge until it makes sense."""
+    async def _request_verdict(self, number: int, messages: list[dict[str, str]]) -> Verdict:
+        """Send requests to one judge until a response is valid, at most ``asks``."""
         judge, post = self.judges[number], self._posters[number]
         body = {"model": judge.model, "messages": messages, **self._request}
-        said = ""
+        text = ""
         for _ in range(self.asks):
-            answer = await post(body, f"judge {judge.model}")
-            said = _content(answer)
-            verdict = self._read(judge.model, said)
+            text = _content(await post(body, f"judge {judge.model}"))
+            verdict = self._parse(judge.model, text)
             if verdict is not None:
                 return verdict
         low, high = self.scale
         raise RewardFailure(
-            f"judge {judge.model}: got {shortened(said)}; expected a JSON object with a score from {low:g} to {high:g}"
+            f"judge {judge.model}: got {shortened(text)}; expected a JSON object with a score from {low:g} to {high:g}"
         )
 
-    def _read(self, model: str, said: str) -> Verdict | None:
-        found = _last_object(said)
-        score = found.get("score") if found is not None else None
+    def _parse(self, model: str, text: str) -> Verdict | None:
+        parsed = _last_object(text)
+        score = parsed.get("score") if parsed is not None else None
         if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
             return None
         if not self.scale[0] <= score <= self.scale[1]:
             return None
-        return Verdict(model, float(score), str((found or {}).get("reason", "")))
+        return Verdict(model, float(score), str((parsed or {}).get("reason", "")))
 
 
 def _key(judge: Judge) -> str | None:
@@ -223,7 +222,7 @@ def _schema(scale: tuple[float, float]) -> dict[str, Any]:
 
 
 def _content(answer: Any) -> str:
-    """The text of a chat completion; what is none is shown as it is."""
+    """Text of a chat completion; a malformed response is returned as JSON, for the error message."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
@@ -232,7 +231,7 @@ def _content(answer: Any) -> str:
 
 
 def _last_object(text: str) -> Mapping[str, Any] | None:
-    """The last JSON object that ends the text, perhaps in a code fence."""
+    """Parse the JSON object at the end of the text, which may be in a code fence; ``None`` if there is none."""
     text = text.rpartition("</think>")[2].strip().removesuffix("```").strip()
     for start in range(len(text) - 1, -1, -1):
         if text[start] == "{":

@@ -1,8 +1,7 @@
-"""Boxed mathematics: is the expression in the last ``\\boxed{…}`` equal to the label?
+"""Reward for boxed mathematics: whether the expression in the last ``\\boxed{…}`` equals the label.
 
-Invariant: ``math-verify`` decides, in a worker process (it is CPU-heavy, and it uses signals); what it cannot decide in
-time is a :class:`RewardFailure`, and so is a label that it cannot read. A reply without a box, or with something in it
-that is no mathematics, is wrong.
+Invariant: ``math-verify`` decides, in a worker process (it is CPU-heavy, and it uses signals). A timeout or an
+unreadable label is a :class:`RewardFailure`. A reply without a box, or whose box is not readable, is wrong.
 
 Needs the extra ``math``.
 """
@@ -26,21 +25,21 @@ from rollouts.training.types import Sample
 __all__ = ["boxed_math", "same_mathematics"]
 
 _SECONDS = 5
-"""For each of reading and comparing; the worker's own alarm."""
+"""Deadline inside the worker, for each parse and for the comparison."""
 _MEMORY = 4 << 30
-"""Bytes of address space of a worker that does mathematics: 9^9^9 does not take the machine down."""
+"""Bytes of address space while a worker compares: 9^9^9 must not exhaust the machine's memory."""
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""What its reader raises on what is no mathematics."""
+"""Exceptions of math-verify for text that is not mathematics."""
 _LONG = 2_000
-"""Characters of an answer beyond which nothing is computed: it is wrong."""
+"""Characters beyond which an answer is wrong without parsing."""
 
 
 async def boxed_math(sample: Sample, *, seconds: float = 60.0) -> float:
     """1.0 if the last boxed expression of the last reply equals the label, else 0.0.
 
     Args:
-        sample: its label is LaTeX or plain mathematics (``\\frac{14}{3}``, ``p - q``, ``9``), or several of them.
-        seconds: until the worker is killed; it has an alarm of its own before.
+        sample: its label is LaTeX or plain mathematics (``\\frac{14}{3}``, ``p - q``, ``9``), or a list of them.
+        seconds: deadline of each comparison, after which the worker is killed; its own deadlines are shorter.
 
     Raises:
         RewardFailure: the label cannot be read, or equality cannot be decided in time.
@@ -49,28 +48,28 @@ async def boxed_math(sample: Sample, *, seconds: float = 60.0) -> float:
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError.of("boxed_math", "no module math_verify", "pip install 'rollouts[math]'")
     wanted = references(sample)
-    said = boxed(final_reply(sample))
-    if said is None or not said or len(said) > _LONG:
+    answer = boxed(final_reply(sample))
+    if not answer or len(answer) > _LONG:
         return 0.0
-    equal = [await call_in_process("boxed_math", same_mathematics, text, said, seconds=seconds) for text in wanted]
+    equal = [await call_in_process("boxed_math", same_mathematics, text, answer, seconds=seconds) for text in wanted]
     return float(any(equal))
 
 
-def same_mathematics(wanted: str, said: str) -> bool:
-    """Compare two expressions; call it in a process of its own.
+def same_mathematics(wanted: str, answer: str) -> bool:
+    """Compare two expressions; call it in a worker process.
 
     Raises:
-        RewardFailure: ``wanted`` cannot be read, or it took too long.
+        RewardFailure: ``wanted`` cannot be read, or parsing or comparing timed out.
     """
     library: Any = importlib.import_module("math_verify")
-    too_late = importlib.import_module("math_verify.errors").TimeoutException
+    timeout = importlib.import_module("math_verify.errors").TimeoutException
 
     def read(text: str) -> list[Any]:
         marked = text if "\\boxed" in text else f"\\boxed{{{text.replace('~', ' ').strip().strip('$')}}}"
-        # Without a fallback to text: what cannot be read as mathematics is told apart from what was.
+        # No fallback to text: unreadable mathematics must be distinguishable.
         return library.parse(marked, parsing_timeout=_SECONDS, fallback_mode="no_fallback", raise_on_error=True)  # type: ignore[no-any-return]
 
-    if _letters(wanted) == _letters(said):
+    if _letters(wanted) == _letters(answer):
         return True
     try:
         with _bounded_memory():
@@ -78,15 +77,15 @@ def same_mathematics(wanted: str, said: str) -> bool:
             if not gold:
                 raise RewardFailure(f"label: got {shortened(wanted)}; expected mathematics that math-verify can read")
             try:
-                answer = read(said)
+                parsed = read(answer)
             except _UNREADABLE:
                 return False
-            if not answer:
+            if not parsed:
                 return False
-            equal: bool = library.verify(gold, answer, timeout_seconds=_SECONDS, raise_on_error=True)
+            equal: bool = library.verify(gold, parsed, timeout_seconds=_SECONDS, raise_on_error=True)
             return equal
-    except too_late:
-        raise RewardFailure(f"{shortened(said)} against {shortened(wanted)}: not decided in {_SECONDS} s") from None
+    except timeout:
+        raise RewardFailure(f"{shortened(answer)} against {shortened(wanted)}: not decided in {_SECONDS} s") from None
 
 
 def _letters(text: str) -> str:
@@ -95,7 +94,7 @@ def _letters(text: str) -> str:
 
 @contextlib.contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """The worker does other things after us: the bound is ours alone."""
+    """Limit the address space of the process; the limit is restored, since the worker is reused."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     unbounded = resource.RLIM_INFINITY
     resource.setrlimit(

@@ -1,10 +1,10 @@
-"""CPU-heavy scoring in worker processes: the event loop never waits for it, and what overruns is killed.
+"""CPU-heavy scoring in worker processes: it does not block the event loop, and a late call is killed.
 
-Invariant: a call ends in a value or in a :class:`RewardFailure`; no process outlives its event loop, nor a parent that
-was killed. A worker that overran, was cancelled or died is replaced at the next call.
+Invariant: a call ends in a value or in a :class:`RewardFailure`. No process outlives its event loop or a killed parent.
+A worker that timed out, was cancelled or died is replaced at the next call.
 
-At most as many run at once as there are cores; standing in line is not counted against the deadline. Nothing imports
-the main script: one without ``if __name__ == "__main__"`` works as well.
+At most one worker a core runs at a time; the wait for a free one does not count against the deadline. The main script
+is never imported, so it needs no ``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _CLOSE_SECONDS = 5.0
 
 @attrs.define(eq=False)
 class _Worker:
-    """One process, which does one thing at a time."""
+    """One process, which runs one call at a time."""
 
     process: Process
     requests: ByteSendStream
-    answers: BufferedByteReceiveStream
+    responses: BufferedByteReceiveStream
 
     @classmethod
     async def start(cls) -> _Worker:
@@ -52,16 +52,16 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # a Ctrl-C is for the run, which ends its workers itself
+            start_new_session=True,  # Ctrl-C must reach the run only, which ends its workers itself
         )
         assert isinstance(process.stdin, ByteSendStream)
         assert isinstance(process.stdout, ByteReceiveStream)
         return cls(process, process.stdin, BufferedByteReceiveStream(process.stdout))
 
-    async def ask(self, request: bytes) -> Any:
+    async def call(self, request: bytes) -> Any:
         await self.requests.send(len(request).to_bytes(worker_main.LENGTH_BYTES, "big") + request)
-        length = int.from_bytes(await self.answers.receive_exactly(worker_main.LENGTH_BYTES), "big")
-        return pickle.loads(await self.answers.receive_exactly(length))
+        length = int.from_bytes(await self.responses.receive_exactly(worker_main.LENGTH_BYTES), "big")
+        return pickle.loads(await self.responses.receive_exactly(length))
 
     async def end(self) -> None:
         with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
@@ -71,37 +71,37 @@ class _Worker:
 
 
 class _Pool:
-    """The workers of one event loop: those that rest are taken first, and all end with the loop."""
+    """The workers of one event loop: idle ones are reused, and all end with the loop."""
 
     def __init__(self) -> None:
-        self.gate = anyio.CapacityLimiter(os.cpu_count() or 2)
-        self.resting: list[_Worker] = []
-        self._holder: AsyncGenerator[None, None] | None = None
+        self.limiter = anyio.CapacityLimiter(os.cpu_count() or 2)
+        self.idle: list[_Worker] = []
+        self._closer: AsyncGenerator[None, None] | None = None
 
     async def call(self, request: bytes) -> Any:
-        if self._holder is None:
-            self._holder = self._hold()
-            await anext(self._holder)
-        worker = self.resting.pop() if self.resting else await _Worker.start()
+        if self._closer is None:
+            self._closer = self._close_with_loop()
+            await anext(self._closer)
+        worker = self.idle.pop() if self.idle else await _Worker.start()
         sound = False
         try:
-            answer = await worker.ask(request)
+            response = await worker.call(request)
             sound = True
         finally:
             if sound:
-                self.resting.append(worker)
+                self.idle.append(worker)
             else:
                 await worker.end()
-        return answer
+        return response
 
-    async def _hold(self) -> AsyncGenerator[None, None]:
-        # The loop knows each async generator that was started in it and closes it when it shuts down.
+    async def _close_with_loop(self) -> AsyncGenerator[None, None]:
+        # An event loop closes the async generators that were started in it when it shuts down.
         try:
             yield
         finally:
-            self._holder = None
-            while self.resting:
-                await self.resting.pop().end()
+            self._closer = None
+            while self.idle:
+                await self.idle.pop().end()
 
 
 _POOL: RunVar[_Pool] = RunVar("rollouts_reward_processes")
@@ -111,12 +111,12 @@ async def call_in_process(what: str, function: Callable[..., Any], *arguments: A
     """Call a function of an importable module in a worker process.
 
     Args:
-        what: names it in messages, and in ``waits()`` while it runs.
-        function: found by its name in the worker; its arguments and its answer are pickled.
-        seconds: deadline, after which the process is killed. A new process takes a second or two to import things.
+        what: name of the call in messages, and in ``waits()`` while it runs.
+        function: imported by name in the worker; its arguments and its result are pickled.
+        seconds: deadline, after which the process is killed. A new process takes one or two seconds for its imports.
 
     Raises:
-        RewardFailure: it raised, overran, or its process died.
+        RewardFailure: the function raised or timed out, or its process died.
     """
     pool = _POOL.get(None)
     if pool is None:
@@ -125,31 +125,31 @@ async def call_in_process(what: str, function: Callable[..., Any], *arguments: A
     with boundary(RewardFailure, what):
         request = pickle.dumps((function, arguments))
     with boundary(RewardFailure, f"a free process for {what}"):
-        await pool.gate.acquire()
+        await pool.limiter.acquire()
     try:
         with boundary(RewardFailure, what, seconds=seconds):
             try:
-                answer = await pool.call(request)
+                response = await pool.call(request)
             except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError) as error:
                 raise RewardFailure(f"{what}: its process died") from error
     finally:
-        pool.gate.release()
-    if not answer[0]:
-        failure = RewardFailure(f"{what}{answer[1]}")
-        failure.add_note(answer[2])
+        pool.limiter.release()
+    if not response[0]:
+        failure = RewardFailure(f"{what}{response[1]}")
+        failure.add_note(response[2])
         raise failure
-    return answer[1]
+    return response[1]
 
 
 def in_process(reward_fn: RewardFn, *, seconds: float = 60.0) -> RewardFn:
-    """A sync ``reward_fn`` that runs in worker processes: for scoring that computes for long.
+    """Convert a sync ``reward_fn`` to one that runs in worker processes, for CPU-heavy scoring.
 
     Args:
-        reward_fn: a function, or a partial of one, of a module that a new process can import; a recipe file is none.
+        reward_fn: a function, or a partial of one, of a module that can be imported by name; not of a recipe file.
         seconds: deadline of one call.
 
     Raises:
-        ConfigError: it cannot be found by name in another process.
+        ConfigError: another process cannot import the function by name.
     """
     inner: Any = reward_fn
     while isinstance(inner, functools.partial):

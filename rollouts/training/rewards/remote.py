@@ -1,10 +1,10 @@
-"""A reward model behind HTTP: samples go in batches, rewards come back in their order.
+"""A reward model behind HTTP, with requests batched.
 
-The wire: ``POST url`` with ``{"samples": [{"prompt", "response", "messages", "label", "metadata"}, …]}``, answered by
-``{"rewards": [number, …]}``.
+Wire format: ``POST url`` with ``{"samples": [{"prompt", "response", "messages", "label", "metadata"}, …]}``; the
+response is ``{"rewards": [number, …]}`` in the same order.
 
-Invariant: a reward is put on the sample that it was given for, or every sample of the batch fails with the reason. A
-sample whose scoring is cancelled takes nobody with it: who waits with it asks again.
+Invariant: each sample gets its own reward, or all samples of the batch fail with one reason. Cancelling one sample's
+scoring does not affect the others of its batch: they are sent again.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ __all__ = ["RemoteReward", "sample_for_wire"]
 
 
 def sample_for_wire(sample: Sample) -> dict[str, Any]:
-    """What a remote reward sees of a sample: no tokens."""
+    """The fields of a sample that are sent by default: no tokens."""
     fields = sample.fields_to_dict()
     return {name: fields[name] for name in ("prompt", "response", "messages", "label", "metadata")}
 
 
 @attrs.define(eq=False)
 class _Batch:
-    """Samples that travel together."""
+    """Samples of one request."""
 
     bodies: list[msgspec.Raw] = attrs.field(factory=list)
     full: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
     rewards: Sequence[float] | None = None
     failure: str | None = None
-    """Why there are no rewards; with neither, whoever was to send it was cancelled."""
+    """Reason of a failure. If rewards and failure are both ``None``, the sending task was cancelled."""
 
 
 class RemoteReward:
-    """A ``reward_fn`` that asks a server; with ``group_rm=True`` use its method :meth:`group`.
+    """A ``reward_fn`` that calls a server; with ``group_rm=True`` use its method :meth:`group`.
 
     Args:
-        url: of the reward server.
-        batch_size: samples in one request, at most.
+        url: URL of the reward server.
+        batch_size: maximum samples in one request.
         linger_seconds: how long the first sample of a batch waits for others.
-        encode: what is sent of a sample.
+        encode: converts a sample to the JSON object that is sent.
         **options: of :class:`~rollouts.training.rewards.http.Poster`: ``api_key``, ``attempts``,
             ``backoff_seconds``, ``seconds``, ``at_once``.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an invalid option.
     """
 
     def __init__(
@@ -78,10 +78,11 @@ class RemoteReward:
         return f"<RemoteReward {self._post.place}: {self._post.requests} requests>"
 
     async def __call__(self, sample: Sample) -> float:
-        """The reward of one sample, asked for together with others.
+        """Return the reward of one sample; it shares a request with other samples.
 
         Raises:
-            RewardFailure: no answer in time, or none that is one number for each sample.
+            RewardFailure: the sample is no JSON, the server did not answer in time, or its response is not one number
+                for each sample.
         """
         body = self._encoded(sample)
         while True:
@@ -104,11 +105,11 @@ class RemoteReward:
                 return batch.rewards[place]
 
     async def group(self, samples: Sequence[Sample]) -> list[float]:
-        """The rewards of a whole group, in one request of its own."""
+        """Return the rewards of a whole group, in one separate request; raises as :meth:`__call__`."""
         return list(await self._rewards([self._encoded(sample) for sample in samples]))
 
     def _encoded(self, sample: Sample) -> msgspec.Raw:
-        """Here, and not with its batch: what cannot be sent costs nobody else a reward."""
+        """Encode one sample, apart from its batch: a sample that is no JSON fails alone."""
         try:
             return msgspec.Raw(msgspec.json.encode(dict(self._encode(sample))))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:

@@ -1,7 +1,7 @@
-"""Rewards by rule: the reply's final answer against the label, in plain Python.
+"""Rule-based rewards: compare the final answer of a reply with the label.
 
-Invariant: 1.0 means that the reply commits to the label, 0.0 that it does not; a label that cannot be compared is a
-:class:`RewardFailure`, because no reply could be right. Each is a ``reward_fn``; options are bound with ``partial``.
+Invariant: a label that cannot be compared is a :class:`RewardFailure`, because no reply could be correct. Each function
+is a ``reward_fn``; bind options with ``partial``.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(sample: Sample, *, loose: bool = True) -> float:
-    """1.0 if the final answer is one of the label's texts.
+    """1.0 if the final answer equals one of the label's texts, else 0.0.
 
     Args:
-        sample: scored by its last reply.
-        loose: compare without case, punctuation, articles and repeated spaces.
+        sample: its last reply is compared.
+        loose: ignore case, punctuation, articles and repeated spaces.
     """
-    said = final_answer(final_reply(sample))
+    answer = final_answer(final_reply(sample))
     wanted = references(sample)
     if loose:
-        # What is nothing but punctuation is compared as it stands: "" would be equal to any other such text.
-        said, wanted = _plain(said) or said, [_plain(text) or text for text in wanted]
-    return float(said in wanted)
+        # A text of punctuation only is compared unchanged: all such texts would normalize to "".
+        answer, wanted = _plain(answer) or answer, [_plain(text) or text for text in wanted]
+    return float(answer in wanted)
 
 
 def numeric_match(sample: Sample, *, absolute: float = 0.0, relative: float = 0.0) -> float:
-    """1.0 if the final number is the label, or no further from it than ``absolute`` or ``relative * |label|``."""
-    said = final_number(final_reply(sample))
+    """1.0 if the final number differs from the label by at most ``max(absolute, relative * |label|)``, else 0.0."""
+    number = final_number(final_reply(sample))
     wanted = _number(sample)
-    if said is None:
+    if number is None:
         return 0.0
-    return float(abs(said - wanted) <= max(Decimal(str(absolute)), Decimal(str(relative)) * abs(wanted)))
+    return float(abs(number - wanted) <= max(Decimal(str(absolute)), Decimal(str(relative)) * abs(wanted)))
 
 
 def multiple_choice(sample: Sample, *, letters: str = "ABCDEFGHIJ") -> float:
-    """1.0 if the reply commits to the letter that is the label."""
+    """1.0 if the letter that the reply chooses is the label, else 0.0."""
     wanted = str(sample.label).strip().strip("().").upper()
     if wanted not in letters or len(wanted) != 1:
         raise RewardFailure(f"label: got {shortened(sample.label)}; expected one letter of {letters}")
@@ -55,16 +55,16 @@ def multiple_choice(sample: Sample, *, letters: str = "ABCDEFGHIJ") -> float:
 
 
 def f1_score(sample: Sample) -> float:
-    """The best harmonic mean of precision and recall in words, over the label's texts: between 0 and 1."""
-    said = _plain(final_answer(final_reply(sample))).split()
-    return max(_f1(said, _plain(text).split()) for text in references(sample))
+    """Word-level F1 of the final answer, between 0 and 1; the maximum over the label's texts."""
+    words = _plain(final_answer(final_reply(sample))).split()
+    return max(_f1(words, _plain(text).split()) for text in references(sample))
 
 
 def references(sample: Sample) -> list[str]:
-    """The label as texts: one, or several that are equally right.
+    """Return the label as a list of texts, each of them a correct answer.
 
     Raises:
-        RewardFailure: there is none, or one is empty.
+        RewardFailure: the label is ``None`` or empty, or one of its texts is.
     """
     label = sample.label
     several = isinstance(label, Sequence) and not isinstance(label, str | bytes)
@@ -85,8 +85,8 @@ def _plain(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def _f1(said: list[str], wanted: list[str]) -> float:
-    if not said or not wanted:
-        return float(said == wanted)
-    common = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * common / (len(said) + len(wanted))
+def _f1(words: list[str], wanted: list[str]) -> float:
+    if not words or not wanted:
+        return float(words == wanted)
+    common = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted))

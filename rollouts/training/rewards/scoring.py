@@ -1,7 +1,7 @@
-"""Rewards: run a user's scoring function over samples, and put what it says on them.
+"""Calls of a user's reward function, and checks of its result.
 
-Invariant: after :func:`score` every sample has a finite float reward, or a typed failure was raised; a late or broken
-reward is never turned into a number. A sync function runs in a worker thread, so it cannot stall the loop.
+Invariant: after :func:`score` a sample has a finite float reward, or a :class:`RewardFailure` was raised; a late or
+invalid reward never becomes a number. A sync function runs in a worker thread, so it cannot block the event loop.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["reward_of", "rewards_of", "score", "score_group"]
 
 
 async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds: float) -> None:
-    """Set ``sample.reward``; without a function, check the one that generation set.
+    """Set ``sample.reward``; without a function, check the reward that generation set.
 
     Raises:
-        RewardFailure: the function raised, overran ``seconds``, or gave no finite number.
+        RewardFailure: the function raised, exceeded ``seconds``, or returned no finite number.
     """
     if reward_fn is None:
         sample.reward = _finite(sample.reward, "the rollout itself (no reward_fn is set)")
@@ -30,7 +30,7 @@ async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds
 
 
 async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
-    """Set the rewards of a whole group with one call: ``reward_fn(samples)`` gives one number for each.
+    """Set the rewards of a whole group with one call: ``reward_fn(samples)`` returns one number for each sample.
 
     Raises:
         RewardFailure: as :func:`score`, or the number of rewards differs from the number of samples.
@@ -41,19 +41,19 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
 
 
 async def reward_of(sample: Sample, reward_fn: Callable[..., Any], *, seconds: float) -> float:
-    """What a function says of a sample, which keeps the reward that it has; raises as :func:`score`."""
+    """Return the reward of a sample, and leave ``sample.reward`` unchanged; raises as :func:`score`."""
     name = function_name(reward_fn)
     return _finite(await call_foreign(RewardFailure, f"reward {name}", reward_fn, sample, seconds=seconds), name)
 
 
 async def rewards_of(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> list[float]:
-    """What a function says of a group, whose samples keep the rewards that they have; raises as :func:`score_group`."""
+    """Return the rewards of a group, and leave its samples unchanged; raises as :func:`score_group`."""
     name = function_name(reward_fn)
     values = await call_foreign(RewardFailure, f"group reward {name}", reward_fn, list(samples), seconds=seconds)
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RewardFailure(f"group reward {name}: got {shortened(values)}; expected a list of {len(samples)} numbers")
     if len(values) != len(samples):
-        raise RewardFailure(f"group reward {name} gave {len(values)} rewards for {len(samples)} samples")
+        raise RewardFailure(f"group reward {name} returned {len(values)} rewards for {len(samples)} samples")
     return [_finite(value, name) for value in values]
 
 

@@ -1,7 +1,7 @@
-"""Several rewards as one: weighted sums of samples or of groups, with the parts kept.
+"""Weighted sums of reward functions, for samples or for groups.
 
-Invariant: the sum is of all its parts or there is none: a part that fails is the :class:`RewardFailure` of the whole,
-by its name. Parts run at once, sync ones in worker threads; what each gave is in ``sample.metadata["rewards"]``.
+Invariant: a sum includes all parts: if a part fails, the sum is a :class:`RewardFailure` that names the part. Parts run
+concurrently, sync ones in worker threads. The value of each part is stored in ``sample.metadata["rewards"]``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rollouts.training.types import RewardFn, Sample
 __all__ = ["WeightedGroupSum", "WeightedSum", "brevity", "each"]
 
 _SECONDS = 3600.0
-"""For one part; ``reward_seconds`` of the run is the deadline of the whole, and comes first."""
+"""Deadline of one part; longer than ``reward_seconds`` of the run, which applies first."""
 
 
 class WeightedSum:
     """A ``reward_fn``: ``sum(weight * part(sample))``.
 
     Args:
-        parts: by name, a weight and a ``reward_fn``, sync or async.
+        parts: weight and ``reward_fn`` (sync or async), by name.
 
     Raises:
-        ConfigError: no parts, or one that is not a weight and a function.
+        ConfigError: no parts, or a part that is not a weight and a function.
     """
 
     def __init__(self, parts: Mapping[str, tuple[float, RewardFn]]) -> None:
@@ -39,7 +39,7 @@ class WeightedSum:
         return f"<WeightedSum {_describe(self.parts)}>"
 
     async def __call__(self, sample: Sample) -> float:
-        """The sum; one part that fails fails it."""
+        """Return the weighted sum; raise :class:`RewardFailure` if a part failed."""
 
         async def part(function: Callable[..., Any]) -> list[float]:
             return [await reward_of(sample, function, seconds=_SECONDS)]
@@ -49,7 +49,7 @@ class WeightedSum:
 
 
 class WeightedGroupSum:
-    """The same for groups (``group_rm=True``): each part is called with the group; lift others with :func:`each`."""
+    """A group reward (``group_rm=True``) that sums group rewards; :func:`each` converts a ``reward_fn`` to one."""
 
     def __init__(self, parts: Mapping[str, tuple[float, Callable[..., Any]]]) -> None:
         self.parts = _checked("WeightedGroupSum", parts)
@@ -58,7 +58,7 @@ class WeightedGroupSum:
         return f"<WeightedGroupSum {_describe(self.parts)}>"
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """One sum for each sample."""
+        """Return one sum for each sample; raises as :class:`WeightedSum`."""
 
         async def part(function: Callable[..., Any]) -> list[float]:
             return await rewards_of(samples, function, seconds=_SECONDS)
@@ -68,7 +68,7 @@ class WeightedGroupSum:
 
 
 def each(reward_fn: RewardFn) -> Callable[[Sequence[Sample]], Any]:
-    """A group reward that scores every sample of the group by itself, all at once."""
+    """Convert a ``reward_fn`` to a group reward that scores all samples of the group concurrently."""
 
     async def group(samples: Sequence[Sample]) -> list[float]:
         values: dict[int, float] = {}
@@ -93,9 +93,9 @@ def each(reward_fn: RewardFn) -> Callable[[Sequence[Sample]], Any]:
 
 
 def brevity(samples: Sequence[Sample]) -> list[float]:
-    """A group reward between 0 and 1: 1 for the rollout with the fewest sampled tokens, 0 for that with the most.
+    """A group reward that decreases linearly from 1 for the fewest sampled tokens to 0 for the most.
 
-    A group of equal lengths has 1 everywhere.
+    If all lengths are equal, each reward is 1.
     """
     lengths = [int(sample.mask_column.sum()) for sample in samples]
     most, least = max(lengths), min(lengths)

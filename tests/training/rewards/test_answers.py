@@ -1,4 +1,4 @@
-"""What a reply commits to."""
+"""The final answer of a reply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollouts.training.rewards.answers import boxed, decimal, final_answer, fina
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("\\boxed{1} and \\boxed{2}", "2"),
         ("\\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
@@ -21,13 +21,13 @@ from rollouts.training.rewards.answers import boxed, decimal, final_answer, fina
         ("none", None),
     ],
 )
-def test_the_last_closed_box(text: str, found: str | None) -> None:
+def test_the_last_closed_box(text: str, expected: str | None) -> None:
     """Braces are balanced; a box that was cut off is none."""
-    assert boxed(text) == found
+    assert boxed(text) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("so <answer> (1 + 2) </answer> \\boxed{9}", "(1 + 2)"),
         ("so \\boxed{9}. The answer is 8", "9"),
@@ -36,13 +36,13 @@ def test_the_last_closed_box(text: str, found: str | None) -> None:
         ("  Paris ", "Paris"),
     ],
 )
-def test_the_final_answer(text: str, found: str) -> None:
+def test_the_final_answer(text: str, expected: str) -> None:
     """Tags before boxes before words; without any mark the whole text."""
-    assert final_answer(text) == found
+    assert final_answer(text) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("The answer is (C).", "C"),
         ("\\boxed{\\text{D}}", "D"),
@@ -55,15 +55,15 @@ def test_the_final_answer(text: str, found: str) -> None:
         ("Because C's value is high", None),
     ],
 )
-def test_the_choice(text: str, found: str | None) -> None:
+def test_the_choice(text: str, expected: str | None) -> None:
     """The marked letter, or the only one that stands alone; a word that begins with a letter is no choice."""
-    assert final_choice(text, "ABCD") == found
+    assert final_choice(text, "ABCD") == expected
 
 
 def test_the_final_reply_is_the_last_of_the_assistant_without_its_thoughts() -> None:
-    """What a tool said after it does not count; a sample without messages is its response."""
-    said = [{"role": "assistant", "content": "<think>7</think>\n8"}, {"role": "tool", "content": "9"}]
-    assert final_reply(Sample(messages=said)) == "8"
+    """Later tool results are ignored; without messages, the response is used."""
+    messages = [{"role": "assistant", "content": "<think>7</think>\n8"}, {"role": "tool", "content": "9"}]
+    assert final_reply(Sample(messages=messages)) == "8"
     assert final_reply(Sample(response="10")) == "10"
     assert final_reply(Sample(messages=[{"role": "user", "content": "?"}], response="10")) == ""
 

@@ -1,4 +1,4 @@
-"""Code by its tests, in the real sandbox: golden programs, cheats, and tests that are none."""
+"""Code rewards in the real sandbox: golden programs, cheats, and invalid tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollouts.training.rewards.code import code_of
 ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2"]
 
 
-def said(code: str, tests: Any = ASSERTS, **metadata: Any) -> Sample:
+def sample_of(code: str, tests: Any = ASSERTS, **metadata: Any) -> Sample:
     text = f"Here it is:\n```python\n{code}\n```\nDone."
     metadata = {**metadata, "test_list": tests}
     return Sample(messages=[{"role": "assistant", "content": text}], metadata=metadata)
@@ -39,25 +39,25 @@ def said(code: str, tests: Any = ASSERTS, **metadata: Any) -> Sample:
     ],
 )
 async def test_golden_programs(code: str, reward: float) -> None:
-    """All asserts must be reached and hold; to leave early with success is no way to pass."""
-    assert await code_tests(said(code)) == reward
+    """All asserts must be reached and hold; an early exit with status 0 does not pass."""
+    assert await code_tests(sample_of(code)) == reward
 
 
 async def test_a_share_of_the_tests() -> None:
     """One of two."""
-    assert await code_tests(said("def double(x):\n    return 4"), share=True) == 0.5
+    assert await code_tests(sample_of("def double(x):\n    return 4"), share=True) == 0.5
 
 
 async def test_a_program_that_loops_has_not_passed() -> None:
     """Within the limits of one run."""
-    assert await code_tests(said("while True:\n    pass"), limits=PythonLimits(seconds=1)) == 0.0
+    assert await code_tests(sample_of("while True:\n    pass"), limits=PythonLimits(seconds=1)) == 0.0
 
 
 async def test_inputs_with_outputs() -> None:
     """The program reads and prints; the ends of lines do not count."""
     tests = [{"input": "3\n", "output": "6\n"}, {"input": "5", "output": "10"}]
-    assert await code_tests(said("print(2 * int(input()), ' ')", tests)) == 1.0
-    assert await code_tests(said("print(6)", tests)) == 0.0
+    assert await code_tests(sample_of("print(2 * int(input()), ' ')", tests)) == 1.0
+    assert await code_tests(sample_of("print(6)", tests)) == 0.0
 
 
 def test_the_code_of_a_reply() -> None:
@@ -69,10 +69,10 @@ def test_the_code_of_a_reply() -> None:
 
 
 @pytest.mark.parametrize("tests", [None, [], "assert True", [""], [3], [{"input": "1"}], ["assert ("]], ids=repr)
-async def test_tests_that_are_none_are_a_failure(tests: Any) -> None:
+async def test_invalid_tests_are_a_failure(tests: Any) -> None:
     """Never a reward of 0, which would blame the program."""
     with pytest.raises(RewardFailure, match=r"metadata\['test_list'\].*expected a list of asserts"):
-        await code_tests(said("def double(x): ...", tests))
+        await code_tests(sample_of("def double(x): ...", tests))
 
 
 async def test_real_solutions_pass_their_tests(asset: Callable[[str], Path]) -> None:
@@ -82,7 +82,7 @@ async def test_real_solutions_pass_their_tests(asset: Callable[[str], Path]) -> 
 
     async def run(number: int) -> None:
         metadata = rows[number]["metadata"]
-        rewards[number] = await code_tests(said(rows[number]["label"], metadata["test_list"], **metadata))
+        rewards[number] = await code_tests(sample_of(rows[number]["label"], metadata["test_list"], **metadata))
 
     async with anyio.create_task_group() as tasks:
         for number in range(len(rows)):

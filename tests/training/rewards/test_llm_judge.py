@@ -1,4 +1,4 @@
-"""A model as judge: its verdict in the shape asked for, or a failure; never a number that it did not say."""
+"""LLM judges: a valid verdict or a failure; never a score that no judge returned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def verdict(score: Any) -> dict[str, Any]:
 
 
 async def test_a_verdict_is_mapped_to_0_to_1() -> None:
-    """The request has the rubric, the material between its marks, and a schema; the verdict is kept."""
+    """The request contains the rubric, the tagged material and a schema; the verdict is stored."""
     async with JsonServer(lambda asked: verdict(4)) as server:
         judge = LLMJudge(Judge("referee", f"{server.url}/v1"), "Is it true?", scale=(1, 5))
         sample = Sample(**SAMPLE)
@@ -47,16 +47,16 @@ async def test_a_verdict_is_mapped_to_0_to_1() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         '```json\n{"reason": "r", "score": 1}\n```',
         'I think {so}. {"score": 1, "more": {"a": 2}}',
         '<think>{0}</think>{"score": 1.0}',
     ],
 )
-async def test_a_verdict_at_the_end_of_a_text_counts(said: str) -> None:
+async def test_a_verdict_at_the_end_of_a_text_counts(text: str) -> None:
     """For servers that know no schema."""
-    async with JsonServer(lambda asked: chat(said)) as server:
+    async with JsonServer(lambda asked: chat(text)) as server:
         judge = LLMJudge(Judge("referee", server.url), "Is it true?", structured=False)
         assert await judge(Sample(**SAMPLE)) == 1.0
         assert "response_format" not in server.asked[0].body
@@ -81,7 +81,7 @@ NONSENSE: list[Any] = [
 
 @pytest.mark.parametrize("answer", NONSENSE, ids=repr)
 async def test_nonsense_is_a_failure(answer: Any) -> None:
-    """It is asked once more, and then the failure says what it said; the reward is not 0."""
+    """There is one retry, and then a failure with the judge's text; the reward is not 0."""
     async with JsonServer(lambda asked: answer) as server:
         judge = LLMJudge(Judge("referee", server.url), "Is it true?")
         with pytest.raises(RewardFailure, match="0 of 1 judges gave a verdict, 1 must: judge referee: got"):
@@ -89,8 +89,8 @@ async def test_nonsense_is_a_failure(answer: Any) -> None:
         assert len(server.asked) == 2
 
 
-async def test_a_judge_that_comes_to_its_senses_counts() -> None:
-    """Within the times that it is asked."""
+async def test_a_valid_verdict_after_a_retry_counts() -> None:
+    """Within ``asks`` requests."""
     answers = iter([chat("hm"), verdict(0.5)])
     async with JsonServer(lambda asked: next(answers)) as server:
         assert await LLMJudge(Judge("referee", server.url), "Is it true?")(Sample(**SAMPLE)) == 0.5
@@ -98,7 +98,7 @@ async def test_a_judge_that_comes_to_its_senses_counts() -> None:
 
 @pytest.mark.parametrize(("join", "reward"), [("mean", 0.5), ("median", 0.6), ("min", 0.0), ("max", 0.9)])
 async def test_several_judges_are_joined(join: Any, reward: float) -> None:
-    """Each is asked, and their scores become one as the option says."""
+    """Each judge gets a request, and ``join`` reduces the scores to one."""
     scores = {"a": 0.0, "b": 0.6, "c": 0.9}
     async with JsonServer(lambda asked: verdict(scores[asked.body["model"]])) as server:
         judge = LLMJudge([Judge(name, server.url) for name in scores], "Is it true?", join=join)
@@ -107,7 +107,7 @@ async def test_several_judges_are_joined(join: Any, reward: float) -> None:
 
 @pytest.mark.parametrize("quorum", [1, None])
 async def test_a_judge_that_is_down_costs_the_verdict_only_below_the_quorum(quorum: int | None) -> None:
-    """All must answer unless it is said otherwise; who did not is in the metadata with the reason."""
+    """All judges by default; a failed judge is in the metadata with its reason."""
 
     def answer(asked: Asked) -> Any:
         return verdict(1) if asked.body["model"] == "up" else (500, {"error": {"message": "dead"}})

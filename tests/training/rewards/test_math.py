@@ -1,4 +1,4 @@
-"""Boxed mathematics, judged by the real math-verify in real processes."""
+"""Boxed mathematics, compared by the real math-verify in real processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollouts.training.rewards import boxed_math
 pytest.importorskip("math_verify")
 
 
-def said(text: str, label: str) -> Sample:
+def sample_of(text: str, label: str) -> Sample:
     return Sample(messages=[{"role": "assistant", "content": text}], label=label)
 
 
-async def test_equal_is_what_mathematics_says() -> None:
-    """Other spellings of the same are right; other values, other intervals, no box and no mathematics are wrong."""
+async def test_equality_is_mathematical() -> None:
+    """Other spellings of a value are correct; other values or intervals, no box and no mathematics are wrong."""
     golden = [
         ("\\boxed{0.5}", "\\frac12", 1.0),
         ("\\boxed{\\sqrt{2}/2}", "\\frac{1}{\\sqrt2}", 1.0),
@@ -35,7 +35,7 @@ async def test_equal_is_what_mathematics_says() -> None:
         ("\\boxed{hello, world}", "3", 0.0),
         ("\\boxed{a^{b_}^}", "3", 0.0),
     ]
-    assert [(text, label, await boxed_math(said(text, label))) for text, label, _ in golden] == golden
+    assert [(text, label, await boxed_math(sample_of(text, label))) for text, label, _ in golden] == golden
 
 
 async def test_every_reference_answer_equals_itself_in_another_spelling(asset: Callable[[str], Path]) -> None:
@@ -45,7 +45,10 @@ async def test_every_reference_answer_equals_itself_in_another_spelling(asset: C
     wrong: list[str] = []
 
     async def check(label: str) -> None:
-        if await boxed_math(said(f"so \\boxed{{{label.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}.", label)) != 1.0:
+        if (
+            await boxed_math(sample_of(f"so \\boxed{{{label.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}.", label))
+            != 1.0
+        ):
             wrong.append(label)
 
     async with anyio.create_task_group() as tasks:
@@ -55,13 +58,13 @@ async def test_every_reference_answer_equals_itself_in_another_spelling(asset: C
 
 
 async def test_what_cannot_be_decided_in_time_is_a_failure() -> None:
-    """A power tower is neither right nor wrong; the next call is answered as ever."""
+    """A power tower is a failure, neither correct nor wrong; the next call works."""
     with pytest.raises(RewardFailure, match=r"9\^\{9\^\{9\^9\}\}.*not decided in 5 s"):
-        await boxed_math(said("\\boxed{9^{9^{9^9}}}", "3"))
-    assert await boxed_math(said("\\boxed{3}", "3")) == 1.0
+        await boxed_math(sample_of("\\boxed{9^{9^{9^9}}}", "3"))
+    assert await boxed_math(sample_of("\\boxed{3}", "3")) == 1.0
 
 
 async def test_a_label_that_is_no_mathematics_is_a_failure() -> None:
     """Its message names the label."""
     with pytest.raises(RewardFailure, match=r"label: got '.*garbage\{'; expected mathematics"):
-        await boxed_math(said("\\boxed{1}", "\\garbage{"))
+        await boxed_math(sample_of("\\boxed{1}", "\\garbage{"))

@@ -1,4 +1,4 @@
-"""Scoring in processes: values and failures come back, deadlines kill, and the loop goes on meanwhile."""
+"""Scoring in processes: values and failures are returned, deadlines kill, and the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_rule_in_a_process_scores_as_it_does_here() -> None:
 
 
 async def test_what_it_raises_is_a_failure_with_its_traceback() -> None:
-    """The process lives on."""
+    """The process is reused."""
     first = await call_in_process("pid", os.getpid, seconds=60)
     with pytest.raises(RewardFailure, match=r"root raised ValueError: .*") as caught:
         await call_in_process("root", math.sqrt, -1.0, seconds=60)
@@ -39,7 +39,7 @@ async def test_what_it_raises_is_a_failure_with_its_traceback() -> None:
     assert await call_in_process("pid", os.getpid, seconds=60) == first != os.getpid()
 
 
-async def test_what_overruns_is_killed() -> None:
+async def test_a_late_call_is_killed() -> None:
     """And is a late failure; the next call has a new process."""
     first = await call_in_process("pid", os.getpid, seconds=60)
     with pytest.raises(RewardFailure, match=r"nap did not answer within 0.2 s") as caught:
@@ -59,7 +59,7 @@ async def test_a_process_that_dies_is_a_failure() -> None:
 
 
 async def test_the_loop_turns_while_a_process_computes() -> None:
-    """Turns of the loop are counted while another process sleeps for half a second without giving anything up."""
+    """Counts iterations of the event loop while another process blocks for half a second."""
     turns = 0
 
     async def count() -> None:
@@ -83,7 +83,7 @@ def _spin(seconds: float) -> None:
 
 
 def test_no_process_outlives_its_loop() -> None:
-    """Also when the script has no guard: nothing imports it again."""
+    """Also without a ``__main__`` guard: workers do not import the script."""
     code = (
         "import os, anyio\n"
         "from rollouts.training.rewards.processes import call_in_process\n"

@@ -1,4 +1,4 @@
-"""Rewards over HTTP: batches, retries, deadlines, and answers that are none."""
+"""Rewards over HTTP: batches, retries, deadlines, and invalid responses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def lengths(asked: Asked) -> Any:
 
 
 async def scored(reward: RemoteReward, samples: list[Sample]) -> list[float | str]:
-    found: dict[int, float | str] = {}
+    results: dict[int, float | str] = {}
 
     async def one(number: int) -> None:
         try:
-            found[number] = await reward(samples[number])
+            results[number] = await reward(samples[number])
         except RewardFailure as error:
-            found[number] = str(error)
+            results[number] = str(error)
 
     async with anyio.create_task_group() as tasks:
         for number in range(len(samples)):
             tasks.start_soon(one, number)
-    return [found[number] for number in range(len(samples))]
+    return [results[number] for number in range(len(samples))]
 
 
 def some(count: int) -> list[Sample]:
@@ -37,7 +37,7 @@ def some(count: int) -> list[Sample]:
 
 
 async def test_samples_travel_together_and_get_their_own_reward() -> None:
-    """Ten samples at four a request are three requests; each reward is on its sample, and no token travels."""
+    """Ten samples at four a request are three requests; each sample gets its reward, and no tokens are sent."""
     async with JsonServer(lengths) as server:
         reward = RemoteReward(server.url, batch_size=4, api_key="secret")
         assert await scored(reward, some(10)) == [float(number) for number in range(10)]
@@ -56,8 +56,8 @@ async def test_a_group_is_one_request() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_a_server_that_is_overloaded_is_asked_again(status: int) -> None:
-    """Until it answers, or the attempts are used up; then the last word of the server is told."""
+async def test_an_overloaded_server_is_retried(status: int) -> None:
+    """Until a response arrives, or the attempts are used up; then the message contains the server's last error."""
     refusals = iter([(status, {"error": "busy"})] * 2)
     async with JsonServer(lambda asked: next(refusals, lengths(asked))) as server:
         assert await RemoteReward(server.url, backoff_seconds=0)(some(2)[1]) == 1.0
@@ -96,25 +96,25 @@ async def test_a_server_that_never_answers_is_late() -> None:
     ],
     ids=repr,
 )
-async def test_an_answer_that_is_none_fails_every_sample_of_the_batch(answer: Any) -> None:
-    """None of them gets a number, and it is not asked again: it would say the same."""
+async def test_an_invalid_response_fails_every_sample_of_the_batch(answer: Any) -> None:
+    """No sample gets a reward, and there is no retry."""
     async with JsonServer(lambda asked: answer) as server:
-        found = await scored(RemoteReward(server.url), some(2))
-        assert all(isinstance(text, str) and "remote reward" in text for text in found)
+        results = await scored(RemoteReward(server.url), some(2))
+        assert all(isinstance(text, str) and "remote reward" in text for text in results)
         assert len(server.asked) == 1
 
 
-async def test_a_sample_that_cannot_be_sent_costs_nobody_else_a_reward() -> None:
+async def test_a_sample_that_is_no_json_fails_alone() -> None:
     """Metadata that are no JSON fail their own sample, before it joins a batch."""
     samples = some(4)
     samples[1].metadata["tensor"] = object()
     async with JsonServer(lengths) as server:
-        found = await scored(RemoteReward(server.url, batch_size=4), samples)
-    assert [found[0], *found[2:]] == [0.0, 2.0, 3.0]
-    assert "is no JSON" in str(found[1])
+        results = await scored(RemoteReward(server.url, batch_size=4), samples)
+    assert [results[0], *results[2:]] == [0.0, 2.0, 3.0]
+    assert "is no JSON" in str(results[1])
 
 
-async def test_a_password_in_the_url_is_never_told() -> None:
+async def test_a_password_in_the_url_is_never_printed() -> None:
     """Neither in a message nor in a repr."""
     reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1)
     assert "secret" not in repr(reward)
@@ -134,8 +134,8 @@ async def test_a_refusal_is_not_repeated() -> None:
         assert len(server.asked) == 1
 
 
-async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
-    """The first sample of a batch sends it; when it is cancelled the others ask again."""
+async def test_cancelling_one_sample_does_not_affect_its_batch() -> None:
+    """The first sample of a batch sends it; when it is cancelled, the others are sent again."""
     came = anyio.Event()
 
     def answer(asked: Asked) -> Any:
@@ -144,10 +144,10 @@ async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
 
     async with JsonServer(answer) as server:
         reward = RemoteReward(server.url, batch_size=2)
-        found: list[float] = []
+        results: list[float] = []
 
         async def follow() -> None:
-            found.append(await reward(Sample(response="abc")))
+            results.append(await reward(Sample(response="abc")))
 
         async with anyio.create_task_group() as tasks:
             leader = anyio.CancelScope()
@@ -160,7 +160,7 @@ async def test_one_that_is_cancelled_takes_nobody_with_it() -> None:
             tasks.start_soon(follow)
             await came.wait()
             leader.cancel()
-        assert found == [3.0]
+        assert results == [3.0]
 
 
 @pytest.mark.parametrize(

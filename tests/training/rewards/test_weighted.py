@@ -62,7 +62,7 @@ def test_brevity_of_equal_lengths_is_one() -> None:
 
 
 @pytest.mark.parametrize("parts", [{}, None, {"a": right}, {"a": (right, 1.0)}, {"a": (True, right)}])
-def test_parts_that_are_none_are_refused(parts: Any) -> None:
+def test_invalid_parts_are_refused(parts: Any) -> None:
     """By name, before work starts."""
     for kind in (WeightedSum, WeightedGroupSum):
         with pytest.raises(ConfigError, match=r"\.parts"):

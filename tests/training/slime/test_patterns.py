@@ -45,11 +45,11 @@ def problem(number: int, member: int = 0) -> Any:
 
 async def test_generate_and_reward_func_serve_slimes_loop(args: Namespace) -> None:
     """Tokens, mask and logprobs of an agent; the reward is computed apart, from the conversation."""
-    made = await generate(args, problem(1), {"temperature": 1.0, "max_new_tokens": 48})
-    assert len(made.loss_mask) == len(made.rollout_log_probs) == made.response_length < len(made.tokens)
-    assert sum(made.loss_mask) > 0
-    assert (made.group_index, made.index, made.reward) == (1, 3, None)
-    assert await reward_func(args, made) in (0.0, 1.0)
+    sample = await generate(args, problem(1), {"temperature": 1.0, "max_new_tokens": 48})
+    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length < len(sample.tokens)
+    assert sum(sample.loss_mask) > 0
+    assert (sample.group_index, sample.index, sample.reward) == (1, 3, None)
+    assert await reward_func(args, sample) in (0.0, 1.0)
 
 
 def test_step_rewards_go_through_slimes_door(args: Namespace) -> None:
@@ -89,7 +89,7 @@ def test_steps_are_reduced(reduction: Reduction, expected: float) -> None:
 
 
 def test_penalty_and_bounds() -> None:
-    """An episode that came to no end gets the penalty before the reduction; the bounds come last."""
+    """An episode cut by a limit gets the penalty before the reduction; the bounds apply last."""
     sample = Sample(metadata={"step_rewards": [0.5]}, stop_reason=StopReason.MAX_TURNS)
     assert reduced_reward(sample, nonterminal_reward=-2.0) == -1.5
     assert reduced_reward(sample, nonterminal_reward=-2.0, min_reward=-1.0) == -1.0
