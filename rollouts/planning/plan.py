@@ -231,12 +231,12 @@ def _read(run: Path) -> _Told:
         outside = float(numbers.get("environment_seconds", 0.0))
         tokens += sum(call["stop"] - call["start"] for call in row.data["completions"])
         total += seconds
-        if row.place == "failed":
+        if row.outcome == "failed":
             continue
         rollouts.setdefault(row.data["group_index"], {})[row.data["index"]] = (seconds, outside)
-        if row.place in ("kept", "unbatched"):
+        if row.outcome in ("kept", "unbatched"):
             kept.add(row.data["group_index"])
-        batched = batched or row.place == "kept"
+        batched = batched or row.outcome == "kept"
     if not total or not batched:
         raise ConfigError.of("run", str(run), "a run with a batch, whose rollouts took time")
     config = read_info(run)["config"]

@@ -66,13 +66,13 @@ def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
     for file in ("dropped.jsonl", *(f"batches/batch-{number:06d}.jsonl" for number in range(6))):
         for line in range(len((run / file).read_bytes().splitlines())):
             edit_line(run / file, line, lambda row: row["metrics"].update(generation_seconds=1.0 + row["group_index"]))
-    rows = [row for row in read_rows(run, "all") if row.place != "failed"]
+    rows = [row for row in read_rows(run, "all") if row.outcome != "failed"]
     workload = measured([run])
     ended = {row.data["group_index"] for row in rows}
     groups = {group for group in ended if group <= max(ended) - 6}
     assert len(workload.groups) == len(groups) < len(ended)
     assert (workload.batch_size, workload.n) == (3, 4)
-    kept = {row.data["group_index"] for row in rows if row.place in ("kept", "unbatched")} & groups
+    kept = {row.data["group_index"] for row in rows if row.outcome in ("kept", "unbatched")} & groups
     assert workload.pass_rate == len(kept) / len(groups)
     drawn = sorted((workload.seconds(turn, 0), workload.passes(turn)) for turn in range(len(groups)))
     told = sorted(
@@ -91,15 +91,15 @@ def test_a_short_run_tells_all_that_it_has(tmp_path: Path) -> None:
     _store(run, batches=1)
     for line in range(len((run / "batches/batch-000000.jsonl").read_bytes().splitlines())):
         edit_line(run / "batches/batch-000000.jsonl", line, lambda row: row["metrics"].update(generation_seconds=1.0))
-    ended = {row.data["group_index"] for row in read_rows(run, "all") if row.place != "failed"}
+    ended = {row.data["group_index"] for row in read_rows(run, "all") if row.outcome != "failed"}
     assert len(measured([run]).groups) == len(ended)
 
 
 def _store_even_run(run: Path, factor: float, seconds: float) -> Path:
     """Every rollout samples ten tokens in so many seconds, and every group is kept."""
     _store(run, over_sampling_factor=factor, filter_fn=lambda samples: True, fails=lambda prompt: False)
-    for place in read_rows(run, "all"):
-        assert place.place in ("kept", "unbatched")
+    for row in read_rows(run, "all"):
+        assert row.outcome in ("kept", "unbatched")
     files = [*run.glob("batches/*.jsonl"), *run.glob("unbatched.jsonl")]
     for file in files:
         for line in range(len(file.read_bytes().splitlines())):

@@ -45,7 +45,7 @@ def test_what_was_committed_is_read_again_bit_for_bit(tmp_path: Path) -> None:
         expected = columns(3 * entry.fields["number"])
         assert entry.columns is not None
         assert entry.columns.to_bytes() == expected.to_bytes()
-        again = read_entry(tmp_path, entry.place)
+        again = read_entry(tmp_path, entry.offset)
         assert (again.kind, again.sequence, again.fields) == (entry.kind, entry.sequence, entry.fields)
 
 
@@ -83,7 +83,7 @@ def test_a_journal_cut_at_any_byte_of_its_last_three_records_gives_the_earlier_o
     entries = written(tmp_path / "whole")
     segment = last_segment(tmp_path / "whole")
     data = segment.read_bytes()
-    ends = [entry.place.offset for entry in entries[1:]] + [len(data)]
+    ends = [entry.offset.offset for entry in entries[1:]] + [len(data)]
     for size in range(ends[1], len(data)):
         path = tmp_path / "cut"
         path.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def test_every_flipped_bit_is_found_and_located(tmp_path: Path) -> None:
     entries = written(tmp_path, 4)
     segment = last_segment(tmp_path)
     data = segment.read_bytes()
-    starts = [0, *(entry.place.offset for entry in entries)]
+    starts = [0, *(entry.offset.offset for entry in entries)]
     for position in range(len(data)):
         offset = max(start for start in starts if start <= position)
         for bit in range(8):
@@ -132,8 +132,8 @@ def test_a_lost_segment_and_a_lost_record_are_found(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"segment-000001.journal, offset 0: the segment is missing"):
         list(read_journal(tmp_path))
     second.write_bytes(data)
-    held = [entry for entry in entries if entry.place.segment == 0]
-    first.write_bytes(first.read_bytes()[: held[-1].place.offset])
+    held = [entry for entry in entries if entry.offset.segment == 0]
+    first.write_bytes(first.read_bytes()[: held[-1].offset.offset])
     with pytest.raises(JournalError, match=f"got record {held[-1].sequence + 1} .* expected record"):
         list(read_journal(tmp_path))
 

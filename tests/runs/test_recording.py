@@ -54,7 +54,7 @@ async def test_a_rollout_that_is_on_no_tape_diverges_at_once(tmp_path: Path) -> 
     await record(tmp_path, [4])
     tape = Recording(tmp_path).tape(9)
     play = replayed_from(ask, lambda _: tape, CalculatorEnvironment, {})
-    with pytest.raises(ReplayDiverged, match="rollout 9, event 0: asked for complete; expected nothing"):
+    with pytest.raises(ReplayDiverged, match="rollout 9, event 0: got a request for complete; expected nothing"):
         await play([Prompt("?", index=9)])
     with pytest.raises(ReplayDiverged, match="event 0"):
         tape.check()

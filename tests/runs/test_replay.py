@@ -186,7 +186,7 @@ def _shouting(sample: Sample) -> float:
         ),
         (
             lambda: a_recipe(limits=Limits(max_sampled_tokens=300)),
-            r"tokens that the reply may have: got \d+; expected \d+",
+            r"max_new_tokens: got \d+; expected \d+",
         ),
     ],
 )
@@ -208,5 +208,5 @@ async def test_another_prompt_is_told(a_run: Path, tmp_path: Path) -> None:
 async def test_a_run_without_a_record_is_refused(tmp_path: Path) -> None:
     """With the option that makes one."""
     RunWriter(tmp_path / "run", {})
-    with pytest.raises(ConfigError, match="one that was recorded: rollouts run --record"):
+    with pytest.raises(ConfigError, match="a recorded run: rollouts run --record"):
         await replay(tmp_path / "run", a_recipe())

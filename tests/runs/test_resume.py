@@ -185,7 +185,7 @@ async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(tm
     entries = list(read_journal(whole))
     segment = whole / "segment-000000.journal"
     data = segment.read_bytes()
-    ends = [entry.place.offset for entry in entries[1:]] + [len(data)]
+    ends = [entry.offset.offset for entry in entries[1:]] + [len(data)]
     description = {"recipe": "test", "config": config(Counted()).describe()}
     for number, size in enumerate(range(ends[-4], len(data))):
         path = tmp_path / "cut"
@@ -222,7 +222,7 @@ async def test_a_run_that_was_killed_can_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "run" / "unbatched.jsonl").unlink(missing_ok=True)
     report = verify_run(tmp_path / "run")
     assert report.ok, report.violations
-    assert "rollouts run --resume goes on" in str(report)
+    assert "rollouts run --resume continues" in str(report)
     ready = {row.data["group_index"] for row in read_rows(tmp_path / "run", "unbatched")}
     assert ready == set(RunHistory.read(tmp_path / "run" / "journal").ready)
 
@@ -247,7 +247,7 @@ async def test_other_data_are_refused(tmp_path: Path) -> None:
     """Group 7 must be the same question after as before."""
     await new_run(tmp_path / "run", Counted())
     description = {"recipe": "test", "config": config(Counted()).describe()}
-    with pytest.raises(ConfigError, match=r"data: got .*; expected the seed and the prompts that it began with"):
+    with pytest.raises(ConfigError, match=r"data: got .*; expected the run's seed and prompts"):
         reopen(tmp_path / "run", description, DataBuffer(rows(), seed=4))
 
 

@@ -188,7 +188,7 @@ async def test_an_observer_does_not_end_a_run(
     assert (await stored(a_recipe(), tmp_path / "run", watch=watch)).status == "finished"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"rollouts: watch is off, it raised {error!r} at {__file__}:")
-    assert line.endswith(" in watch; the run goes on")
+    assert line.endswith(" in watch; the run continues")
     assert "\x1b" not in line
 
 

@@ -288,7 +288,7 @@ def test_sizes_must_be_known(run: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """There is nothing to verify where there is no run."""
-    with pytest.raises(ConfigError, match="a folder that a run was written to"):
+    with pytest.raises(ConfigError, match="the folder of a run"):
         verify_run(tmp_path)
 
 

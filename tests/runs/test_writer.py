@@ -139,7 +139,7 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     """A folder that holds a run is refused, by name and with the way out; nothing in it changes."""
     writer = RunWriter(tmp_path / "run", {"seed": 1})
     writer.on_group(group(0, "dropped", "r"))
-    with pytest.raises(ConfigError, match=r"--out: got '.*run'; .* holds run.json, dropped.jsonl. --overwrite"):
+    with pytest.raises(ConfigError, match=r"--out: got '.*run'; .* has run.json, dropped.jsonl. --overwrite"):
         RunWriter(tmp_path / "run", {"seed": 2})
     assert read_info(tmp_path / "run")["seed"] == 1
 
@@ -252,7 +252,7 @@ def test_no_metadata_costs_a_group(tmp_path: Path, format: Format) -> None:
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     """Loading what is no run says which folder, and what a run is."""
-    with pytest.raises(ConfigError, match=r"run: got '.*'; expected a folder that a run was written to"):
+    with pytest.raises(ConfigError, match=r"run: got '.*'; expected the folder of a run"):
         load_run(tmp_path)
 
 
