@@ -303,7 +303,7 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 # fmt: off
 ROWS = [
     Row(LINE, "no such recipe", "recipe: got '…none.py'; expected a Python file with a function recipe(endpoint, *, ...)", command("run", "none.py", "--out", "DIR/run")),
-    Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected one that the recipe has: batch_size (int), …", command(*RUN, "--set", "size=3")),
+    Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected an option of the recipe: batch_size (int), …", command(*RUN, "--set", "size=3")),
     Row(LINE, "an option of another type", "option batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
