@@ -1,4 +1,4 @@
-"""The check of environments by its former name, for tests that an earlier ``rollouts new-env`` wrote.
+"""Former import path of the environment check, for tests that an earlier ``rollouts new-env`` wrote.
 
 New code uses :mod:`rollouts.testing.environment_check`.
 """

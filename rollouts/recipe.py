@@ -1,7 +1,7 @@
-"""Recipes: what a run is made of, in one function of a Python file.
+"""Recipes: the components of a run, built by one function of a Python file.
 
-Invariant: importing a recipe file does nothing; everything wrong with it, its options, its environment, its template or
-its server is said by :func:`preflight` or earlier, before a prompt is taken. This module runs nothing.
+Invariant: importing a recipe file has no side effects; every error in the file, its options, environment, template or
+server is raised by :func:`preflight` or earlier, before a prompt is taken. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """Everything that one run needs.
+    """The components of one run.
 
     Raises:
-        ConfigError: a field of the wrong type; the message names it.
+        ConfigError: a field has the wrong type; the message names it.
     """
 
     name: str = attrs.field(validator=_is_a(str, "a string"))
@@ -69,7 +69,7 @@ class Recipe:
     seed: int = attrs.field(default=0, validator=_is_a(int, "an integer"))
 
     def renderer(self) -> Renderer:
-        """The renderer of its rollouts: of the tokenizer and the dialect that the generate function is bound to.
+        """The renderer for the tokenizer and the dialect that the generate function is bound to.
 
         Raises:
             ConfigError: the tokenizer does not load, or there is no such dialect.
@@ -83,7 +83,7 @@ class Recipe:
         return generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
 
     def describe(self) -> dict[str, Any]:
-        """The recipe as plain values for ``run.json``; no key and no password is among them."""
+        """The recipe as plain values for ``run.json``, without keys and passwords."""
         endpoint = attrs.asdict(self.endpoint)
         del endpoint["api_key"]
         endpoint["base_url"] = [without_password(url) for url in self.endpoint.base_url]
@@ -123,20 +123,20 @@ def agent_recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """The usual recipe: agents in one kind of environment, scored and filtered group by group.
+    """The usual recipe: agents in one environment class, scored and filtered by group.
 
     Args:
-        name: of the recipe.
-        endpoint: where the model answers.
-        environment_cls: makes an environment for each rollout.
+        name: name of the recipe.
+        endpoint: the model's endpoint.
+        environment_cls: creates an environment for each rollout.
         prompts: the data.
-        reward_fn: scores a sample; without one the rewards of the steps are summed.
-        keep: ``"spread"`` drops groups whose rewards do not differ.
+        reward_fn: scores a sample; default: the sum of the step rewards.
+        keep: ``"spread"`` drops groups whose rewards are all equal.
         history: as for :func:`~rollouts.training.agent_rollout_to_samples`.
         dialect: likewise.
-        shuffled: each epoch in an order of its own.
-        batch_size: and the others are the fields of ``RolloutConfig``, ``SamplingParams``, ``DataBuffer`` and
-            ``Recipe`` of that name.
+        shuffled: shuffle the prompts in each epoch.
+        batch_size: this and the other arguments are the fields of that name of ``RolloutConfig``, ``SamplingParams``,
+            ``DataBuffer`` and ``Recipe``.
     """
     sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     endpoint = attrs.evolve(endpoint, sampling=sampling)
@@ -168,7 +168,7 @@ def agent_recipe(
 
 
 def _describe(value: Any) -> Any:
-    """A value in words: data as data, a tokenizer by where it came from, a function by its name."""
+    """Describe a value: data as is, a tokenizer by its path, a function by its name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -178,21 +178,15 @@ def _describe(value: Any) -> Any:
     return getattr(value, "name_or_path", None) or function_name(value)
 
 
-# -- from a file to a recipe ------------------------------------------------------------------------------------------
-
-
-# -- before the work --------------------------------------------------------------------------------------------------
-
-
 async def preflight(recipe: Recipe) -> ServerInfo:
-    """See that the run can start: environment, tokenizer and template, server; in this order, the cheap ones first.
+    """Check environment, tokenizer and template, then the server; returns the server's description.
 
     Raises:
-        ConfigError: the environment is none, the tokenizer does not load, or its template fails the self-test:
-            a bridge is wrong, or tool calls would not be read.
-        EnvironmentFailure: the environment cannot be made.
-        EndpointUnavailable: nobody answers at the URL.
-        EndpointRefused: who answers there is no SGLang server.
+        ConfigError: the environment lacks a method, the tokenizer does not load, or its template fails the self-test:
+            a bridge is wrong, or tool calls would not be parsed.
+        EnvironmentFailure: the environment cannot be created or closed.
+        EndpointUnavailable: no server responds at the URL.
+        EndpointRefused: the server at the URL is no SGLang server.
     """
     name = function_name(recipe.environment_cls)
     with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS):

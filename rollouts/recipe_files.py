@@ -38,9 +38,9 @@ def load_recipe(path: str | Path) -> RecipeFunction:
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """Import a Python file as ``load_recipe`` does.
+    """Import a Python file.
 
-    The folder of the file and the one above it can be imported from, so that a recipe finds its guests.
+    Its folder and the parent folder are added to ``sys.path``, so that a recipe can import modules from there.
 
     Raises:
         ConfigError: no such file, or it cannot be imported.
@@ -67,10 +67,10 @@ def import_file(path: str | Path) -> ModuleType:
 
 
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
-    """Turn texts into the values that the function's annotations ask for.
+    """Convert option texts to the types in the function's annotations.
 
     Raises:
-        ConfigError: an unknown option (the known ones are listed), one that is missing, or a text that does not fit.
+        ConfigError: an option is unknown (the message lists the known ones), is missing, or does not fit its type.
     """
     parameters = dict(list(inspect.signature(function).parameters.items())[1:])
     try:
@@ -80,7 +80,7 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
     known = ", ".join(f"{name} ({_type_name(hints.get(name, str))})" for name in parameters) or "none"
     for name in options:
         if name not in parameters:
-            raise ConfigError.of("option", name, f"one that the recipe has: {known}")
+            raise ConfigError.of("option", name, f"an option of the recipe: {known}")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
             kind = _type_name(hints.get(name, str))
@@ -89,21 +89,21 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
 
 
 def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
-    """Call a recipe function with options given as text.
+    """Call a recipe function with options as text.
 
     Raises:
-        ConfigError: as :func:`read_options`; what the function raised; or it returned something else than a recipe.
+        ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
     values = read_options(function, options)
     try:
-        made: Any = function(endpoint, **values)
+        recipe: Any = function(endpoint, **values)
     except RolloutsError:
         raise
     except Exception as error:
         raise ConfigError(f"recipe {function_name(function)} raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, Recipe):
-        raise ConfigError.of("what the recipe returned", made, "a Recipe")
-    return made
+    if not isinstance(recipe, Recipe):
+        raise ConfigError.of("what the recipe returned", recipe, "a Recipe")
+    return recipe
 
 
 def _type_name(kind: Any) -> str:
@@ -117,7 +117,7 @@ def _converted(name: str, text: str, kind: Any) -> Any:
         return msgspec.convert(text, kind, strict=False, dec_hook=_decoded)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         first = error
-    try:  # lists, objects and the like are given as JSON
+    try:  # lists, objects and the like are written as JSON
         return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         raise ConfigError.of(f"option {name}", text, f"{_type_name(kind)} ({first})") from None

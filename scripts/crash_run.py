@@ -134,10 +134,10 @@ def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
         return False
     segments = sorted((run / "journal").glob("segment-*"))
     entries = list(read_journal(run / "journal")) if segments else []
-    if not entries or entries[-1].place.segment != len(segments) - 1:
+    if not entries or entries[-1].offset.segment != len(segments) - 1:
         return False
     with segments[-1].open("r+b") as file:
-        file.seek(entries[-1].place.offset)
+        file.seek(entries[-1].offset.offset)
         record = file.read()
         file.write(record[: rng.randrange(1, len(record))])
     return True

@@ -303,13 +303,13 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 # fmt: off
 ROWS = [
     Row(LINE, "no such recipe", "recipe: got '…none.py'; expected a Python file with a function recipe(endpoint, *, ...)", command("run", "none.py", "--out", "DIR/run")),
-    Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected one that the recipe has: batch_size (int), …", command(*RUN, "--set", "size=3")),
+    Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected an option of the recipe: batch_size (int), …", command(*RUN, "--set", "size=3")),
     Row(LINE, "an option of another type", "option batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
     Row(LINE, "not a URL", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
     Row(LINE, "no server at the URL", "no server answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
-    Row(LINE, "no such run", "run: got 'DIR/none'; expected a folder that a run was written to: it holds run.json", command("show", "DIR/none")),
+    Row(LINE, "no such run", "run: got 'DIR/none'; expected the folder of a run, with run.json", command("show", "DIR/none")),
     Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", while_a_run_is_written("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
     Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", while_a_run_is_written("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
     Row(CONFIG, "a recipe file that does not import", "DIR/mine.py, line 2: importing the recipe raised ZeroDivisionError: division by zero", recipe_file("x = 0\nx = 1 / x\n")),
@@ -363,7 +363,7 @@ ROWS = [
     Row(DISK, "a bit of a stored sample that flipped", "DIR/run/dropped.jsonl, line 1: corrupted (its checksum does not fit)", stored(b'"question', b'"puestion')),
     Row(DISK, "a stored sample that was cut", "DIR/run/dropped.jsonl, line 1: corrupted (JSON is malformed: …)", stored(b',"crc32":', b"")),
     Row(DISK, "a segment that is gone", "DIR/journal/segment-000000.journal, offset 0: the segment is missing", damaged(lambda path: (path / "segment-000000.journal").unlink())),
-    Row(DISK, "another process that writes", "journal: got 'DIR/journal'; expected one that no other process is writing to", twice),
+    Row(DISK, "another process that writes", "journal: got 'DIR/journal'; expected a journal that no other process is writing to", twice),
 ]
 # fmt: on
 

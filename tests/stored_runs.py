@@ -108,7 +108,7 @@ def store_long_run(path: Path, batches: int, *, format: Format = "jsonl") -> Non
 
 
 def edit_line(path: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change one stored row (counted from 0) in place, as a writer would that had it wrong: the checksum fits."""
+    """Change one stored row (counted from 0) in place, with a valid checksum, as a faulty writer would."""
     lines = path.read_bytes().splitlines(keepends=True)
     row = msgspec.json.decode(lines[number])
     row.pop(CHECKSUM)
@@ -118,7 +118,7 @@ def edit_line(path: Path, number: int, change: Callable[[dict[str, Any]], Any]) 
 
 
 def edit_info(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change ``run.json`` in place; its checksum fits."""
+    """Change ``run.json`` in place, with a valid checksum."""
     info = msgspec.json.decode((run / "run.json").read_bytes())
     info.pop(CHECKSUM)
     change(info)

@@ -1,4 +1,4 @@
-"""Recipes: read from a file, given options as text, and tried before work starts."""
+"""Recipes: loaded from a file, built with options as text, and checked before a run."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def written(folder: Path, text: str) -> Path:
 
 def test_the_calculator_is_a_recipe() -> None:
     """The main job's recipe builds with its defaults: 32 groups of 8, half as many again in work."""
-    made = build(load_recipe(CALCULATOR), Endpoint(model="m"), {})
-    config = made.config
+    recipe = build(load_recipe(CALCULATOR), Endpoint(model="m"), {})
+    config = recipe.config
     assert (config.batch_size, config.n_samples_per_prompt, config.over_sampling_factor) == (32, 8, 1.5)
-    assert made.endpoint.sampling.temperature == 1.0
-    assert len(made.data_buffer) >= 200
+    assert recipe.endpoint.sampling.temperature == 1.0
+    assert len(recipe.data_buffer) >= 200
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_calculator_rewards_the_exact_sentence(last: str, reward: float) -> 
 
 
 def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path) -> None:
-    """A recipe in configs/ may import what lies beside configs/."""
+    """A recipe in configs/ can import from the folder that contains configs/."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "guest_of_a_recipe.py").write_text("NAME = 'guest'\n")
     path = written(tmp_path / "configs", "from guest_of_a_recipe import NAME\ndef recipe(endpoint): return NAME\n")
@@ -146,7 +146,7 @@ def test_texts_become_what_the_annotation_says(name: str, text: str, value: Any)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cuont": "1"}, r"option: got 'cuont'; expected one that the recipe has: data \(Path\), count \(int\), share"),
+        ({"cuont": "1"}, r"option: got 'cuont'; expected an option of the recipe: data \(Path\), count \(int\), share"),
         ({"data": "x", "count": "many"}, r"option count: got 'many'; expected int"),
         ({"data": "x", "count": "1.5"}, r"option count: got '1.5'; expected int"),
         ({"data": "x", "kind": "c"}, r"option kind: got 'c'; expected Literal\['a', 'b'\]"),
@@ -160,7 +160,7 @@ def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
         read_options(function, options)
 
 
-def test_what_a_recipe_raises_is_told() -> None:
+def test_an_error_in_a_recipe_is_reported() -> None:
     """A recipe function that raises is bad input, with its cause."""
 
     def broken(endpoint: Endpoint) -> Recipe:
@@ -203,14 +203,14 @@ def test_no_secret_is_described() -> None:
 
 
 async def test_preflight_says_what_the_server_is() -> None:
-    """With a sound environment, template and server, the server's own words come back."""
+    """With a sound environment, template and server, preflight returns the server's description."""
     async with StubServer(max_context=512) as server:
         info = await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
     assert (info.model, info.max_context) == ("stub", 512)
 
 
 async def test_no_server_is_found_before_work_starts() -> None:
-    """Nobody at the URL is said with the URL."""
+    """A missing server is reported with its URL."""
     async with StubServer() as server:
         url = server.url
     with pytest.raises(EndpointUnavailable, match=url):
@@ -218,14 +218,14 @@ async def test_no_server_is_found_before_work_starts() -> None:
 
 
 async def test_a_server_that_is_not_sglang_is_refused() -> None:
-    """Somebody at the URL who does not speak the protocol is told apart from nobody."""
+    """A server with another protocol is distinguished from a missing one."""
     async with StubServer(model_info=None) as server:
         with pytest.raises(EndpointRefused, match="is not an SGLang server"):
             await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
 
 
 async def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:
-    """The folder is named before the server is asked."""
+    """The error names the folder and comes before any request to the server."""
     with pytest.raises(ConfigError, match=r"tokenizer: .*does not load"):
         await preflight(a_recipe(tokenizer=str(tmp_path)))
 
@@ -246,6 +246,6 @@ async def test_an_environment_must_be_one() -> None:
 
 
 async def test_an_environment_must_be_makeable() -> None:
-    """What making one raises is told."""
+    """An error while creating it is reported."""
     with pytest.raises(EnvironmentFailure, match=r"Broken\(\) raised OSError: no such world"):
         await preflight(a_recipe(environment_cls=Broken))

@@ -1,4 +1,4 @@
-"""Random conversations for tests: an environment that says anything, and a model that spells in its own way."""
+"""Random conversations for tests: an environment with random messages, and a model with unusual tokenization."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def some_text(rng: random.Random, most: int = 12) -> str:
 
 
 class RandomWorld:
-    """Answers tool calls with anything, in the order of the calls; talks back to plain replies until it is bored."""
+    """Returns random tool results in the order of the calls, and user messages to plain replies until a random end."""
 
     def __init__(self, seed: int, turns: int = 4) -> None:
         self.rng = random.Random(seed)
@@ -68,7 +68,7 @@ class RandomWorld:
 
 
 class Speller:
-    """A model that says random things, and spells them in tokens that no tokenizer would choose."""
+    """A model with random replies, in tokens that no tokenizer would choose."""
 
     def __init__(self, tokenizer: Any, stop: int, seed: int, *, odd: float = 0.5) -> None:
         self.tokenizer = tokenizer

@@ -171,9 +171,9 @@ def samples_table(rows: Sequence[Row]) -> Table:
 
 
 def _outcome(row: Row) -> Text:
-    if row.place == "kept":
+    if row.outcome == "kept":
         return Text(visible(f"batch {row.data.get('batch')}"), "green")
-    return Text(row.place, {"dropped": "yellow", "failed": "red"}.get(row.place, "cyan"))
+    return Text(row.outcome, {"dropped": "yellow", "failed": "red"}.get(row.outcome, "cyan"))
 
 
 def _prompt_text(prompt: object) -> str:

@@ -1,4 +1,4 @@
-"""What a run costs and waits for, told to others: off until asked for, and then read, never written on the hot path."""
+"""Metrics and traces of an active run; off by default, and without writes on the hot path."""
 
 from rollouts.observability.lag import LoopLag
 from rollouts.observability.numbers import numbers_of

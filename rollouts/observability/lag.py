@@ -1,6 +1,6 @@
-"""How late the event loop is: what blocks it, everything waits for.
+"""Measurement of event-loop lag, the delay that blocking code causes to every task.
 
-Invariant: it costs one wake-up an interval, whatever else the loop does. This module knows nothing of what runs there.
+Invariant: it costs one wake-up an interval. This module does not know the loop's other tasks.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ __all__ = ["LoopLag"]
 
 
 class LoopLag:
-    """Measures, while :meth:`run` runs, how much later than asked it is woken.
+    """Delays of a periodic wake-up, measured while :meth:`run` runs.
 
     Args:
         interval: seconds between two wake-ups.
-        kept: how many of the last ones the quantiles are of.
+        kept: number of the latest delays that the quantiles use.
     """
 
     def __init__(self, interval: float = 0.05, kept: int = 1200) -> None:
         self._interval = interval
         self._late: deque[float] = deque(maxlen=kept)
         self.longest = 0.0
-        """Seconds, since it began."""
+        """Longest delay so far, in seconds."""
 
     def __repr__(self) -> str:
         return f"<LoopLag: p99 {1000 * self.quantile(0.99):.1f} ms, longest {1000 * self.longest:.1f} ms>"
@@ -41,6 +41,6 @@ class LoopLag:
         self.longest = max(self.longest, late)
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of the last wake-ups was at most late."""
+        """Quantile of the latest delays, in seconds; ``share`` is from 0 to 1."""
         late = sorted(self._late)
         return late[min(len(late) - 1, int(share * len(late)))] if late else 0.0

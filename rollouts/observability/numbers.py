@@ -1,7 +1,7 @@
-"""The numbers of a run at this moment: accounting, tokens, caches, waits, seconds by stage, lag.
+"""Current metrics of a run: accounting, tokens, caches, waits, seconds by stage, lag.
 
-Invariant: it only reads counters that are kept anyway; a run that nobody looks at pays nothing. This module knows no
-format in which they are told.
+Invariant: it only reads counters that exist anyway; a run that is not observed pays nothing. This module knows no
+export format.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def numbers_of(
     renderer: Renderer | None = None,
     lag: LoopLag | None = None,
 ) -> dict[str, float]:
-    """Numbers by name.
+    """Metrics by name.
 
     Args:
-        manager: of the run.
-        policies: that ask its servers.
-        renderer: that it shares.
-        lag: of its loop.
+        manager: the run's manager.
+        policies: the policies that send its requests.
+        renderer: the renderer that its rollouts share.
+        lag: the lag of its event loop.
 
     Returns:
-        ``prompts/…`` (where every prompt is), ``batches``, ``sampled_tokens``, ``rollouts``, ``requests/…``,
-        ``tokens/…`` (prompt, cached, sampled, tokenised), ``prefix_cache_hit_rate``, ``waits/…`` (how many wait for
-        what, and since how long), ``batch/…`` (the last batch: seconds of generation and environment among them),
+        ``prompts/…`` (accounting), ``batches``, ``sampled_tokens``, ``rollouts``, ``requests/…``, ``tokens/…`` (prompt,
+        cached, sampled, tokenised), ``prefix_cache_hit_rate``, ``waits/…`` (number of waits by kind, and seconds of the
+        longest), ``batch/…`` (metrics of the last batch, seconds of generation and environment among them),
         ``loop_lag/…`` in seconds, ``abandoned_threads``.
     """
     numbers: dict[str, float] = {f"prompts/{name}": count for name, count in attrs.asdict(manager.accounting).items()}
@@ -86,7 +86,7 @@ _KINDS = (
 
 
 def _of_waits() -> dict[str, float]:
-    """How many wait, and how long the first of them has, by what they wait for."""
+    """Number of waits, and seconds of the longest, by kind."""
     numbers: dict[str, float] = {}
     now = time.monotonic()
     for wait in waits():  # oldest first
@@ -94,7 +94,7 @@ def _of_waits() -> dict[str, float]:
         if kind is None:
             kind = "environment" if "." in wait.what else "other"
         if wait.what.startswith("generate_fn "):
-            continue  # it lasts as long as its rollout; what that waits for is listed as well
+            continue  # it lasts as long as its rollout, whose own waits are listed
         numbers[f"waits/{kind}"] = numbers.get(f"waits/{kind}", 0) + 1
         numbers.setdefault(f"waits/{kind}_seconds", now - wait.since)
     return numbers

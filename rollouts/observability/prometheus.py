@@ -1,7 +1,7 @@
-"""A run's numbers for Prometheus, over HTTP (extra: ``prometheus``).
+"""Export of a run's metrics to Prometheus over HTTP (extra: ``prometheus``).
 
-Invariant: a scrape reads what the run's loop wrote down last, at most a second ago, in another thread: it cannot stall
-the loop, nor see half a change.
+Invariant: a scrape runs in another thread and reads a snapshot that the run's loop takes every second: it cannot stall
+the loop, and it sees consistent values.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ __all__ = ["MetricsServer", "serving_metrics"]
 
 REFRESH_SECONDS = 1.0
 _COUNTERS = ("requests/sent", "requests/retried", "requests/aborted", "sessions/moved", "tokens/", "rollouts")
-"""What only grows; everything else is a gauge."""
+"""Prefixes of metrics that only grow; all others are gauges."""
 _GAUGES = ("tokens/mean",)
 
 
 class MetricsServer:
-    """Answers scrapes while :func:`serving_metrics` lasts."""
+    """Collector of the latest metrics; :func:`serving_metrics` serves it."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self._latest: Mapping[str, float] = {}
 
     async def run(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Write the numbers down every second until cancelled."""
+        """Take a snapshot of the metrics every second until cancelled."""
         while True:
             self._latest = dict(read())
             await anyio.sleep(REFRESH_SECONDS)
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client calls at a scrape."""
+        """Yield the metric families; prometheus_client calls this at a scrape."""
         core = importlib.import_module("prometheus_client.core")
         for name, value in self._latest.items():
-            told = "rollouts_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            metric = "rollouts_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             counts = name.startswith(_COUNTERS) and name not in _GAUGES
             family = core.CounterMetricFamily if counts else core.GaugeMetricFamily
-            yield family(told, f"{name} of the run", value=value)
+            yield family(metric, f"{name} of the run", value=value)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def serving_metrics(port: int, host: str = "127.0.0.1") -> Iterator[MetricsServe
     """Serve ``/metrics`` in a thread while the context lasts.
 
     Args:
-        port: 0 takes a free one; see :attr:`MetricsServer.port`.
+        port: 0 selects a free port; see :attr:`MetricsServer.port`.
         host: the address to listen on.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry for rollouts and completions, named as its conventions for GenAI do (extra: ``otel``).
+"""OpenTelemetry spans for rollouts and completions, named by its GenAI conventions (extra: ``otel``).
 
-Invariant: one span a rollout and one a completion that was answered, its child; nothing is done by token, and no text
-of a prompt or a reply is in them. Where the spans go is set up by whoever runs us: this module uses the API only.
+Invariant: one span for each rollout and one child span for each successful completion; no work for each token, and no
+text of prompts or replies. The calling process configures the exporter: this module uses the API only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _trace() -> Any:
 
 
 def traced(config: RolloutConfig, name: str = "rollout") -> RolloutConfig:
-    """The same config, each of whose rollouts is a span ``invoke_agent NAME``.
+    """Return the config with each rollout traced as a span ``invoke_agent NAME``.
 
     Raises:
         ConfigError: opentelemetry-api is not installed.
@@ -44,9 +44,9 @@ async def _generate_traced(
     tracer: Any, name: str, generate_fn: GenerateFn, prompts: Sequence[Prompt]
 ) -> Sequence[Sample]:
     first = prompts[0] if prompts else None
-    known = {"rollouts.group_index": first and first.group_index, "rollouts.index": first and first.index}
-    told = {key: value for key, value in known.items() if value is not None}
-    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name, **told}
+    candidates = {"rollouts.group_index": first and first.group_index, "rollouts.index": first and first.index}
+    present = {key: value for key, value in candidates.items() if value is not None}
+    attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name, **present}
     with tracer.start_as_current_span(f"invoke_agent {name}", attributes=attributes) as span:
         samples = await generate_fn(prompts)
         for sample in samples:
@@ -57,7 +57,7 @@ async def _generate_traced(
 
 
 def trace_completions(policy: SGLangPolicy) -> None:
-    """Let each completion of a policy be a span ``text_completion MODEL``, the child of what asked for it.
+    """Trace each completion of a policy as a span ``text_completion MODEL``, a child of the calling rollout's span.
 
     Raises:
         ConfigError: opentelemetry-api is not installed.
@@ -66,7 +66,7 @@ def trace_completions(policy: SGLangPolicy) -> None:
     tracer = trace.get_tracer("rollouts")
     model = policy.endpoint.model
 
-    def tell(completion: Completion, server: str) -> None:
+    def record_span(completion: Completion, server: str) -> None:
         now = time.time_ns()
         span = tracer.start_span(
             f"text_completion {model}",
@@ -86,4 +86,4 @@ def trace_completions(policy: SGLangPolicy) -> None:
         )
         span.end(end_time=now)
 
-    policy.on_completion = tell
+    policy.on_completion = record_span

@@ -1,11 +1,10 @@
-"""Which over-sampling factor and concurrency fill a batch soonest: ``rollouts plan``.
+"""Search for the over-sampling factor and concurrency that fill a batch fastest: ``rollouts plan``.
 
-Invariant: nothing is assumed of a run that was not measured in it: its groups are drawn again whole, with the seconds
-that each of their rollouts was in the engine and in its environment, and with what the filter said of them. What was
-not measured (other loads of the engine than the run's) is taken from further runs, or given; else see
-:class:`~rollouts.planning.simulation.Speed`.
+Invariant: a measured workload contains measurements only: whole groups of the run are drawn again, with each rollout's
+seconds in the engine and in its environment, and with the filter's result. The engine's speed at other loads is
+measured in further runs or specified; else see :class:`~rollouts.planning.simulation.Speed`.
 
-This module starts no rollout; :mod:`rollouts.planning.simulation` plays them.
+This module starts no rollout; :mod:`rollouts.planning.simulation` simulates them.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ __all__ = ["Given", "Measured", "Option", "Plan", "measured", "plan", "shape", "
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 SERVERS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 _REPLAYED = 160
-"""Groups to keep until the load of a run is known, in no fewer than four batches."""
+"""Kept groups to simulate for estimating a run's load, in at least four batches."""
 
 
 @attrs.frozen
 class Given:
-    """A workload by its parameters (protocol :class:`~rollouts.planning.simulation.Workload`)."""
+    """A synthetic workload (protocol :class:`~rollouts.planning.simulation.Workload`)."""
 
     draw: Callable[[random.Random], float]
-    """Seconds of one rollout; see :func:`shape`."""
+    """Draws the seconds of one rollout; see :func:`shape`."""
     pass_rate: float = 1.0
     seed: int = 0
 
@@ -54,10 +53,10 @@ class Given:
 
 
 def shape(text: str) -> Callable[[random.Random], float]:
-    """Read a distribution of seconds: ``constant:S``, ``lognormal:MEDIAN,SIGMA`` or ``bimodal:SHORT,LONG,SHARE``.
+    """Parse a distribution of seconds: ``constant:S``, ``lognormal:MEDIAN,SIGMA`` or ``bimodal:SHORT,LONG,SHARE``.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the text has none of these forms.
     """
     name, _, rest = text.partition(":")
     try:
@@ -87,11 +86,13 @@ def _bimodal(short: float, long: float, share: float, rng: random.Random) -> flo
 
 
 @attrs.frozen
-class _Played:
-    """One group of a run."""
+class _GroupTimes:
+    """One group of a run; one entry a rollout."""
 
     seconds: tuple[float, ...]
+    """In the engine."""
     outside: tuple[float, ...]
+    """In the environment."""
     kept: bool
 
 
@@ -99,9 +100,9 @@ class _Played:
 class Measured:
     """The workload of one or several runs (protocol :class:`~rollouts.planning.simulation.Workload`)."""
 
-    groups: tuple[_Played, ...]
+    groups: tuple[_GroupTimes, ...]
     speed: Speed
-    """By how many rollouts were in the engine, relative to the first run and those like it."""
+    """Speed by the number of rollouts in the engine; 1 at the load of the first run."""
     batch_size: int
     n: int
     seed: int = 0
@@ -117,77 +118,77 @@ class Measured:
 
     @property
     def pass_rate(self) -> float:
-        """The share of the groups that was kept."""
+        """The share of kept groups."""
         return statistics.fmean(group.kept for group in self.groups)
 
-    def _drawn(self, group: int) -> _Played:
-        """Every group once before any is drawn again, in another order each time."""
-        turn, at = divmod(group, len(self.groups))
-        return self.groups[_order(self.seed, turn, len(self.groups))[at]]
+    def _drawn(self, group: int) -> _GroupTimes:
+        """Draw every group once per epoch, each epoch in another order."""
+        epoch, position = divmod(group, len(self.groups))
+        return self.groups[_order(self.seed, epoch, len(self.groups))[position]]
 
 
 @functools.lru_cache(maxsize=64)
-def _order(seed: int, turn: int, count: int) -> list[int]:
-    return random.Random(f"{seed}/{turn}").sample(range(count), count)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
 
 
 @attrs.frozen
-class _Told:
-    """What a stored run tells."""
+class _StoredRun:
+    """The measurements of a stored run."""
 
-    groups: tuple[_Played, ...]
+    groups: tuple[_GroupTimes, ...]
     tokens: int
-    """That were sampled."""
+    """Sampled tokens."""
     seconds: float
-    """That they were generated in, of all rollouts together."""
+    """Generation seconds, summed over all rollouts."""
     config: Mapping[str, Any]
 
     @property
     def rate(self) -> float:
-        """Tokens a second of each rollout."""
+        """Mean tokens a second of a rollout."""
         return self.tokens / self.seconds
 
     @property
     def most(self) -> int:
-        """Rollouts in flight at once."""
+        """Most rollouts in flight at once."""
         return _groups_in_flight(self.config) * int(self.config["n_samples_per_prompt"])
 
 
 def measured(runs: Sequence[Path]) -> Measured:
-    """Read the workload of stored runs of one recipe, the first of which is planned for.
+    """Read the workload of stored runs of one recipe; the plan is for the first run's sizes.
 
-    Runs with other numbers of rollouts in flight say how fast the engine is then; those with the same number are one
-    measurement. They are to be measured without a limit of requests at the endpoint: seconds in line for it would count
-    as the engine's. As :func:`plan` it plays in an event loop of its own.
+    Runs with other numbers of rollouts in flight measure the engine's speed at those loads; runs with the same number
+    are one measurement. The runs must have no concurrency limit at the endpoint: seconds in its queue would count as
+    the engine's. Like :func:`plan`, it runs an event loop of its own.
 
     Raises:
-        ConfigError: no run, or one without a batch or without times.
+        ConfigError: ``path`` is no run, or the run has no batch or no times.
     """
-    told = [_read(run) for run in runs]
-    alike: dict[int, list[_Told]] = {}
-    for run in told:
-        alike.setdefault(run.most, []).append(run)
-    rates = {most: sum(run.tokens for run in same) / sum(run.seconds for run in same) for most, same in alike.items()}
-    first = rates[told[0].most]
-    points = [(_load(same), rates[most] / first) for most, same in alike.items()]
+    stored = [_read(run) for run in runs]
+    by_load: dict[int, list[_StoredRun]] = {}
+    for run in stored:
+        by_load.setdefault(run.most, []).append(run)
+    rates = {most: sum(run.tokens for run in same) / sum(run.seconds for run in same) for most, same in by_load.items()}
+    first = rates[stored[0].most]
+    points = [(_load(same), rates[most] / first) for most, same in by_load.items()]
     return Measured(
-        tuple(_scaled(group, run.rate / first) for run in told for group in run.groups),
-        Speed(_with_ends(points, max(alike))),
-        told[0].config["batch_size"],
-        told[0].config["n_samples_per_prompt"],
+        tuple(_scaled(group, run.rate / first) for run in stored for group in run.groups),
+        Speed(_with_ends(points, max(by_load))),
+        stored[0].config["batch_size"],
+        stored[0].config["n_samples_per_prompt"],
     )
 
 
-def _scaled(group: _Played, by: float) -> _Played:
-    """With seconds in the engine as they would have been in the first run and those like it."""
+def _scaled(group: _GroupTimes, by: float) -> _GroupTimes:
+    """Scale the engine seconds to the speed of the first run's load."""
     return attrs.evolve(group, seconds=tuple(one * by for one in group.seconds))
 
 
-def _load(same: Sequence[_Told]) -> float:
-    """How many rollouts one of these runs had in its engine with it, itself included, in the mean.
+def _load(same: Sequence[_StoredRun]) -> float:
+    """Mean number of rollouts in the engine as seen by one rollout of these runs, itself included.
 
-    By playing them again: rows do not say when a rollout began, and the seconds of a run's batches have its start in
-    them, when the engine had nothing to do.
+    Computed by simulation: rows have no start times, and the seconds of a run's batches include its start, when the
+    engine was idle.
     """
     config = same[0].config
     batch_size, n = config["batch_size"], config["n_samples_per_prompt"]
@@ -199,16 +200,15 @@ def _load(same: Sequence[_Told]) -> float:
 
 
 def _with_ends(points: Sequence[tuple[float, float]], most: float) -> list[tuple[float, float]]:
-    """Points from one rollout to the most that were in flight: the runs went through all of those loads."""
+    """Extend the points to 1 and to ``most`` rollouts: the runs had all loads between."""
     up = sorted(points)
     return [_at_end(1.0, up[:2]), *up, _at_end(most, up[:-3:-1])]
 
 
 def _at_end(end: float, nearest: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Where the line through the nearest two points goes on to.
+    """Extrapolate the line through the nearest two points to ``end``; one point alone is extended at equal speed.
 
-    With more beside it no rollout is faster, nor does it lose more than the server's throughput shared by more. One
-    point alone tells no line: its run was as fast at that end.
+    The result is limited: at a higher load a rollout is not faster, and the server's throughput does not fall.
     """
     (count, speed), (further, other) = nearest[0], nearest[-1]
     slope = (1 / other - 1 / speed) / (further - count) if further != count else 0.0
@@ -221,7 +221,7 @@ def _groups_in_flight(config: Mapping[str, Any]) -> int:
     return groups
 
 
-def _read(run: Path) -> _Told:
+def _read(run: Path) -> _StoredRun:
     rollouts: dict[int, dict[int, tuple[float, float]]] = {}
     kept: set[int] = set()
     tokens, total, batched = 0, 0.0, False
@@ -231,35 +231,35 @@ def _read(run: Path) -> _Told:
         outside = float(numbers.get("environment_seconds", 0.0))
         tokens += sum(call["stop"] - call["start"] for call in row.data["completions"])
         total += seconds
-        if row.place == "failed":
+        if row.outcome == "failed":
             continue
         rollouts.setdefault(row.data["group_index"], {})[row.data["index"]] = (seconds, outside)
-        if row.place in ("kept", "unbatched"):
+        if row.outcome in ("kept", "unbatched"):
             kept.add(row.data["group_index"])
-        batched = batched or row.place == "kept"
+        batched = batched or row.outcome == "kept"
     if not total or not batched:
         raise ConfigError.of("run", str(run), "a run with a batch, whose rollouts took time")
     config = read_info(run)["config"]
     groups = (
-        _Played(
+        _GroupTimes(
             tuple(seconds for seconds, _ in rollouts[number].values()),
             tuple(outside for _, outside in rollouts[number].values()),
             number in kept,
         )
         for number in _not_too_late(sorted(rollouts), _groups_in_flight(config))
     )
-    return _Told(tuple(groups), tokens, total, config)
+    return _StoredRun(tuple(groups), tokens, total, config)
 
 
 def _not_too_late(numbers: list[int], in_flight: int) -> list[int]:
-    """Of groups that ended those that say how long groups take: of the last to begin, only the quick ones ended."""
+    """Drop the last groups in flight, of which only the fast ones ended: they would bias the times."""
     early = [number for number in numbers if number <= numbers[-1] - in_flight]
     return early if len(early) >= in_flight else numbers
 
 
 @attrs.frozen
 class Option:
-    """One way to run, and what it would cost."""
+    """One combination of settings, and its simulated cost."""
 
     factor: float
     concurrency: int | None
@@ -269,7 +269,7 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        """Of a batch, in the mean; without the first, which begins with nothing in flight, where there are more."""
+        """Mean seconds of a batch, without the first (which starts with nothing in flight) if there are several."""
         return statistics.fmean(self.filled.seconds[1:] or self.filled.seconds)
 
     @property
@@ -279,16 +279,16 @@ class Option:
 
 @attrs.frozen
 class Plan:
-    """What was tried."""
+    """The simulated options."""
 
     options: tuple[Option, ...]
-    """By factor and concurrency, at one server."""
+    """Every factor and concurrency, on one server."""
     scaled: tuple[Option, ...]
-    """The best of them on more servers, for the same batch."""
+    """The best option on more servers, for the same batch."""
 
     @property
     def best(self) -> Option:
-        """The soonest; of those within 2 % of it, the one that starts the fewest prompts."""
+        """Of the options within 2 % of the fastest, the one that starts the fewest prompts."""
         soonest = min(option.seconds for option in self.options)
         near = [option for option in self.options if option.seconds <= 1.02 * soonest]
         return min(near, key=lambda option: (option.started_per_kept, option.factor))
@@ -305,9 +305,13 @@ def plan(
     concurrencies: Iterable[int | None] = (None,),
     servers: Iterable[int] = SERVERS,
 ) -> Plan:
-    """Try every factor at every concurrency, and the best of them on more servers."""
+    """Simulate every factor at every concurrency, and the best option on more servers.
 
-    def tried(factor: float, concurrency: int | None, count: int) -> Option:
+    Raises:
+        ConfigError: as :class:`RolloutConfig` for a size or a factor.
+    """
+
+    def simulate(factor: float, concurrency: int | None, count: int) -> Option:
         filled = fill(
             workload,
             batch_size=batch_size,
@@ -320,28 +324,28 @@ def plan(
         )
         return Option(factor, concurrency, count, filled, batch_size)
 
-    options = tuple(tried(factor, concurrency, 1) for factor in factors for concurrency in concurrencies)
+    options = tuple(simulate(factor, concurrency, 1) for factor in factors for concurrency in concurrencies)
     best = Plan(options, ()).best
-    return Plan(options, tuple(tried(best.factor, best.concurrency, count) for count in servers))
+    return Plan(options, tuple(simulate(best.factor, best.concurrency, count) for count in servers))
 
 
-def show_plan(found: Plan, console: Console) -> None:
+def show_plan(result: Plan, console: Console) -> None:
     """Print a plan."""
     table = Table(title="seconds to fill a batch, on one server", box=None, header_style="bold", pad_edge=False)
     for name in ("over_sampling_factor", "concurrency", "seconds", "prompts started per kept", "in the engine"):
         table.add_column(name, justify="right")
-    for option in found.options:
-        style = "bold green" if option is found.best else ""
+    for option in result.options:
+        style = "bold green" if option is result.best else ""
         table.add_row(f"{option.factor:g}", *_describe(option), style=style)
     console.print(table)
-    best = found.best
+    best = result.best
     limit = "no limit" if best.concurrency is None else f"Endpoint(concurrency={best.concurrency})"
-    console.print(f"soonest: over_sampling_factor={best.factor:g}, {limit}: {best.seconds:.3g} s a batch")
-    if found.scaled:
+    console.print(f"fastest: over_sampling_factor={best.factor:g}, {limit}: {best.seconds:.3g} s a batch")
+    if result.scaled:
         table = Table(title="the same batch on more servers", box=None, header_style="bold", pad_edge=False)
         for name in ("servers", "concurrency of each", "seconds", "prompts started per kept", "in the engines"):
             table.add_column(name, justify="right")
-        for option in found.scaled:
+        for option in result.scaled:
             table.add_row(str(option.servers), *_describe(option))
         console.print(table)
 

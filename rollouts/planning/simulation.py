@@ -1,8 +1,8 @@
-"""How long batches take to fill, on a clock that is moved and not waited for.
+"""Simulation of filling batches, on a virtual clock.
 
-The scheduler is the real manager; rollouts are seconds. Invariant: the machine's load changes no number, and the same
-workload gives the same numbers. An engine runs at most ``concurrency`` rollouts at once, first come first served, and
-each of them as fast as :class:`Speed` says of so many.
+The scheduler is the real manager; a rollout is a number of seconds. Invariant: results depend on the workload only, not
+on the machine's load. The engine runs at most ``concurrency`` rollouts at once, first come first served, each at the
+:class:`Speed` of the current load.
 
 This module knows no run, no recipe and no server.
 """
@@ -32,14 +32,14 @@ __all__ = ["SimulationResult", "Speed", "Workload", "fill"]
 
 
 class Workload(Protocol):
-    """What is to be played, whoever plays it."""
+    """Durations and filter results of the rollouts to simulate."""
 
     def seconds(self, group: int, member: int) -> float:
-        """Of one rollout in the engine, at speed 1."""
+        """Seconds of one rollout in the engine, at speed 1."""
         ...
 
     def outside(self, group: int, member: int) -> float:
-        """Seconds of it in its environment."""
+        """Seconds of one rollout in its environment."""
         ...
 
     def passes(self, group: int) -> bool:
@@ -53,54 +53,53 @@ def _points(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
 
 @attrs.frozen
 class Speed:
-    """How fast a server runs each of the rollouts in it, by how many they are.
+    """Speed of each rollout on a server, by the number of rollouts on it.
 
-    A step of a server costs something by itself and something for each rollout in it: between two points the seconds
-    that each takes are interpolated. Below the first the speed is that of the first; above the last the server is
-    full: its throughput stays what it was, shared by more.
+    A server step has a fixed cost and a cost for each rollout, so seconds are interpolated between two points. Below
+    the first point the speed is constant; above the last point the server is saturated: its throughput is constant.
     """
 
     points: tuple[tuple[float, float], ...] = attrs.field(default=(), converter=_points)
-    """``(rollouts at once, speed of each)``; none for a speed of 1 however many there are."""
+    """``(rollouts at once, speed of each)``; empty for speed 1 at every load."""
 
     def __attrs_post_init__(self) -> None:
         if any(not (count > 0 and speed > 0 and math.isfinite(count + speed)) for count, speed in self.points):
             raise ConfigError.of("Speed.points", self.points, "pairs of numbers > 0")
 
     def at(self, count: float) -> float:
-        """Of each of ``count`` rollouts."""
+        """The speed of each of ``count`` rollouts."""
         if not self.points:
             return 1.0
-        at = bisect.bisect(self.points, (count, math.inf))
-        if at == 0:
+        above = bisect.bisect(self.points, (count, math.inf))
+        if above == 0:
             return self.points[0][1]
-        (low, slow), rest = self.points[at - 1], self.points[at:]
+        (low, low_speed), rest = self.points[above - 1], self.points[above:]
         if not rest:
-            return slow * low / count
-        high, fast = rest[0]
-        return 1 / (1 / slow + (1 / fast - 1 / slow) * (count - low) / (high - low))
+            return low_speed * low / count
+        high, high_speed = rest[0]
+        return 1 / (1 / low_speed + (1 / high_speed - 1 / low_speed) * (count - low) / (high - low))
 
 
 @attrs.frozen
 class SimulationResult:
-    """What some batches cost."""
+    """The simulated cost of some batches."""
 
     seconds: tuple[float, ...]
-    """Of each batch, one after the other; training left out."""
+    """Seconds to fill each batch, in order; without training."""
     started: int
     """Prompts whose rollouts began."""
     kept: int
     busy: float
-    """Rollouts that were in the engine at a time, in the mean."""
+    """Mean number of rollouts in the engine, over time."""
     mean_load: float
-    """Rollouts that one found there, itself included, in the mean over all of its time in the engine.
+    """Mean number of rollouts in the engine as seen by a rollout there, itself included.
 
-    More than :attr:`busy`: most rollouts are there when most are.
+    Larger than :attr:`busy`, as it weights each moment by the number of rollouts.
     """
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Instead of waiting for a timer it moves the clock to it."""
+    """Advances the clock to the next timer without waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,25 +122,25 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Engine:
-    """Servers that share what they are sent evenly; each rollout has received so much service when it ends."""
+    """Servers with evenly distributed rollouts; a rollout ends when it has received its seconds of service."""
 
     def __init__(self, speed: Speed, concurrency: int | None, servers: int) -> None:
         self._speed = speed
         self._servers = servers
-        self._places = None if concurrency is None else anyio.Semaphore(concurrency)
+        self._slots = None if concurrency is None else anyio.Semaphore(concurrency)
         self._ends: list[tuple[float, int, anyio.Event]] = []
-        self._served = 0.0  # to each that is here
+        self._served = 0.0  # service that a rollout present from the start has received
         self._since = 0.0
         self._numbers = 0
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
         self.busy = 0.0
-        self.company = 0.0
+        self.squared_load = 0.0
 
     async def play(self, seconds: float) -> None:
-        if self._places is None:
+        if self._slots is None:
             await self._serve(seconds)
             return
-        async with self._places:
+        async with self._slots:
             await self._serve(seconds)
 
     async def _serve(self, seconds: float) -> None:
@@ -149,19 +148,19 @@ class _Engine:
         self._numbers += 1
         ended = anyio.Event()
         heapq.heappush(self._ends, (self._served + seconds, self._numbers, ended))
-        self._news.set()
+        self._changed.set()
         await ended.wait()
 
     async def run(self) -> None:
-        """End rollouts as their service is done."""
+        """End each rollout when it has received its service."""
         while True:
             self._account()
             while self._ends and self._ends[0][0] <= self._served + 1e-9:
                 heapq.heappop(self._ends)[2].set()
-            self._news = anyio.Event()
+            self._changed = anyio.Event()
             wait = (self._ends[0][0] - self._served) / self._rate() if self._ends else math.inf
             with anyio.move_on_after(wait):
-                await self._news.wait()
+                await self._changed.wait()
 
     def _rate(self) -> float:
         return self._speed.at(len(self._ends) / self._servers)
@@ -171,7 +170,7 @@ class _Engine:
         if self._ends:
             self._served += (now - self._since) * self._rate()
             self.busy += (now - self._since) * len(self._ends)
-            self.company += (now - self._since) * len(self._ends) ** 2
+            self.squared_load += (now - self._since) * len(self._ends) ** 2
         self._since = now
 
 
@@ -186,17 +185,17 @@ def fill(
     speed: Speed | None = None,
     servers: int = 1,
 ) -> SimulationResult:
-    """Fill batches one after the other; what is in flight is carried from one to the next.
+    """Simulate filling batches in sequence; rollouts in flight are carried to the next batch.
 
     Args:
-        workload: what is played.
-        batch_size: groups.
+        workload: durations and filter results.
+        batch_size: groups in a batch.
         n: rollouts in a group.
         factor: the ``over_sampling_factor``.
-        batches: how many.
-        concurrency: rollouts in the engine at once, all servers together; ``None`` for no limit.
-        speed: of one server.
-        servers: that share the rollouts.
+        batches: number of batches.
+        concurrency: most rollouts in the engine at once, on all servers together; ``None`` for no limit.
+        speed: speed of one server.
+        servers: number of servers.
     """
 
     async def play() -> SimulationResult:
@@ -227,7 +226,7 @@ async def _fill(
         sample.status, sample.reward = Status.COMPLETED, float(workload.passes(group))
         return [sample]
 
-    async def passes(samples: Sequence[Sample]) -> bool:  # async, so that no thread stands beside the virtual clock
+    async def passes(samples: Sequence[Sample]) -> bool:  # async: a thread would not follow the virtual clock
         return samples[0].reward == 1.0
 
     config = RolloutConfig(
@@ -248,5 +247,5 @@ async def _fill(
         seconds = tuple(end - start for start, end in itertools.pairwise(ends))
         started, kept = manager.accounting.taken, batches * batch_size
         return SimulationResult(
-            seconds, started, kept, engine.busy / max(ends[-1], 1e-9), engine.company / max(engine.busy, 1e-9)
+            seconds, started, kept, engine.busy / max(ends[-1], 1e-9), engine.squared_load / max(engine.busy, 1e-9)
         )

@@ -1,1 +1,1 @@
-"""Stored runs: the folder, the journal, and what reads, checks and rewrites them."""
+"""Stored runs: the folder and the journal; reading, checking, replaying, rescoring and exporting them."""

@@ -1,8 +1,8 @@
-"""A checksum inside a JSON text, so that whoever reads it later can tell whether it is what was written.
+"""A checksum inside a JSON text, with which a reader detects changed bits.
 
-Invariant: of a text that :func:`sealed` made, no bit can change without :func:`is_sound` saying so, or without the text
-being JSON no longer. The checksum is the last entry of the object, so that it covers every byte before it, and what
-reads JSON reads the text as before. This module knows no file.
+Invariant: if any bit of a text from :func:`sealed` changes, :func:`is_sound` returns False or the text is no longer
+JSON. The checksum is the last entry of the object, so it covers every byte before it, and the text remains valid JSON.
+This module knows no file.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import zlib
 __all__ = ["CHECKSUM", "is_sound", "sealed"]
 
 CHECKSUM = "crc32"
-"""The entry's name."""
+"""Name of the checksum entry."""
 
 _SEAL = re.compile(rb',(?:\n  )?"crc32": ?(\d{1,10})\n?\}\n\Z')
 _LONGEST = 48
-"""Bytes at the end of a text that hold its seal."""
+"""Bytes at the end of a text to search for the checksum."""
 
 
 def sealed(text: bytes) -> bytes:
-    """A JSON object with at least one entry, on one line or indented by two, with its checksum; ends a line."""
+    """Append the checksum and a newline to a JSON object with at least one entry, on one line or indented by two."""
     text = text.rstrip(b"\n")
     indented = text.endswith(b"\n}")
     body = text[: -2 if indented else -1]
@@ -30,7 +30,7 @@ def sealed(text: bytes) -> bytes:
 
 
 def is_sound(text: bytes) -> bool | None:
-    """Whether a text is as it was sealed; ``None`` if it has no checksum."""
+    """Whether a text matches its checksum; ``None`` if it has no checksum."""
     start = max(0, len(text) - _LONGEST)
     seal = _SEAL.search(text, start)
     if seal is None:

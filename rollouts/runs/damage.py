@@ -1,9 +1,8 @@
-"""Bits that changed in the files of a run since they were written, found by the checksums that they carry.
+"""Detection of changed bits in the files of a run, by their checksums.
 
 Invariant: one flipped bit anywhere in ``run.json``, in the files of samples and metrics, in the journal or in the
-recording is found, with the file and the record that it is in: the line, the row group and column of a Parquet file,
-the offset in a journal. Not covered: ``engine.log``, and runs that were written before their files carried checksums;
-that is said. This module knows no law of the house.
+recording is found and located: by line, by row group and column of a Parquet file, or by offset in a journal. Not
+covered: ``engine.log``, and runs whose files have no checksums (:func:`is_covered`). This module checks no law.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ _METRICS = "metrics.jsonl"
 
 
 def is_covered(info: Mapping[str, Any]) -> bool:
-    """Whether the run was written with checksums, by its ``run.json``. Either sign will do: one may be the damaged."""
+    """Whether ``run.json`` shows that the run has checksums. Either of two marks suffices, as one may be damaged."""
     return bool(info.get(CHECKED, CHECKSUM in info))
 
 
 def find_damage(run: Path, *, growing: bool = False) -> Iterator[tuple[str, str]]:
-    """Where something is no longer as it was written, and what is found there; of a run :func:`is_covered`.
+    """Yield ``(location, description)`` for each damaged record of a run that :func:`is_covered`.
+
+    The run's journal is not read: the caller reads it, and its reader checks every record.
 
     Args:
-        run: its folder.
-        growing: the run goes on or was killed: a last line without its end is being written.
-
-    The run's journal is left to whoever reads it anyway.
+        run: the run's folder.
+        growing: the run is active or was killed; an incomplete last line is no damage.
     """
     if not is_sound((run / "run.json").read_bytes()):
         yield str(run / "run.json"), "damaged (its checksum does not fit)"
     files = [file for _, file in run_files(run)]
     for file in [*files, *([_METRICS] if (run / _METRICS).is_file() else [])]:
         if file.endswith(".parquet"):
-            found = parquet.damage_in(run / file)
-            if found is not None:
-                yield str(run / file), found
+            damage = parquet.damage_in(run / file)
+            if damage is not None:
+                yield str(run / file), damage
         else:
             yield from _in_lines(run / file, growing=growing and not file.startswith("batches/"))
     if (run / RECORDING).is_dir():
@@ -62,5 +61,5 @@ def _in_lines(path: Path, *, growing: bool) -> Iterator[tuple[str, str]]:
                 return
             sound = is_sound(line)
             if not sound:
-                said = "damaged (its checksum does not fit)" if sound is False else "damaged (it has no checksum)"
-                yield f"{path}, line {number}", said
+                reason = "its checksum does not fit" if sound is False else "it has no checksum"
+                yield f"{path}, line {number}", f"damaged ({reason})"

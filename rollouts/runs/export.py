@@ -1,12 +1,12 @@
-"""A stored run as one file, or as a folder that Hugging Face's ``datasets`` loads.
+"""Export of a stored run to one file, or to a folder that Hugging Face's ``datasets`` loads.
 
     jsonl      one file, one sample a line
-    parquet    one file, token columns typed, everything free-form as JSON text
-    hf         a folder: data/train-00000.parquet, … and a README.md that says so; ``datasets.load_dataset(OUT)``
+    parquet    one file; token columns are typed, free-form columns are JSON text
+    hf         a folder: data/train-00000.parquet, … and a README.md that lists them; ``datasets.load_dataset(OUT)``
 
-Invariant: rows are read and written one after another, so the size of a run costs no memory; what is there at the end
-is whole, and where writing fails nothing is. A row is what the run stored (``run_folder.py``). Works on a run that goes
-on or was killed, as far as it has come. This module knows no trainer.
+Invariant: rows are streamed, so memory does not grow with the run. The output appears complete or not at all. A row is
+what the run stored (``folder.py``). An active or killed run is exported as far as it is stored. This module knows no
+trainer.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _SHARD_BYTES = 256 << 20
 def export_rows(
     run: str | Path, out: str | Path, kind: Kind, outcome: Which = "kept", *, shard_bytes: int = _SHARD_BYTES
 ) -> list[Path]:
-    """Write the samples of a run.
+    """Export the samples of a run.
 
     Args:
         run: the run's folder.
         out: the file, which is replaced; for ``hf`` the folder, which must be new or empty.
-        kind: how.
+        kind: the output format.
         outcome: which groups, as for :func:`rollouts.training.load_run`.
-        shard_bytes: a file of ``hf`` that is longer is followed by another.
+        shard_bytes: size at which ``hf`` starts the next file.
 
     Returns:
-        The files with samples.
+        The files that contain samples.
 
     Raises:
-        ConfigError: no run there, nothing of this outcome in it, a damaged file, a folder that is not empty, a place
-            among the files of a run, or no pyarrow.
-        RolloutsError: the disk does not take it.
+        ConfigError: ``run`` is no run, has no sample of this outcome or a damaged file; ``out`` is a folder that is not
+            empty or lies among the files of a run; or pyarrow is not installed.
+        RolloutsError: the disk refuses the write.
     """
     out = Path(out)
     check_outside(out, "OUT")
@@ -62,7 +62,7 @@ def export_rows(
     rows = itertools.chain([head], rows)
     if kind == "hf" and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError.of("OUT", str(out), "a folder that is new or empty")
-    with _appearing(out) as temporary:
+    with _replacing(out) as temporary:
         if kind == "jsonl":
             _write_lines(temporary, rows)
         elif kind == "parquet":
@@ -73,8 +73,8 @@ def export_rows(
 
 
 @contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """A place beside ``path`` to write to, which takes its name at the end, or is gone."""
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, renamed to ``path`` on success and removed on failure."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _write_lines(path: Path, rows: Iterator[Row]) -> None:
 
 
 def _write_parquet(path: Path, rows: Iterator[Row], most_bytes: int | None = None) -> int:
-    """Write rows until there are no more, or the file is long enough; how many."""
+    """Write rows until they end or the file has ``most_bytes``; returns their number."""
     count = 0
     with path.open("wb") as file:
         with parquet.RowWriter(file, to_json) as writer:
@@ -132,7 +132,7 @@ def _write_folder(path: Path, rows: Iterator[Row], run: Path, outcome: Which, sh
 
 def _card(run: Path, outcome: Which, count: int) -> str:
     info = read_info(run)
-    said = {name: info[name] for name in ("recipe", "seed", "status", "config", "versions") if name in info}
+    shown = {name: info[name] for name in ("recipe", "seed", "status", "config", "versions") if name in info}
     columns = ", ".join(f"`{name}`" for name in parquet.JSON_COLUMNS)
     return f"""---
 configs:
@@ -148,6 +148,6 @@ configs:
 {columns} are JSON texts.
 
 ```json
-{msgspec.json.format(to_json(said), indent=2).decode()}
+{msgspec.json.format(to_json(shown), indent=2).decode()}
 ```
 """

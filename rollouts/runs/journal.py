@@ -2,17 +2,15 @@
 
     journal/segment-000000.journal, segment-000001.journal, …     frames, one after another
     frame = magic 2s · kind u8 · version u8 · length u32 · sequence u64 · payload crc u32 · header crc u32 · payload
-    payload: see records.py
+    payload: see record_bytes.py
 
-Invariant: what :meth:`Journal.commit` returned for is with the operating system and will be read again, however this
-process ends; what :meth:`Journal.sync` returned for is on disk, and outlives the machine. A record that was being
-written when the writer died is recognised (it reaches past the end of the file) and cut; every other change, one
-flipped bit anywhere, a lost segment, a lost record, is a :class:`JournalError` that names file and offset, never a
-shorter journal.
+Invariant: when :meth:`Journal.commit` returns, the records are in the operating system's cache and survive this
+process; when :meth:`Journal.sync` returns, they are on disk and survive the machine. A record that was incomplete when
+the writer died reaches past the end of the file and is cut. Any other change (a flipped bit, a lost segment, a lost
+record) raises :class:`JournalError` with file and offset; it never yields a shorter journal.
 
-Columns are stored as they are held, 9 bytes a token. A commit copies what little there is into the system's cache,
-where that is much in a thread; a disk is waited for in threads only, once a batch. This module knows nothing of what
-records mean.
+Columns take 9 bytes a token. A commit writes up to 1 MiB on the event loop and more in a thread; only threads wait for
+the disk, once a batch. This module does not know what records mean.
 """
 
 from __future__ import annotations
@@ -40,48 +38,49 @@ from rollouts.runs.record_bytes import LENGTH, Columns, packed, unpacked
 __all__ = ["LOCK", "Columns", "Entry", "Journal", "Offset", "read_entry", "read_journal"]
 
 LOCK = "lock"
-"""The file in a journal's folder that its writer holds locked."""
+"""The file in a journal's folder that its writer locks."""
 
 _HEADER = struct.Struct("<2sBBIQII")
 _SIGNED = _HEADER.size - 4
 _MAGIC, _VERSION = b"rJ", 1
 _SEGMENT_BYTES = 64 << 20
 _ON_THE_LOOP = 1 << 20
-"""Bytes that a commit writes on the event loop; more go through a thread."""
+"""Most bytes that a commit writes on the event loop; more are written in a thread."""
 _KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed", "event")
-"""A kind is stored as its number here: add at the end only."""
+"""A kind is stored as its index here: append only."""
 
 
 @attrs.frozen(order=True)
 class Offset:
-    """Where a record stands."""
+    """Position of a record."""
 
     segment: int
     offset: int
+    """Bytes from the start of the segment."""
 
 
 @attrs.frozen(eq=False)
 class Entry:
-    """One record as it was read."""
+    """One record as read."""
 
     kind: str
     sequence: int
     fields: dict[str, Any]
     columns: Columns | None
-    place: Offset
+    offset: Offset
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
 class Journal:
-    """Appends to the journal in a folder; made where there is none, continued where there is one.
+    """The writer of a journal; creates the folder or continues the journal in it.
 
-    Only one process at a time may hold it. A torn tail is cut when it is opened.
+    Only one process at a time may open it. Opening cuts an incomplete last record.
 
     Args:
         path: the folder.
-        segment_bytes: a segment that is longer is followed by a new one.
+        segment_bytes: size from which the next flush starts a new segment.
 
     Raises:
         ConfigError: another process writes to it.
@@ -96,7 +95,7 @@ class Journal:
         self._appending = threading.Lock()
         self._writing = threading.Lock()
         self.syncs = 0
-        """How often the disk was waited for, to take a segment."""
+        """Number of fdatasync calls."""
         self._error: JournalError | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -121,7 +120,7 @@ class Journal:
         self.close()
 
     def append(self, kind: str, fields: Mapping[str, Any], columns: Columns | None = None) -> None:
-        """Add a record; it is written by the next :meth:`commit`. Copies what it is given.
+        """Queue a copy of a record; the next :meth:`commit` writes it.
 
         Raises:
             JournalError: an earlier record could not be written.
@@ -134,32 +133,32 @@ class Journal:
             self._waiting += len(record[1]) + len(record[2])
 
     async def commit(self) -> None:
-        """Write every record appended so far: from here on it outlives this process.
+        """Write every record appended so far; they then survive this process.
 
         Raises:
-            JournalError: it could not be written; nothing of the records since the last commit is there then.
+            JournalError: the write failed; then no record since the last commit is stored.
         """
         if self._waiting <= _ON_THE_LOOP:
             self.flush()
             return
-        with anyio.CancelScope(shield=True):  # a disk that is written to is waited for; what was asked is then done
+        with anyio.CancelScope(shield=True):  # a write that has begun cannot be cancelled
             await anyio.to_thread.run_sync(self.flush)
 
     async def sync(self) -> None:
-        """Commit, and wait until the disk has it: from here on it outlives the machine.
+        """Commit, and wait for the disk; the records then survive the machine.
 
         Raises:
-            JournalError: as :meth:`commit`; or the disk failed, and then nobody knows what it has.
+            JournalError: as :meth:`commit`; or the disk failed, and what it stored is unknown.
         """
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._sync)
 
     def flush(self) -> None:
-        """Write what was appended, in this thread.
+        """Write the queued records in this thread.
 
         Raises:
-            JournalError: the disk is full, read-only, or gone. The journal is cut back to the last commit, and closed
-                to further records.
+            JournalError: the disk is full, read-only, or gone. The journal is cut back to the last commit and accepts
+                no further records.
         """
         with self._writing:
             self._raise_if_broken()
@@ -193,7 +192,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """An error of the disk inside ends the journal."""
+        """Turn an OSError into the JournalError that every later call raises, too."""
         try:
             yield
         except OSError as error:
@@ -201,7 +200,7 @@ class Journal:
             raise self._error from error
 
     def close(self) -> None:
-        """Write what is left to the disk and let go of the folder."""
+        """Sync the remaining records and release the lock."""
         try:
             if self._error is None:
                 self._sync()
@@ -222,7 +221,7 @@ class Journal:
         self._open(self._segment + 1)
 
     def _open(self, number: int) -> None:
-        """Open a segment to append to it; a new one begins with a record that says which it is."""
+        """Open a segment to append to it; the first record of a new one contains its number."""
         self._segment = number
         self._file: io.FileIO = self._name().open("ab", buffering=0)
         if self._file.tell() == 0:
@@ -230,7 +229,7 @@ class Journal:
             self._sequence += 1
             folder = os.open(self.path, os.O_RDONLY)
             try:
-                os.fsync(folder)  # so that the name lasts, too
+                os.fsync(folder)  # stores the file's name
             finally:
                 os.close(folder)
         self._end = self._file.tell()
@@ -240,7 +239,7 @@ class Journal:
 
 
 def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> tuple[bytes, ...]:
-    """The parts of a record, to be written one after another."""
+    """The parts of a record, in the order in which they are written."""
     length = LENGTH.size + len(fields) + len(buffers)
     size = LENGTH.pack(len(fields))
     crc = zlib.crc32(buffers, zlib.crc32(fields, zlib.crc32(size)))
@@ -251,7 +250,7 @@ def _frame(kind: int, sequence: int, fields: bytes, buffers: bytes) -> tuple[byt
 def _locked(path: Path) -> int:
     lock = take_lock(path / LOCK)
     if lock is None:
-        raise ConfigError.of("journal", str(path), "one that no other process is writing to")
+        raise ConfigError.of("journal", str(path), "a journal that no other process is writing to")
     return lock
 
 
@@ -264,7 +263,7 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 def _cut_back(file: io.FileIO, end: int) -> None:
     try:
         os.ftruncate(file.fileno(), end)
-    except OSError:  # then the tail is torn, and is cut by whoever opens the journal next
+    except OSError:  # the incomplete record stays, and the next Journal cuts it
         return
 
 
@@ -272,7 +271,7 @@ def _cut_back(file: io.FileIO, end: int) -> None:
 
 
 def read_journal(path: str | Path) -> Iterator[Entry]:
-    """The records of a journal in order; stops before a torn tail. Holds one segment at a time.
+    """Yield the records of a journal in order, without an incomplete last one. One segment at a time is in memory.
 
     Raises:
         JournalError: a record is damaged or missing; the message names file and offset.
@@ -280,26 +279,26 @@ def read_journal(path: str | Path) -> Iterator[Entry]:
     yield from _Walk(Path(path))
 
 
-def read_entry(path: str | Path, place: Offset) -> Entry:
-    """The record at ``place``, checked again.
+def read_entry(path: str | Path, offset: Offset) -> Entry:
+    """Read and check the record at ``offset``.
 
     Raises:
-        JournalError: it is not there as it was written.
+        JournalError: the record is damaged or incomplete.
     """
-    name = _segment_path(Path(path), place.segment)
+    name = _segment_path(Path(path), offset.segment)
     with name.open("rb") as file:
-        file.seek(place.offset)
+        file.seek(offset.offset)
         header = file.read(_HEADER.size)
         length = _HEADER.unpack(header)[3] if len(header) == _HEADER.size else 0
         data = header + file.read(length)
-    parsed = _parse(data, 0, name, place.offset)
+    parsed = _parse(data, 0, name, offset.offset)
     if parsed is None:
-        raise JournalError(f"{name}, offset {place.offset}: the record ends early")
-    return attrs.evolve(parsed[0], place=place)
+        raise JournalError(f"{name}, offset {offset.offset}: the record ends early")
+    return attrs.evolve(parsed[0], offset=offset)
 
 
 class _Walk:
-    """Reads all segments; afterwards ``segment``, ``end`` and ``sequence`` say where the last good record ends."""
+    """Iterator over all segments; afterwards ``segment``, ``end`` and ``sequence`` are those after the last record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -321,7 +320,7 @@ class _Walk:
                         raise JournalError(f"{name}, offset {self.end}: the segment ends inside a record")
                     return
                 entry, stop = parsed
-                entry = attrs.evolve(entry, place=Offset(number, self.end))
+                entry = attrs.evolve(entry, offset=Offset(number, self.end))
                 first = self.end == 0
                 if entry.sequence != self.sequence or first != (entry.kind == "segment"):
                     raise JournalError(
@@ -338,7 +337,7 @@ class _Walk:
 
 
 def _recovered(path: Path) -> _Walk:
-    """Read everything and cut a torn tail off; where the last good record ends."""
+    """Read all records, cut an incomplete last one, and return the position after the last complete one."""
     walk = _Walk(path)
     for _ in walk:
         pass
@@ -351,10 +350,10 @@ def _recovered(path: Path) -> _Walk:
 
 
 def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int] | None:
-    """The record at ``start``, and where it ends; ``None`` if the data end inside it.
+    """Parse the record at ``start``; returns it and its end, or ``None`` if the data end inside it.
 
     Raises:
-        JournalError: it is damaged.
+        JournalError: the record is damaged.
     """
     left = len(data) - start
     if left < _HEADER.size:
@@ -362,7 +361,7 @@ def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int
     magic, kind, version, length, sequence, crc, header_crc = _HEADER.unpack_from(data, start)
     if zlib.crc32(data[start : start + _SIGNED]) != header_crc:
         if not any(data[start:]):
-            return None  # a file that was lengthened and never filled
+            return None  # the file was extended and never filled
         raise JournalError(f"{name}, offset {offset}: damaged (the header's checksum does not fit)")
     if (magic, version) != (_MAGIC, _VERSION) or kind >= len(_KINDS):
         raise JournalError(f"{name}, offset {offset}: a record of version {version}, kind {kind}; this is version 1")
@@ -375,7 +374,9 @@ def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int
     try:
         fields, columns = unpacked(payload)
     except (struct.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise JournalError(f"{name}, offset {offset}: the record is sound and makes no sense: {error}") from None
+        raise JournalError(
+            f"{name}, offset {offset}: the checksums fit, but the record cannot be decoded: {error}"
+        ) from None
     return Entry(_KINDS[kind], sequence, fields, columns, Offset(0, offset)), stop
 
 

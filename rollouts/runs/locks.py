@@ -1,7 +1,7 @@
-"""Locked files: one holder at a time, in this process and among all others.
+"""File locks: one holder at a time, within this process and across processes.
 
-Invariant: a lock ends with its holder, however that dies. A file that is locked is never removed by its holder, so that
-two processes cannot hold two files of one name.
+Invariant: the lock is released when its holder dies. The holder never removes the locked file; otherwise two processes
+could lock two files of the same name.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ __all__ = ["is_locked", "take_lock"]
 
 
 def take_lock(path: Path) -> int | None:
-    """Lock a file, which is made where it is not there.
+    """Lock a file; creates it if it is missing.
 
     Returns:
-        A descriptor, which holds the lock until it is closed; ``None`` where another one holds it.
+        A descriptor that keeps the lock until it is closed; ``None`` if another holder has the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return descriptor if _locked(descriptor, fcntl.LOCK_EX) else None
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the lock of a file is held; nothing is written."""
+    """Whether a file is locked; writes nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -36,7 +36,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _locked(descriptor: int, how: int) -> bool:
-    """Whether the lock was free; a descriptor that does not get it is closed."""
+    """Try to lock without waiting; returns whether it succeeded, and closes the descriptor if not."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except OSError as error:

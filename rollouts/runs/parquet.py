@@ -1,9 +1,8 @@
-"""Stored samples as Parquet: token columns typed, everything free-form as JSON text.
+"""Stored samples as Parquet: token columns are typed, free-form columns are JSON text.
 
-Invariant: :func:`read` gives back the rows that were written, as JSON would: float32 logprobs bit for bit. A file is
-written and read a few rows at a time, so its size costs no memory. Every page has its checksum, and what :func:`encode`
-made has one of the whole file, in the footer. Needs pyarrow (extra ``parquet``), which is imported
-when a file is written or read, not before.
+Invariant: :func:`read` yields the rows as written; float32 logprobs are equal bit for bit. Files are written and read a
+few rows at a time, so memory does not grow with their size. Every page has a checksum, and a file from :func:`encode`
+has one of the whole file in its footer. Needs pyarrow (extra ``parquet``), imported at the first write or read.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from rollouts.errors import ConfigError
 __all__ = ["JSON_COLUMNS", "RowWriter", "available", "damage_in", "encode", "group_indices", "read", "read_some"]
 
 JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
-"""Columns whose content has no fixed shape; each holds one JSON text."""
+"""Columns without a fixed schema; each value is one JSON text."""
 
 _ROWS_AT_ONCE = 512
 _TOKENS_AT_ONCE = 1 << 16
-"""What makes a row group full: a reader holds one of them."""
+"""Limits of a row group; a reader has one row group in memory."""
 
 _SEAL = b"rollouts-crc32:"
 _UNSEALED = b"00000000"
-"""Stands in the footer after :data:`_SEAL` until the checksum of the file, with this in it, takes its place."""
+"""Placeholder after :data:`_SEAL` in the footer; the checksum of the file, computed with it, replaces it."""
 
 
 def available() -> bool:
-    """Is pyarrow installed?"""
+    """Whether pyarrow is installed."""
     return importlib.util.find_spec("pyarrow") is not None
 
 
 class RowWriter:
-    """Writes stored samples one after another to an open file (zstd).
+    """Streaming writer of stored samples to an open file (zstd).
 
     Args:
-        file: where to; it is not closed.
-        to_json: writes the free-form columns.
-        notes: for the footer.
+        file: the open file; it is not closed.
+        to_json: encodes the free-form columns.
+        notes: key-value metadata of the footer.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -96,7 +95,7 @@ class RowWriter:
 
 
 def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msgspec.json.encode) -> bytes:
-    """A Parquet file of stored samples.
+    """Encode stored samples as a Parquet file with a checksum of the whole file.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -112,7 +111,7 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
 
 
 def _sealed_at(data: bytes | mmap.mmap) -> tuple[int, int]:
-    """Where the checksum of a file stands, -1 if nowhere; and what it should be."""
+    """Offset of the file's checksum, -1 if it has none; and the expected checksum."""
     start = data.rfind(_SEAL) + len(_SEAL)
     if start < len(_SEAL):
         return -1, 0
@@ -122,7 +121,7 @@ def _sealed_at(data: bytes | mmap.mmap) -> tuple[int, int]:
 
 
 def damage_in(path: Path) -> str | None:
-    """What is no longer as :func:`encode` made it, and where; ``None`` if nothing is.
+    """Describe the damage in a file from :func:`encode` and its location; ``None`` if there is none.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -156,7 +155,7 @@ def _opened(path: Path) -> Any:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file one after another.
+    """Yield the rows of a file.
 
     Raises:
         ConfigError: pyarrow is not installed, or the file is damaged.
@@ -165,7 +164,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_some(path: Path, start: int, count: int) -> list[dict[str, Any]]:
-    """So many rows from one on, counted from 0, without reading the file up to there.
+    """Read ``count`` rows from row ``start`` (from 0); only their row groups are read.
 
     Raises:
         ConfigError: as :func:`read`.
@@ -184,18 +183,18 @@ def read_some(path: Path, start: int, count: int) -> list[dict[str, Any]]:
 
 
 def group_indices(path: Path) -> list[int]:
-    """The group of each row, without reading anything else.
+    """The group index of each row; only this column is read.
 
     Raises:
         ConfigError: as :func:`read`.
     """
-    with _damage_told(path), _opened(path) as file:
+    with _reporting_damage(path), _opened(path) as file:
         groups: list[int] = file.read(columns=["group_index"]).column(0).to_pylist()
     return groups
 
 
 def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str, Any]]:
-    with _damage_told(path), _opened(path) as file:
+    with _reporting_damage(path), _opened(path) as file:
         for table in tables(file):
             for row in table.to_pylist():
                 row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
@@ -204,7 +203,7 @@ def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[s
 
 
 @contextlib.contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def _reporting_damage(path: Path) -> Iterator[None]:
     pyarrow, _ = _pyarrow()
     try:
         yield

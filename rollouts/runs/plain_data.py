@@ -1,7 +1,7 @@
-"""Any value as plain data: what JSON and MessagePack can hold.
+"""Conversion of any value to data that JSON and MessagePack can represent.
 
-Invariant: a user's metadata may hold anything, and it never costs a finished sample: what has no plain form is written
-as its ``repr``. This module knows no file.
+Invariant: encoding never fails on a user's metadata; a value without a plain form is written as its ``repr``. This
+module knows no file.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["to_json", "to_msgpack"]
 
 
 def to_json(value: Any) -> bytes:
-    """The value as JSON."""
+    """Encode a value as JSON."""
     return _encoded(msgspec.json.encode, value)
 
 
 def to_msgpack(value: Any) -> bytes:
-    """The value as MessagePack."""
+    """Encode a value as MessagePack."""
     return _encoded(msgspec.msgpack.encode, value)
 
 
@@ -36,7 +36,7 @@ def _foreign(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON types only: keys as text, lone surrogates replaced, integers that fit 64 bits."""
+    """Convert to JSON types: keys as text, lone surrogates replaced, integers beyond 64 bits as text."""
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""The samples of a stored run, read when they are asked for.
+"""Lazy reader of the samples of a stored run.
 
-Invariant: memory holds one sample or one group at a time, and a few numbers for each group: where it begins. What is
-read is what the files said when it was read; the list of groups is that of the first look. Works on a run that goes on,
-was killed, or is finished: what only the journal has is read from there. This module writes nothing.
+Invariant: memory contains one sample or one group at a time, and the offset of each group. Samples are read from disk
+at each access; the list of groups is read once, at first use. A run may be active, killed, or finished; groups that
+only the journal has are read from there. This module writes nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = ["StoredSamples", "load_run"]
 
 @attrs.frozen
 class _Span:
-    """Rows of one group that stand behind each other in one file."""
+    """Consecutive rows of one group in one file."""
 
-    place: StoredOutcome
+    outcome: StoredOutcome
     file: str
     group_index: int
     first: int
-    """The first of them, counted from 0."""
+    """Number of the first row, from 0."""
     offset: int
-    """Where it begins, in bytes; of use in a file of lines."""
+    """Byte offset of the first row in a JSONL file; else 0."""
     rows: int
 
 
@@ -57,23 +57,23 @@ class _Head(msgspec.Struct):
 class StoredSamples(Sequence[Sample]):
     """The samples of a run in the order of its files: ``for sample in run``, ``run[5]``, ``run[-8:]``, ``len(run)``.
 
-    Every access reads from disk; ``list(run)`` holds them all.
+    Every access reads from disk; ``list(run)`` loads all samples into memory.
 
     Args:
         path: the run's folder.
-        outcome: ``"kept"`` (what is in batches, in their order), ``"dropped"``, ``"failed"``, ``"unbatched"`` or
-            ``"all"``.
+        outcome: ``"kept"`` (the batches, in order), ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
 
     Raises:
-        ConfigError: no run there, or an unknown outcome; later, a corrupted line: the message names file and line.
+        ConfigError: ``path`` is no run, or the outcome is unknown. Access to a corrupted line raises it with file and
+            line.
     """
 
     def __init__(self, path: str | Path, outcome: Which = "kept") -> None:
         self.path = Path(path)
         self.outcome = outcome
         self.info = read_info(path)
-        """What ``run.json`` says: recipe, config, versions, status, accounting."""
-        read_rows(path, outcome)  # says at once what is wrong
+        """The content of ``run.json``: recipe, config, versions, status, accounting."""
+        read_rows(path, outcome)  # checks the arguments now, not at the first access
         self._known: list[_Span] | None = None
         self._history: RunHistory | None = None
         self._last: tuple[_Span, list[Row]] | None = None
@@ -108,14 +108,14 @@ class StoredSamples(Sequence[Sample]):
 
     @property
     def group_indices(self) -> list[int]:
-        """The groups, in the order in which they stand."""
+        """The group indices in file order."""
         return list(dict.fromkeys(span.group_index for span in self._spans()))
 
     def group(self, group_index: int) -> list[Sample]:
         """The samples of one group.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: there is no such group.
         """
         spans = [span for span in self._spans() if span.group_index == group_index]
         if not spans:
@@ -123,22 +123,22 @@ class StoredSamples(Sequence[Sample]):
         return [row.sample() for span in spans for row in self._read(span)]
 
     def groups(self) -> Iterator[list[Sample]]:
-        """One group after another."""
+        """Yield the samples of each group, in file order."""
         for _, samples in itertools.groupby(self, lambda sample: sample.group_index):
             yield list(samples)
 
     def _spans(self) -> list[_Span]:
-        """Where each group stands; found once, by reading the files through."""
+        """The span of each group, found once by one pass through the files."""
         if self._known is None:
-            self._known = list(self._found())
+            self._known = list(self._find_spans())
         return self._known
 
-    def _found(self) -> Iterator[_Span]:
+    def _find_spans(self) -> Iterator[_Span]:
         growing = is_growing(self.path)
         files = run_files(self.path)
-        for place, file in files:
-            if self.outcome in ("all", place):
-                yield from _spans_of(self.path, place, file, growing=growing)
+        for outcome, file in files:
+            if self.outcome in ("all", outcome):
+                yield from _spans_of(self.path, outcome, file, growing=growing)
         if growing and self.outcome in ("all", "unbatched"):
             self._history, waiting = read_waiting(self.path, files)
             for number in waiting:
@@ -149,31 +149,31 @@ class StoredSamples(Sequence[Sample]):
         if self._last is not None and self._last[0] is span:
             return self._last[1]
         if span.file == JOURNAL:
-            assert self._history is not None, "what found the span has read the journal"
+            assert self._history is not None, "_find_spans read the journal"
             rows = list(journal_rows(self.path, self._history, span.group_index))
         elif span.file.endswith(".parquet"):
-            found = parquet.read_some(self.path / span.file, span.first, span.rows)
+            stored = parquet.read_some(self.path / span.file, span.first, span.rows)
             first = span.first + 1
-            rows = [Row(self.path, span.file, number, span.place, data) for number, data in enumerate(found, first)]
+            rows = [Row(self.path, span.file, number, span.outcome, data) for number, data in enumerate(stored, first)]
         else:
-            lines = read_file(self.path, span.place, span.file, offset=span.offset, first=span.first + 1)
+            lines = read_file(self.path, span.outcome, span.file, offset=span.offset, first=span.first + 1)
             rows = list(itertools.islice(lines, span.rows))
         self._last = (span, rows)
         return rows
 
 
 def load_run(path: str | Path, outcome: Which = "kept") -> StoredSamples:
-    """The samples of a run, read when they are asked for; as :class:`StoredSamples`."""
+    """Open the samples of a stored run; see :class:`StoredSamples`."""
     return StoredSamples(path, outcome)
 
 
-def _spans_of(run: Path, place: StoredOutcome, file: str, *, growing: bool) -> Iterator[_Span]:
-    """Where each group of a file begins."""
+def _spans_of(run: Path, outcome: StoredOutcome, file: str, *, growing: bool) -> Iterator[_Span]:
+    """Yield the span of each group in a file."""
     heads = _heads_of_parquet(run / file) if file.endswith(".parquet") else _heads_of_lines(run / file, growing=growing)
     first = 0
     for number, members in itertools.groupby(heads, lambda head: head[0]):
         offsets = [offset for _, offset in members]
-        yield _Span(place, file, number, first, offsets[0], len(offsets))
+        yield _Span(outcome, file, number, first, offsets[0], len(offsets))
         first += len(offsets)
 
 
@@ -182,7 +182,7 @@ def _heads_of_parquet(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _heads_of_lines(path: Path, *, growing: bool) -> Iterator[tuple[int, int]]:
-    """The group of each line, and where the line begins."""
+    """Yield the group index and byte offset of each line."""
     offset = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):

@@ -1,9 +1,9 @@
-"""Records as bytes: plain fields, and per-token columns as they are held, 9 bytes a token.
+"""Binary encoding of records: fields as MessagePack, per-token columns as raw arrays (9 bytes a token).
 
     payload = length u32 · MessagePack fields · tokens int32[n] · mask uint8[n] · logprobs float32[n]   (little-endian)
 
-Invariant: columns come back bit for bit; fields come back as plain data. The journal writes records to disk, workers
-send them to the process that they work for. This module knows neither.
+Invariant: columns are decoded bit for bit, fields as plain data. The journal stores records on disk; workers send them
+to their parent process. This module knows neither.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LENGTH = struct.Struct("<I")
 
 @attrs.frozen(eq=False)
 class Columns:
-    """The per-token columns of a record; all of one length."""
+    """The per-token columns of a record, all of shape ``[n]``."""
 
     tokens: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32] | None
 
     @classmethod
-    def of(cls, held: Sample | Turn) -> Columns:
-        """Those of a sample or a turn."""
-        if isinstance(held, Turn):
-            return cls(held.tokens, held.mask, held.logprobs)
-        return cls(*held.columns)
+    def of(cls, record: Sample | Turn) -> Columns:
+        """The columns of a sample or a turn."""
+        if isinstance(record, Turn):
+            return cls(record.tokens, record.mask, record.logprobs)
+        return cls(*record.columns)
 
     def to_bytes(self) -> bytes:
         parts = [np.ascontiguousarray(self.tokens, "<i4").data, np.ascontiguousarray(self.mask, np.bool_).data]
@@ -49,7 +49,7 @@ class Columns:
 
 
 def packed(fields: Mapping[str, Any], columns: Columns | None) -> tuple[bytes, bytes]:
-    """Fields and columns of a record; a payload is the length of the first, the first, and the second."""
+    """Encode fields and columns; a payload is the length of the fields, the fields, and the columns."""
     if columns is None:
         return to_msgpack(fields), b""
     shape = [len(columns.tokens), columns.logprobs is not None]
@@ -57,7 +57,7 @@ def packed(fields: Mapping[str, Any], columns: Columns | None) -> tuple[bytes, b
 
 
 def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
-    """Read a payload; the columns are copies."""
+    """Decode a payload; the columns are copies."""
     (size,) = LENGTH.unpack_from(payload)
     fields = msgspec.msgpack.decode(payload[LENGTH.size : LENGTH.size + size], type=dict[str, Any])
     shape = fields.pop("columns", None)
@@ -72,12 +72,12 @@ def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
 
 
 def sample_of(fields: Mapping[str, Any], columns: Columns) -> Sample:
-    """A sample of what :meth:`Sample.fields_to_dict` gave, and its columns."""
-    held = {"tokens": columns.tokens, "loss_mask": columns.mask, "rollout_log_probs": columns.logprobs}
-    return Sample.from_dict({**fields, **held})
+    """Build a sample from the fields of :meth:`Sample.fields_to_dict` and its columns."""
+    arrays = {"tokens": columns.tokens, "loss_mask": columns.mask, "rollout_log_probs": columns.logprobs}
+    return Sample.from_dict({**fields, **arrays})
 
 
 def turn_of(fields: Mapping[str, Any], columns: Columns) -> Turn:
-    """A turn of its ``number`` and its fields under ``turn``, and its columns."""
+    """Build a turn from its ``number``, its fields under ``turn``, and its columns."""
     assert columns.logprobs is not None, "a turn has logprobs"
     return Turn(fields["number"], columns.tokens, columns.mask, columns.logprobs, with_current_names(fields["turn"]))

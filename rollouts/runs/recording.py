@@ -1,11 +1,10 @@
-"""What rollouts were told from outside, kept: replies of the server, answers of environments; and told again.
+"""Recording and replay of a rollout's external inputs: server replies and environment results.
 
-Invariant: whoever plays a rollout again on its tape is told what it was told when it was recorded, in that order; where
-it asks for something else, :class:`ReplayDiverged` says what and where. A reply is on disk before the turn that it
-belongs to is.
+Invariant: a replayed rollout receives the recorded inputs in the recorded order; a request that differs from the
+recorded one raises :class:`ReplayDiverged`. A reply is on disk before its turn is.
 
-A tape holds the last attempt at a rollout. Where that went on from a snapshot in another process, it holds what both
-were told. Rollouts that play several episodes at once cannot be told apart on a tape. This module plays nothing.
+A tape contains the last attempt at a rollout; if that attempt resumed from a snapshot in another process, the inputs of
+both processes. Episodes that one rollout plays concurrently cannot be separated on its tape. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -50,44 +49,44 @@ _ERRORS = {kind.__name__: kind for kind in (ContextOverflow, EndpointUnavailable
 
 
 @attrs.frozen
-class _Microphone:
-    """Writes what one attempt at a rollout is told."""
+class _AttemptRecorder:
+    """Appends the events of one attempt at a rollout to the recording."""
 
     journal: Journal
     index: int | None
 
-    def take_down(self, what: str, columns: Columns | None = None, **fields: Any) -> None:
+    def record(self, what: str, columns: Columns | None = None, **fields: Any) -> None:
         self.journal.append("event", {"index": self.index, "what": what, **fields}, columns)
 
 
-_MICROPHONE: contextvars.ContextVar[_Microphone | None] = contextvars.ContextVar("rollouts_microphone", default=None)
+_RECORDER: contextvars.ContextVar[_AttemptRecorder | None] = contextvars.ContextVar("rollouts_recorder", default=None)
 
 
 def recorded(
     generate_fn: GenerateFn, journal: Journal, environment_cls: EnvironmentFactory, policy: Policy
 ) -> GenerateFn:
-    """The generate function, with everything that its rollouts are told written to a journal.
+    """Wrap a generate function to record the external inputs of its rollouts in a journal.
 
     Args:
         generate_fn: takes ``environment_cls`` and ``policy``, as :func:`generate_rollout_batch` does.
-        journal: where to; not the run's own.
-        environment_cls: what it makes environments with.
-        policy: what it asks.
+        journal: the recording's journal, not the run's.
+        environment_cls: creates the environments.
+        policy: the policy to record.
 
     Raises:
-        ConfigError: it takes neither.
+        ConfigError: as :func:`check_recordable`.
     """
     inner = _with_both(generate_fn, _Named(environment_cls, _recording_environment), _RecordingPolicy(policy))
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
-        microphone = _Microphone(journal, prompt.index)
-        microphone.take_down("begin")
-        token = _MICROPHONE.set(microphone)
+        recorder = _AttemptRecorder(journal, prompt.index)
+        recorder.record("begin")
+        token = _RECORDER.set(recorder)
         try:
             samples = await inner(prompts)
         finally:
-            _MICROPHONE.reset(token)
+            _RECORDER.reset(token)
         await journal.commit()
         return samples
 
@@ -96,15 +95,15 @@ def recorded(
 
 
 def check_recordable(generate_fn: Any) -> None:
-    """See that a generate function takes what it is to be given.
+    """Check that a generate function takes ``environment_cls`` and ``policy``.
 
     Raises:
-        ConfigError: it takes no ``environment_cls`` or no ``policy``.
+        ConfigError: it lacks one of these parameters.
     """
     parameters = inspect.signature(generate_fn).parameters
     free = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     if not free and not {"environment_cls", "policy"} <= parameters.keys():
-        expected = "a generate function that takes environment_cls and policy, so that both can be heard"
+        expected = "a generate function that takes environment_cls and policy, so that both can be recorded"
         raise ConfigError.of("RolloutConfig.generate_fn", function_name(generate_fn), expected)
 
 
@@ -119,7 +118,7 @@ def _with_both(generate_fn: Any, environment_cls: Any, policy: Policy) -> Genera
 
 
 class _Named:
-    """Makes environments, under the name of the class that they stand for."""
+    """Environment factory with the name of the class that it wraps."""
 
     def __init__(self, environment_cls: EnvironmentFactory, make: Callable[[EnvironmentFactory], Environment]) -> None:
         self.__name__ = function_name(environment_cls)
@@ -132,18 +131,18 @@ class _Named:
 
 def _recording_environment(environment_cls: EnvironmentFactory) -> Environment:
     environment = environment_cls()
-    microphone = _MICROPHONE.get()
-    if microphone is None:
+    recorder = _RECORDER.get()
+    if recorder is None:
         return environment
     kind = _RecordingResumable if is_resumable(environment) else _RecordingEnvironment
-    return kind(environment, function_name(environment_cls), microphone)
+    return kind(environment, function_name(environment_cls), recorder)
 
 
 class _RecordingEnvironment:
-    def __init__(self, inner: Any, name: str, microphone: _Microphone) -> None:
+    def __init__(self, inner: Any, name: str, recorder: _AttemptRecorder) -> None:
         self._inner = inner
         self._name = name
-        self._microphone = microphone
+        self._recorder = recorder
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -151,42 +150,42 @@ class _RecordingEnvironment:
         return tools
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        messages = as_messages(await self._ask("start", prompt))
-        self._take_down("start", messages=[message_to_dict(message) for message in messages])
+        messages = as_messages(await self._call("start", prompt))
+        self._record("start", messages=[message_to_dict(message) for message in messages])
         return messages
 
     async def step(self, reply: Message) -> StepResult:
-        answer: StepResult = await self._ask("step", reply)
-        if isinstance(answer, StepResult):
-            told = {"done": answer.done, "reward": answer.reward, "metrics": dict(answer.metrics)}
-            messages = [message_to_dict(message) for message in answer.messages]
-            self._take_down("step", reply=_checksum(reply), messages=messages, **told)
-        return answer
+        result: StepResult = await self._call("step", reply)
+        if isinstance(result, StepResult):
+            fields = {"done": result.done, "reward": result.reward, "metrics": dict(result.metrics)}
+            messages = [message_to_dict(message) for message in result.messages]
+            self._record("step", reply=_checksum(reply), messages=messages, **fields)
+        return result
 
     async def close(self) -> None:
         try:
-            await self._ask("close")
+            await self._call("close")
         except BaseException as error:
-            self._take_down("close", error=f"{type(error).__name__}: {error}")
+            self._record("close", error=f"{type(error).__name__}: {error}")
             raise
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         return await call_foreign(
             EnvironmentFailure, f"{self._name}.{method}", getattr(self._inner, method), *arguments
         )
 
-    def _take_down(self, what: str, **fields: Any) -> None:
-        self._microphone.take_down(what, tools=[attrs.asdict(tool) for tool in self.tools], **fields)
+    def _record(self, what: str, **fields: Any) -> None:
+        self._recorder.record(what, tools=[attrs.asdict(tool) for tool in self.tools], **fields)
 
 
 class _RecordingResumable(_RecordingEnvironment):
     async def snapshot(self) -> Any:
-        await self._microphone.journal.commit()  # the turn is about to be kept
-        return await self._ask("snapshot")
+        await self._recorder.journal.commit()  # the turn is about to be stored
+        return await self._call("snapshot")
 
     async def restore(self, prompt: Prompt, snapshot: Any) -> None:
-        await self._ask("restore", prompt, snapshot)
-        self._take_down("restore")
+        await self._call("restore", prompt, snapshot)
+        self._record("restore")
 
 
 class _RecordingPolicy:
@@ -199,20 +198,20 @@ class _RecordingPolicy:
     async def complete(
         self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
-        microphone = _MICROPHONE.get()
-        asked: dict[str, Any] = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
+        recorder = _RECORDER.get()
+        request: dict[str, Any] = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
         try:
             reply = await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session)
         except EndpointError as error:
-            if microphone is not None:
+            if recorder is not None:
                 kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-                microphone.take_down("complete", error=[kind, str(error)], **asked)
+                recorder.record("complete", error=[kind, str(error)], **request)
             raise
-        if microphone is not None:
+        if recorder is not None:
             columns = Columns(reply.tokens, np.ones(len(reply.tokens), np.bool_), reply.logprobs)
             versions = [[span.version, span.start, span.stop] for span in reply.versions]
-            told = {name: getattr(reply, name) for name in _TOLD}
-            microphone.take_down("complete", columns, versions=versions, told=told, **asked)
+            fields = {_REPLY: {name: getattr(reply, name) for name in _REPLY_FIELDS}}
+            recorder.record("complete", columns, versions=versions, **fields, **request)
         return reply
 
     async def describe(self) -> ServerInfo:
@@ -222,7 +221,8 @@ class _RecordingPolicy:
         await self.inner.aclose()
 
 
-_TOLD = ("finish_reason", "prompt_tokens", "prompt_digest", "request_id", "cached_tokens", "seconds")
+_REPLY = "told"  # a stored name
+_REPLY_FIELDS = ("finish_reason", "prompt_tokens", "prompt_digest", "request_id", "cached_tokens", "seconds")
 
 
 def _checksum(reply: Message) -> int:
@@ -234,14 +234,14 @@ def _checksum(reply: Message) -> int:
 
 @attrs.frozen
 class _Event:
-    place: Offset
+    offset: Offset
     what: str
     prompt: int
-    """Length of the prompt of a completion."""
+    """Prompt length of a completion, in tokens; else 0."""
 
 
 class Recording:
-    """The tapes of a run.
+    """The recording of a run: one tape a rollout.
 
     Raises:
         ConfigError: the run was not recorded.
@@ -251,7 +251,7 @@ class Recording:
     def __init__(self, run: str | Path) -> None:
         self.path = Path(run) / RECORDING
         if not self.path.is_dir():
-            raise ConfigError.of("run", str(run), "one that was recorded: rollouts run --record")
+            raise ConfigError.of("run", str(run), "a recorded run: rollouts run --record")
         self._events: dict[int, list[_Event]] = {}
         begun: set[int] = set()
         restored: set[int] = set()
@@ -262,8 +262,8 @@ class Recording:
             elif what == "restore":
                 begun.discard(index)
                 restored.add(index)
-                told = self._events.get(index, [])
-                told[:] = [event for event in told if event.what != "close"]  # of the world that died
+                events = self._events.get(index, [])
+                events[:] = [event for event in events if event.what != "close"]  # of the environment that was lost
             else:
                 length = entry.fields["prompt"][0] if what == "complete" else 0
                 if index in begun:
@@ -273,19 +273,19 @@ class Recording:
                 events = self._events.setdefault(index, [])
                 if what == "complete" and index in restored:
                     restored.discard(index)
-                    _cut_behind(events, length)
-                events.append(_Event(entry.place, what, length))
+                    _drop_from(events, length)
+                events.append(_Event(entry.offset, what, length))
 
     def __repr__(self) -> str:
         return f"<Recording {self.path}: {len(self._events)} rollouts>"
 
     def tape(self, index: int) -> Tape:
-        """What the rollout of this index was told."""
-        return Tape(index, (read_entry(self.path, event.place) for event in self._events.get(index, ())))
+        """The tape of the rollout with this index."""
+        return Tape(index, (read_entry(self.path, event.offset) for event in self._events.get(index, ())))
 
 
-def _cut_behind(events: list[_Event], length: int) -> None:
-    """Drop what a process was told that died before its turn was kept: the next asked again for that reply."""
+def _drop_from(events: list[_Event], length: int) -> None:
+    """Drop events of a process that died before it stored their turn: its successor requested the reply again."""
     for number, event in enumerate(events):
         if event.what == "complete" and event.prompt >= length:
             del events[number:]
@@ -293,10 +293,10 @@ def _cut_behind(events: list[_Event], length: int) -> None:
 
 
 class Tape:
-    """Tells one rollout again what it was told.
+    """The recorded events of one rollout, read in order during its replay.
 
     Attributes:
-        diverged: where the rollout first asked for something else.
+        diverged: the first request that differs from the recorded one.
     """
 
     def __init__(self, index: int | None, entries: Iterator[Entry]) -> None:
@@ -314,32 +314,36 @@ class Tape:
         return "nothing" if self._next is None else str(self._next.fields["what"])
 
     def tools(self) -> tuple[Tool, ...]:
-        """The tools of the environment that is made next."""
+        """The tools of the next environment."""
         fields = {} if self._next is None else self._next.fields
         return tuple(Tool(**tool) for tool in fields.get("tools", ()))
 
     def take(self, what: str) -> Entry:
-        """The next thing told, which must be an answer to this."""
+        """Return the next event and advance.
+
+        Raises:
+            ReplayDiverged: the next event is not ``what``.
+        """
         entry = self._next
         if entry is None or self._what != what:
-            raise self.divergence(f"asked for {what}; expected {self._what}, which is what was recorded next")
+            raise self.divergence(f"got a request for {what}; expected {self._what}, the next recorded event")
         self._next = next(self._entries, None)
         self._taken += 1
         return entry
 
     def check(self) -> None:
-        """Raise where the rollout asked for something else, or ended before its tape."""
+        """Raise ReplayDiverged if a request differed, or if events are left."""
         if self.diverged is None and self._next is not None:
-            self.divergence(f"the rollout ended; expected {self._what}, which is what was recorded next")
+            self.divergence(f"the rollout ended; expected {self._what}, the next recorded event")
         if self.diverged is not None:
             raise self.diverged
 
     def close(self) -> str | None:
-        """What closing the environment raised."""
+        """The recorded error of closing the environment, if any."""
         return str(self.take("close").fields["error"]) if self._what == "close" else None
 
     def divergence(self, text: str) -> ReplayDiverged:
-        """Remember the first place that differs."""
+        """Create an error for the current event; the first one is stored in :attr:`diverged`."""
         error = ReplayDiverged(f"rollout {self.index}, event {self._taken}: {text}")
         self.diverged = self.diverged or error
         return error
@@ -354,13 +358,13 @@ def replayed_from(
     environment_cls: EnvironmentFactory,
     server: Mapping[str, Any],
 ) -> GenerateFn:
-    """The generate function, with its rollouts told what is on their tapes; no server and no environment is asked.
+    """Wrap a generate function to replay its rollouts from their tapes, without a server and without environments.
 
     Args:
         generate_fn: as for :func:`recorded`.
-        tapes: gives the tape of a rollout by its index.
-        environment_cls: named in messages only.
-        server: what it said of itself: the fields of :class:`ServerInfo`.
+        tapes: returns the tape of a rollout by its index.
+        environment_cls: used for its name in messages.
+        server: the recorded fields of :class:`ServerInfo`.
 
     Raises:
         ConfigError: as :func:`recorded`.
@@ -391,7 +395,7 @@ class _ReplayedEnvironment:
     async def step(self, reply: Message) -> StepResult:
         fields = self._tape.take("step").fields
         if fields["reply"] != _checksum(reply):
-            raise self._tape.divergence(f"the environment is given {reply!r}; expected the reply that was recorded")
+            raise self._tape.divergence(f"the environment receives {reply!r}; expected the recorded reply")
         messages = [message_from_dict(message) for message in fields["messages"]]
         return StepResult(messages, fields["done"], fields["reward"], fields["metrics"])
 
@@ -412,18 +416,18 @@ class _ReplayedPolicy:
         tape = _TAPE.get()
         entry = tape.take("complete")
         fields = entry.fields
-        asked = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
-        for name, value in asked.items():
+        request = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
+        for name, value in request.items():
             if fields[name] != value:
-                told = "length and checksum of the prompt" if name == "prompt" else "tokens that the reply may have"
-                raise tape.divergence(f"{told}: got {value}; expected {fields[name]}, as recorded")
+                label = "length and checksum of the prompt" if name == "prompt" else "max_new_tokens"
+                raise tape.divergence(f"{label}: got {value}; expected {fields[name]}, as recorded")
         if "error" in fields:
             kind, text = fields["error"]
             raise _ERRORS[kind](text)
         assert entry.columns is not None, "a completion has columns"
         assert entry.columns.logprobs is not None
         versions = [VersionSpan(*span) for span in fields["versions"]]
-        return Completion(entry.columns.tokens, entry.columns.logprobs, versions=versions, **fields["told"])
+        return Completion(entry.columns.tokens, entry.columns.logprobs, versions=versions, **fields[_REPLY])
 
     async def describe(self) -> ServerInfo:
         return self._info

@@ -1,8 +1,8 @@
-"""A recorded run played again, without a server and without its environments.
+"""Replay of a recorded run without a server and without its environments.
 
-Invariant: every sample that comes back is equal to the stored one in every field, token for token and bit for bit, or
-the first place that differs is an error. What a clock or the fate of the process counted (``CIRCUMSTANCES``) is taken
-from the store. Groups that failed are left out: a failure is told by its traceback, which is that of its time.
+Invariant: every replayed sample equals the stored one in every field, bit for bit; otherwise the first difference is
+raised. Metrics that depend on the clock or on restarts (``CIRCUMSTANCES``) are copied from the stored sample. Groups
+with a failure are skipped: a failure contains its traceback, which a replay cannot reproduce.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CIRCUMSTANCES = (
     "unfit_turns_at_resume",
     "snapshot_failures",
 )
-"""Metrics that are none of the rollout's own."""
+"""Metrics that depend on the clock or on restarts, not on the rollout."""
 
 
 @attrs.frozen
 class Replayed:
-    """What was played again and found equal."""
+    """Counts of the groups and samples that were replayed and are equal."""
 
     groups: int
     samples: int
@@ -52,17 +52,17 @@ class Replayed:
 
 
 async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed:
-    """Play every settled group of a recorded run again, and compare.
+    """Replay every settled group of a recorded run and compare it with the stored one.
 
     Args:
         run: the run's folder.
-        recipe: the one that it was made with, or what has become of it.
-        out: a file for the samples that were played, one a line.
+        recipe: the run's recipe, possibly changed since.
+        out: a JSONL file for the replayed samples.
 
     Raises:
-        ReplayDiverged: a rollout came to something else: it asked for another thing, or a field differs.
-        ConfigError: the run was not recorded, the recipe is of other data or sizes, or ``out`` lies among the files of
-            a run.
+        ReplayDiverged: a request or a field of a sample differs.
+        ConfigError: the run was not recorded, the recipe has other data or sizes, or ``out`` lies among the files of a
+            run.
         JournalError: the recording is damaged.
     """
     if out is not None:
@@ -84,7 +84,7 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed
     config = attrs.evolve(
         recipe.config, generate_fn=generate_fn, filter_fn=None, max_attempts=1, failures={}, failure_budget=None
     )
-    player = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
+    runner = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
     groups = samples = 0
     with (out or Path("/dev/null")).open("wb") as file:
         for group_index in indices:
@@ -92,7 +92,7 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed
             if any(sample.failure for sample in before):
                 continue
             tapes.clear()
-            group = await player.run(buffer.take_by_index(group_index), {})
+            group = await runner.run(buffer.take_by_index(group_index), {})
             for tape in tapes.values():
                 tape.check()
             _compare(before, group.samples)
@@ -104,21 +104,21 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed
 def _check_same(info: Mapping[str, Any], history: RunHistory, recipe: Recipe) -> None:
     then = history.runs[0] if history.runs else {}
     if then.get("data") != recipe.data_buffer.fingerprint:
-        raise ConfigError.of("recipe, data", recipe.data_buffer, "the seed and the prompts that the run was made with")
+        raise ConfigError.of("recipe, data", recipe.data_buffer, "the seed and the prompts of the run")
     size = recipe.config.n_samples_per_prompt
     if size != then.get("n_samples_per_prompt"):
         raise ConfigError.of("recipe, n_samples_per_prompt", size, f"{then.get('n_samples_per_prompt')}, as in the run")
 
 
 def _compare(stored: list[Sample], played: tuple[Sample, ...]) -> None:
-    """Find the first difference; sets what circumstances say as it is stored."""
+    """Raise at the first difference; copies ``CIRCUMSTANCES`` from the stored samples."""
     if [sample.index for sample in stored] != [sample.index for sample in played]:
         got = [sample.index for sample in played]
         raise ReplayDiverged(f"group {stored[0].group_index}: samples {got}; expected {[s.index for s in stored]}")
     for before, after in zip(stored, played, strict=True):
         own = {name: value for name, value in after.metrics.items() if name not in CIRCUMSTANCES}
-        told = {name: value for name, value in before.metrics.items() if name in CIRCUMSTANCES or name in own}
-        after.metrics = {**told, **own}
+        copied = {name: value for name, value in before.metrics.items() if name in CIRCUMSTANCES or name in own}
+        after.metrics = {**copied, **own}
         then, now = (msgspec.json.decode(to_json(sample.to_dict())) for sample in (before, after))
         for name, value in then.items():
             if now[name] != value:

@@ -1,8 +1,8 @@
-"""A stored run under other rewards and another filter, as a new run; nothing is generated.
+"""Rescoring of a stored run with other rewards and another filter, into a new run; nothing is generated.
 
-Invariant: groups are the stored ones, whole, under their numbers, with tokens as they are; batches hold them in order.
-Each group of the old run is in the new one once: in a batch, dropped, failed, or accepted without a batch. The new run
-has no journal, so it cannot be resumed.
+Invariant: the new run contains each stored group once, whole, with its index and its tokens: in a batch, dropped,
+failed, or accepted without a batch. Batches contain groups in order. The new run has no journal, so it cannot be
+resumed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["rescore"]
 async def rescore(
     run: Path, recipe: Recipe, out: Path, *, format: Format = "auto", overwrite: bool = False
 ) -> Accounting:
-    """Score and filter every group of a run anew.
+    """Score and filter every group of a stored run again.
 
     Args:
-        run: the run's folder; may go on, have been killed, or be finished.
-        recipe: its rewards, filter, failure policy and batch size are applied; its generate function is not called.
+        run: the run's folder; the run may be active, killed, or finished.
+        recipe: supplies rewards, filter, failure policy and batch size; its generate function is not called.
         out: the folder of the new run.
-        format: of its batches.
-        overwrite: replace the run that is there.
+        format: of the new run's batches.
+        overwrite: replace an existing run in ``out``.
 
     Returns:
-        Where the groups are now; ``returned`` are those that were accepted and fill no batch.
+        The accounting of the new run; ``returned`` counts accepted groups that fill no batch.
 
     Raises:
-        ConfigError: no run there, groups of another size, or a run in ``out``.
+        ConfigError: ``run`` is no run, its groups have another size, or ``out`` contains a run.
     """
     opening = functools.partial(_opened, run, recipe, out, format, overwrite)
     stored, writer = await anyio.to_thread.run_sync(opening)
@@ -54,9 +54,9 @@ async def rescore(
     scoring = _Scoring(stored, recipe)
     accounting = Accounting()
     ready: list[Group] = []
-    wide = recipe.config.groups_in_work
-    for start in range(0, len(indices), wide):
-        for group in await scoring.play(indices[start : start + wide]):
+    width = recipe.config.groups_in_work
+    for start in range(0, len(indices), width):
+        for group in await scoring.score(indices[start : start + width]):
             accounting.taken += 1
             await anyio.to_thread.run_sync(writer.on_group, group)
             if group.outcome == "kept":
@@ -87,23 +87,23 @@ def _opened(run: Path, recipe: Recipe, out: Path, format: Format, overwrite: boo
         raise ConfigError.of("recipe, n_samples_per_prompt", got, f"{size}, as in the run")
     if out.resolve() == run.resolve():
         raise ConfigError.of("--out", str(out), "another folder than the run's own")
-    told = {name: stored.info.get(name) for name in ("endpoint", "server", "tokenizer")}
+    copied = {name: stored.info.get(name) for name in ("endpoint", "server", "tokenizer")}
     source = {"run": str(run.resolve()), "recipe": stored.info.get("recipe")}
-    description = {**recipe.describe(), **told, "rescored": source}
+    description = {**recipe.describe(), **copied, "rescored": source}
     return stored, RunWriter(out, description, format=format, overwrite=overwrite)
 
 
 class _Scoring:
-    """Plays stored groups: what is generated is what is there."""
+    """Runs stored groups through the group runner; its generate function returns the stored samples."""
 
     def __init__(self, stored: StoredSamples, recipe: Recipe) -> None:
         self._stored = stored
-        self._held: dict[int | None, list[Sample]] = {}
+        self._rollouts: dict[int | None, list[Sample]] = {}
         config = attrs.evolve(recipe.config, generate_fn=self._generate, failure_budget=None)
-        self._player = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
+        self._runner = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
 
-    async def play(self, indices: Sequence[int]) -> list[Group]:
-        """These groups, scored and filtered, in order."""
+    async def score(self, indices: Sequence[int]) -> list[Group]:
+        """Score and filter these groups; returns them in order."""
         groups: dict[int, Group] = {}
 
         async def one(group_index: int, head: Sample) -> None:
@@ -113,39 +113,39 @@ class _Scoring:
                 metadata=head.metadata,
                 group_index=group_index,
             )
-            groups[group_index] = await self._player.run(prompt, {})
+            groups[group_index] = await self._runner.run(prompt, {})
 
         async with anyio.create_task_group() as tasks:
             for group_index in indices:
                 members = self._stored.group(group_index)
                 for index, samples in itertools.groupby(members, lambda sample: sample.index):
-                    self._held[index] = list(samples)
+                    self._rollouts[index] = list(samples)
                 tasks.start_soon(one, group_index, members[0])
         for group in groups.values():
             for sample in group.samples:
-                if before := self._held.get(sample.index):
+                if before := self._rollouts.get(sample.index):
                     sample.metrics["attempts"] = before[0].metrics.get("attempts", 1)
-        self._held.clear()
+        self._rollouts.clear()
         return [groups[group_index] for group_index in indices]
 
     async def _generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
-        if prompt.index not in self._held:
-            raise GenerateFailure("the run has no such rollout: its group failed before it was finished")
-        return _unscored(self._held[prompt.index])
+        if prompt.index not in self._rollouts:
+            raise GenerateFailure("the run has no such rollout: its group failed before the rollout finished")
+        return _unscored(self._rollouts[prompt.index])
 
 
 def _unscored(samples: Sequence[Sample]) -> list[Sample]:
-    """A rollout as it was before it was scored."""
+    """Copies of a rollout's samples without rewards and scoring failures."""
     rewards = [reward for sample in samples for reward in sample.step_rewards]
-    found = []
+    copies = []
     for sample in samples:
         sample = Sample.from_dict(sample.to_dict())
         sample.reward = sum(rewards) if rewards else None
         if sample.failure is not None and sample.failure.kind in _OF_SCORING:
             sample.failure, sample.status = None, status_of(sample.stop_reason)
-        found.append(sample.pack())
-    return found
+        copies.append(sample.pack())
+    return copies
 
 
 _OF_SCORING = (RewardFailure.__name__, FilterFailure.__name__)

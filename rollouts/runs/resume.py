@@ -1,8 +1,7 @@
-"""A run that was stopped or killed, opened again: its journal read, and its files brought level with it.
+"""Resuming a stopped or killed run: read its journal, and make its files agree with it.
 
-Invariant: the journal is the truth; after :func:`reopen` every group that it settled stands in the files in exactly one
-place, and nothing else does. A group that the writer died in the middle of writing is cut off and written again. This
-module generates nothing.
+Invariant: the journal is authoritative; after :func:`reopen` the files contain every settled group exactly once, and
+nothing else. A partly written group is removed and written again. This module generates nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["Reopened", "begin", "reopen", "state_of_history"]
 
 @attrs.frozen
 class Reopened:
-    """A run that can go on."""
+    """A run ready to continue."""
 
     writer: RunWriter
     run_journal: RunJournal
@@ -54,20 +53,20 @@ def begin(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Run
 
 
 def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Reopened:
-    """Open a run to go on with it; sets the buffer where it was.
+    """Open a run to resume it; restores the buffer's position.
 
     Args:
         path: the run's folder.
-        description: what the recipe says of itself now; sizes and data must be those that the run began with.
+        description: :meth:`Recipe.describe` of the current recipe; its sizes and data must be those of the run.
         buffer: over the same data.
 
     Raises:
-        ConfigError: there is no run, it has no journal, somebody writes to it, or the recipe is another one.
+        ConfigError: there is no run, it has no journal, another process writes to it, or the recipe differs.
         JournalError: the journal is damaged.
     """
     read_info(path)
     if not (path / JOURNAL).is_dir():
-        raise ConfigError.of("--resume", str(path), "a run with a journal, as this version writes them")
+        raise ConfigError.of("--resume", str(path), "a run with a journal")
     journal = Journal(path / JOURNAL)
     try:
         history = RunHistory.read(path / JOURNAL)
@@ -81,7 +80,7 @@ def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Re
         run_journal.began({**identity, "resumed": max(1, len(history.runs))})
         journal.flush()
         writer = RunWriter.reopen(path)
-        _level(writer, history, state)
+        _synchronize(writer, history, state)
     except BaseException:
         journal.close()
         raise
@@ -89,7 +88,7 @@ def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Re
 
 
 def _identity(description: Mapping[str, Any], buffer: DataBuffer) -> dict[str, Any]:
-    """What must not change while a run goes on."""
+    """The settings that a resumed run must keep."""
     config = description["config"]
     sizes = {name: config[name] for name in ("batch_size", "n_samples_per_prompt")}
     return {"recipe": description.get("recipe"), **sizes, "data": buffer.fingerprint}
@@ -98,24 +97,24 @@ def _identity(description: Mapping[str, Any], buffer: DataBuffer) -> dict[str, A
 def _check_identity(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for name, value in now.items():
         if then.get(name) != value:
-            told = "the seed and the prompts that it began with" if name == "data" else repr(then.get(name))
-            raise ConfigError.of(f"--resume, {name}", value, f"{told}: a run goes on as it began")
+            expected = "the run's seed and prompts" if name == "data" else repr(then.get(name))
+            raise ConfigError.of(f"--resume, {name}", value, f"{expected}: a resumed run keeps its settings")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _level(writer: RunWriter, history: RunHistory, state: ManagerState) -> None:
-    """Write what the journal has and the files lack; remove what the files have too much."""
+def _synchronize(writer: RunWriter, history: RunHistory, state: ManagerState) -> None:
+    """Write the groups that the files lack; remove those that the journal does not have."""
     for outcome in ("dropped", "failed"):
         file = writer.path / f"{outcome}.jsonl"
-        there = _groups_in(file, history)
+        written = _groups_in(file, history)
         for number, (settled, reason, _) in history.settled.items():
-            if settled == outcome and number not in there:
+            if settled == outcome and number not in written:
                 writer.on_group(_group(history, number, reason))
     (writer.path / "unbatched.jsonl").unlink(missing_ok=True)
-    written = [file for place, file in run_files(writer.path) if place == "kept"]
-    for name in written[len(history.sealed) :]:  # of a journal that lost its end: their groups are ready again
+    batches = [file for outcome, file in run_files(writer.path) if outcome == "kept"]
+    for name in batches[len(history.sealed) :]:  # of a journal that lost its end: their groups are ready again
         (writer.path / name).unlink()
     writer.batches = min(writer.batches, len(history.sealed))
     for batch in history.sealed[writer.batches :]:
@@ -137,27 +136,27 @@ class _Line(msgspec.Struct):
 
 
 def _groups_in(file: Path, history: RunHistory) -> set[int]:
-    """The groups that a file holds whole; what follows the last whole one is cut off."""
-    found: set[int] = set()
+    """The complete groups in a file; cuts the file after the last one."""
+    complete: set[int] = set()
     end = 0
     if not file.exists():
-        return found
+        return complete
     for number, rows, stop in _runs_of_lines(file):
         settled = history.settled.get(number)
         expected = sum(history.rollouts[index].whole for index in settled[2]) if settled else 0
         if rows != expected:
             break
-        found.add(number)
+        complete.add(number)
         end = stop
     if file.stat().st_size > end:
         with file.open("r+b") as opened:
             opened.truncate(end)
             os.fsync(opened.fileno())
-    return found
+    return complete
 
 
 def _runs_of_lines(file: Path) -> Iterator[tuple[int, int, int]]:
-    """``(group, lines, where they end)`` for whole lines of one group after another, up to the first torn line."""
+    """Yield ``(group, lines, end offset)`` for consecutive lines of one group, up to the first incomplete line."""
     group: int | None = None
     count = end = 0
     with file.open("rb") as lines:
@@ -178,12 +177,12 @@ def _runs_of_lines(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def state_of_history(history: RunHistory, buffer: DataBuffer, group_size: int) -> ManagerState:
-    """The state that a journal speaks of; sets the buffer where it was.
+    """Rebuild the manager's state from a journal; restores the buffer's position.
 
     Args:
-        history: the journal, read.
+        history: the journal's content.
         buffer: over the same data.
-        group_size: rollouts of a group.
+        group_size: rollouts in a group.
     """
     buffer.go_on_after(history.groups, [*history.unsettled, *history.ready])
     outcomes = [outcome for outcome, _, _ in history.settled.values()]

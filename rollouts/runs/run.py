@@ -1,8 +1,8 @@
-"""A recipe run to its end: batches filled, written, and everything accounted for.
+"""Execution of a recipe: fill batches and write them.
 
-Invariant: however a run ends (finished, asked to stop, out of data, an error), every settled group is on disk in one
-place and ``run.json`` says where each prompt went. This module knows neither the command line nor the display; they
-hand it a stop and an observer.
+Invariant: however a run ends (finished, stopped, out of data, an error), every settled group is on disk exactly once
+and ``run.json`` accounts for each prompt. This module knows neither the command line nor the display; they pass a stop
+and an observer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["RunResult", "Stop", "Watch", "observe", "run"]
 
 
 class Stop:
-    """Asks a run to end: cleanly, keeping what is finished; with an error where there is one to tell."""
+    """A request to end a run and keep finished work; ``error`` is the reason, if it is a failure."""
 
     def __init__(self) -> None:
         self.error: RolloutsError | None = None
@@ -52,32 +52,32 @@ class Stop:
 
 @attrs.frozen
 class RunResult:
-    """How a run ended."""
+    """The result of a run."""
 
     status: RunStatus
     accounting: Accounting
     unbatched: int
-    """Of the prompts returned: those whose groups were accepted and are in no batch."""
+    """Returned prompts whose groups were accepted and are in no batch."""
     run_metrics: RunMetrics
     batches: int
     batch_metrics: tuple[Mapping[str, float], ...]
     seconds: float
     error: RolloutsError | None = None
-    """Why it ended early, when it was not asked to."""
+    """Why it ended early; ``None`` if it finished or was stopped."""
 
 
 Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
-"""An observer that runs beside the work and is cancelled at its end."""
+"""An observer that runs concurrently with the run and is cancelled at its end."""
 
 
 async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
-    """Await an observer: what it raises is reported on standard error and ends the observer, never the work."""
+    """Await an observer; an error in it is printed to standard error and ends the observer, not the run."""
     try:
         await watch(*arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - rich raises SystemExit where its pipe is closed
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno} in {frame.name}"
-        text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run goes on"
+        text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run continues"
         with contextlib.suppress(OSError, ValueError):  # standard error is closed, too
             print(text, file=sys.stderr, flush=True)
 
@@ -91,20 +91,23 @@ async def run(
     run_journal: RunJournal | None = None,
     state: ManagerState | None = None,
 ) -> RunResult:
-    """Fill ``recipe.batches`` batches and write them; end early when asked, when data run dry, or at an error.
+    """Fill ``recipe.batches`` batches and write them; end early on ``stop``, at the end of the data, or at an error.
 
     Args:
-        recipe: what to do.
-        writer: where batches and groups go.
-        stop: asks for an early end.
-        watch: an observer; what it raises costs the run nothing, see :func:`observe`.
-        run_journal: where everything is journaled before it counts; without one the run cannot be resumed.
-        state: where an earlier process left off, with the recipe's buffer set accordingly.
+        recipe: the run's recipe.
+        writer: writes batches and groups.
+        stop: requests an early end.
+        watch: an observer; its errors do not affect the run, see :func:`observe`.
+        run_journal: receives every event before it counts; without one the run cannot be resumed.
+        state: the state of an earlier process; the recipe's buffer must be at the same position.
 
     Returns:
-        How it ended; the reason of an early end is in ``error``, and in ``run.json``.
+        The result; the reason of an early end is in ``error``, and in ``run.json``.
+
+    Raises:
+        Exception: an error that is no RolloutsError, after everything is written.
     """
-    with calm_collector():  # a pause of the collector is a pause of every rollout
+    with calm_collector():  # a pause for garbage collection stops every rollout
         return await _run(recipe, writer, stop, watch, run_journal, state)
 
 
@@ -148,7 +151,7 @@ async def _run(
             try:
                 await anyio.to_thread.run_sync(finish)
             except OSError as full:  # the journal has everything that the files lack
-                text = f"the end of the run cannot be written to {writer.path}: {full}; rollouts run --resume goes on"
+                text = f"the end of the run cannot be written to {writer.path}: {full}; rollouts run --resume continues"
                 status, error = "failed", error or RolloutsError(text)
     if error is not None and not isinstance(error, RolloutsError):
         raise error
@@ -158,9 +161,9 @@ async def _run(
 
 async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journal: RunJournal | None) -> None:
     samples = await manager.generate_batch()
-    with anyio.CancelScope(shield=True):  # what is handed out is written, whoever stops us now
+    with anyio.CancelScope(shield=True):  # a batch that was handed out is written, even if the run is stopped now
         if run_journal is not None:
-            await run_journal.journal.sync()  # a batch that has a file is sealed in the journal, on disk
+            await run_journal.journal.sync()  # the journal seals a batch on disk before the batch has a file
         try:
             await anyio.to_thread.run_sync(
                 writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)
@@ -175,9 +178,9 @@ async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:
 
 
 def _settled(accounting: Accounting, in_batch: int) -> tuple[Accounting, int]:
-    """The accounting of a run that has ended, and how many accepted groups are in none of its ``in_batch`` groups.
+    """The final accounting, given the number of groups in written batches; and the number of unbatched groups.
 
-    Their prompts count as returned: no trainer has seen them. A batch that could not be written is among them.
+    Prompts of unbatched groups count as returned: no trainer has seen them. This includes a batch whose write failed.
     """
     unbatched = accounting.ready + accounting.in_batch - in_batch
     returned = accounting.returned + unbatched

@@ -1,11 +1,11 @@
-"""What a run has done, in its journal: written as it happens, and read back when it goes on.
+"""The events of a run in its journal: written as they happen, and read to resume the run.
 
-Invariant: what the manager counts as finished was on disk before. A group is settled by one record, a batch sealed by
-one record, and both stand behind the samples that they speak of; so every prefix of the journal is a state that the run
-was in. Tokens that the records of turns hold are not written again with the sample.
+Invariant: a rollout is stored before the manager counts it as finished. One record settles a group, one record seals a
+batch, and both follow the samples that they refer to; so every prefix of the journal is a past state of the run. Tokens
+in records of turns are not written again with the sample.
 
-Reading holds places, not samples, so its memory does not grow with the tokens. This module knows the records and no
-scheduler, no folder but the journal's, and no file beside it.
+Reading keeps offsets, not samples, so memory does not grow with the tokens. This module knows the records and the
+journal's folder, not the scheduler and not the other files of the run.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
 
 @attrs.define
 class Rollout:
-    """What the journal has of one rollout that is finished."""
+    """The offsets of one finished rollout's records."""
 
     branches: list[Offset]
     whole: int
-    """How many branches there are; fewer places mean that the writer died between them."""
+    """Number of branches; fewer offsets mean that the writer died between two branches."""
     turns: tuple[Offset, ...]
 
     @property
@@ -51,7 +51,7 @@ class Rollout:
 
 @attrs.frozen
 class SealedBatch:
-    """One batch that was handed out."""
+    """One batch that was handed to the trainer or to the writer."""
 
     number: int
     groups: tuple[int, ...]
@@ -61,21 +61,21 @@ class SealedBatch:
 
 @attrs.define
 class RunHistory:
-    """Everything that a journal says of its run."""
+    """The content of a run's journal."""
 
     path: Path
     runs: list[dict[str, Any]] = attrs.field(factory=list)
-    """How it was started, and how each time it was resumed."""
+    """The record of the start and of each resumption."""
     taken: int = 0
-    """How often a prompt was taken, also again."""
+    """Prompts taken from the buffer, repetitions included."""
     groups: int = 0
-    """How many group indices were given out."""
+    """Group indices in use."""
     rollouts: dict[int, Rollout] = attrs.field(factory=dict)
-    """Finished ones, by index."""
+    """Finished rollouts by index."""
     turns: dict[int, list[Offset]] = attrs.field(factory=dict)
-    """Turns of rollouts that are not finished."""
+    """Turns of unfinished rollouts by index."""
     attempts: dict[int, int] = attrs.field(factory=dict)
-    """Attempts that failed, of rollouts that are not finished."""
+    """Number of failed attempts of unfinished rollouts by index."""
     settled: dict[int, tuple[Outcome, str, tuple[int, ...]]] = attrs.field(factory=dict)
     """Outcome, reason and rollouts of each settled group."""
     sealed: list[SealedBatch] = attrs.field(factory=list)
@@ -86,7 +86,7 @@ class RunHistory:
         """Read a whole journal.
 
         Raises:
-            JournalError: it is damaged.
+            JournalError: the journal is damaged.
         """
         history = cls(path)
         for entry in read_journal(path):
@@ -95,7 +95,7 @@ class RunHistory:
 
     @property
     def unsettled(self) -> list[int]:
-        """Groups that came to no end."""
+        """Groups without an outcome."""
         return [number for number in range(self.groups) if number not in self.settled]
 
     @property
@@ -108,15 +108,15 @@ class RunHistory:
     def samples(self, index: int) -> list[Sample]:
         """The samples of one finished rollout, by its index."""
         rollout = self.rollouts[index]
-        return [self._sample(read_entry(self.path, place), rollout) for place in rollout.branches]
+        return [self._sample(read_entry(self.path, offset), rollout) for offset in rollout.branches]
 
     def group_samples(self, group_index: int) -> list[Sample]:
         """The samples of one settled group, in order."""
         return [sample for index in self.settled[group_index][2] for sample in self.samples(index)]
 
     def read_turns(self, index: int) -> list[Turn]:
-        """The turns of a rollout that is not finished."""
-        return [_turn(read_entry(self.path, place)) for place in self.turns.get(index, ())]
+        """The turns of one unfinished rollout, by its index."""
+        return [_turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
 
     def _add(self, entry: Entry) -> None:
         fields = entry.fields
@@ -132,18 +132,18 @@ class RunHistory:
                 if entry.columns is None or fields["first"]:
                     self.turns.pop(fields["index"], None)
                 if entry.columns is not None:
-                    self.turns.setdefault(fields["index"], []).append(entry.place)
+                    self.turns.setdefault(fields["index"], []).append(entry.offset)
             case "sample":
                 index, branch = fields["index"], fields["branch"]
                 if branch == 0:
                     turns = self.turns.pop(index, None)
                     before = self.rollouts.get(index)
-                    places = tuple(turns) if turns is not None else before.turns if before is not None else ()
-                    self.rollouts[index] = Rollout([], fields["branches"], places)
-                self.rollouts[index].branches.append(entry.place)
+                    offsets = tuple(turns) if turns is not None else before.turns if before is not None else ()
+                    self.rollouts[index] = Rollout([], fields["branches"], offsets)
+                self.rollouts[index].branches.append(entry.offset)
                 self.attempts.pop(index, None)
             case "group":
-                if fields["group"] in self.settled:  # accepted before, and then too old
+                if fields["group"] in self.settled:  # accepted before, then dropped as stale
                     self.totals.reasons[fields["reason"]] += 1
                 else:
                     self.totals.count(fields["outcome"], fields["reason"], fields["lengths"], fields["rewards"])
@@ -157,10 +157,10 @@ class RunHistory:
         assert entry.columns is not None, "a sample has columns"
         columns = entry.columns
         if entry.fields["from"]:
-            held = [read_entry(self.path, place).columns for place in rollout.turns]
-            columns = _joined([*(part for part in held if part is not None), columns])
+            turns = [read_entry(self.path, offset).columns for offset in rollout.turns]
+            columns = _joined([*(part for part in turns if part is not None), columns])
         if len(columns.tokens) != entry.fields["length"]:
-            where = f"segment {entry.place.segment}, offset {entry.place.offset}"
+            where = f"segment {entry.offset.segment}, offset {entry.offset.offset}"
             raise JournalError(f"{self.path}, {where}: {len(columns.tokens)} tokens of {entry.fields['length']}")
         return sample_of(entry.fields["sample"], columns)
 
@@ -183,39 +183,39 @@ def _joined(parts: Sequence[Columns]) -> Columns:
 
 
 @attrs.frozen
-class _Held:
-    """What the turns of a rollout hold of its columns."""
+class _StoredTurns:
+    """Length and digests of the columns that a rollout's turn records contain."""
 
     length: int = 0
     digests: tuple[int, int, int] = (0, 0, 0)
 
-    def with_more(self, columns: Columns) -> _Held:
-        return _Held(self.length + len(columns.tokens), _digests(columns, self.digests))
+    def with_more(self, columns: Columns) -> _StoredTurns:
+        return _StoredTurns(self.length + len(columns.tokens), _digests(columns, self.digests))
 
 
 @attrs.frozen(eq=False)
 class _Written:
-    """What tells whether a sample has changed since it was written."""
+    """Fingerprint of a written sample, for detecting later changes."""
 
-    told: CompactRecord | None
-    """Its records, where they are held so that nobody can change them."""
+    record: CompactRecord | None
+    """Its immutable records, if the sample is packed."""
     fields: bytes
-    """The others; all of them, where none are."""
+    """Its other fields as MessagePack; all fields if it is not packed."""
     columns: tuple[npt.NDArray[Any] | int | None, ...]
-    """Columns that nobody can change; the checksums of others."""
+    """Read-only columns themselves; checksums of writable ones."""
 
     @classmethod
     def of(cls, sample: Sample, fields: Mapping[str, Any] | None = None) -> _Written:
-        """Of a sample, and its fields where they are at hand."""
-        told = sample.compact
+        """The fingerprint of a sample; ``fields`` are its fields if already computed."""
+        record = sample.compact
         if fields is None:
-            fields = sample.fields_to_dict(records=told is None)
-        if told is not None:
+            fields = sample.fields_to_dict(records=record is None)
+        if record is not None:
             fields = {name: value for name, value in fields.items() if name not in RECORDED}
-        return cls(told, to_msgpack(fields), tuple(map(_fingerprint, sample.columns)))
+        return cls(record, to_msgpack(fields), tuple(map(_fingerprint, sample.columns)))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Written) or self.told is not other.told or self.fields != other.fields:
+        if not isinstance(other, _Written) or self.record is not other.record or self.fields != other.fields:
             return False
         return all(
             mine is its if isinstance(mine, np.ndarray) else not isinstance(its, np.ndarray) and mine == its
@@ -228,66 +228,66 @@ def _fingerprint(column: npt.NDArray[Any] | None) -> npt.NDArray[Any] | int | No
 
 
 class RunJournal:
-    """Writes what happens in a run.
+    """Writer of a run's events.
 
     Args:
-        journal: where to.
-        turns: of rollouts that an earlier process left unfinished, by index.
+        journal: the run's journal.
+        turns: turns of rollouts that an earlier process left unfinished, by index.
     """
 
     def __init__(self, journal: Journal, turns: Mapping[int, Sequence[Turn]] | None = None) -> None:
         self.journal = journal
         self._earlier = dict(turns or {})
-        self._held: dict[int, _Held] = {}
+        self._stored_turns: dict[int, _StoredTurns] = {}
         self._written: dict[int, list[_Written]] = {}
 
     def __repr__(self) -> str:
         return f"<RunJournal in {self.journal!r}>"
 
     def began(self, description: Mapping[str, Any]) -> None:
-        """The run begins, or goes on."""
+        """Record that the run starts or resumes."""
         self.journal.append("run", description)
 
     def taken(self, prompt: Prompt) -> None:
-        """A prompt was taken from the buffer."""
+        """Record that a prompt was taken from the buffer."""
         self.journal.append("taken", {"group": prompt.group_index})
 
     def turn_log(self, index: int) -> TurnLog:
-        """Where one attempt at a rollout keeps its turns; with those that an earlier process kept."""
+        """The turn log of one attempt at a rollout; it starts with the turns that an earlier process stored."""
         turns = self._earlier.pop(index, ())
-        self._held[index] = held = _Held()
+        self._stored_turns[index] = stored = _StoredTurns()
         for turn in turns:
-            held = self._held[index] = held.with_more(Columns.of(turn))
+            stored = self._stored_turns[index] = stored.with_more(Columns.of(turn))
 
         async def save(turn: Turn | None) -> None:
             if turn is None:
-                self._held[index] = _Held()
+                self._stored_turns[index] = _StoredTurns()
                 self.journal.append("turn", {"index": index, "first": True})
             else:
                 columns, first = Columns.of(turn), turn.number == 1
-                held = _Held() if first else self._held[index]
+                stored = _StoredTurns() if first else self._stored_turns[index]
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)
-                self._held[index] = held.with_more(columns)
+                self._stored_turns[index] = stored.with_more(columns)
             await self.journal.commit()
 
         return TurnLog(save, turns)
 
     def attempt_lost(self, index: int, attempt: int, samples: Sequence[Sample]) -> None:
-        """An attempt at a rollout failed; its turns are worth nothing."""
-        self._held.pop(index, None)
+        """Record that an attempt at a rollout failed; its turns are discarded."""
+        self._stored_turns.pop(index, None)
         failure = next((sample.failure for sample in samples if sample.failure), None)
         why = {} if failure is None else {"kind": failure.kind, "message": failure.message}
         self.journal.append("attempt", {"index": index, "attempt": attempt, "first": True, "failure": why})
 
     async def finished(self, samples: Sequence[Sample]) -> None:
-        """A rollout is finished and scored; returns when it is on disk."""
+        """Record a finished and scored rollout; returns when it is committed."""
         assert samples[0].index is not None, "the manager numbers its rollouts"
         self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
         await self.journal.commit()
 
     async def settled(self, group: Group) -> None:
-        """A group came to its end; returns when that is on disk. Samples that changed since are written again."""
+        """Record a group's outcome, and samples changed since :meth:`finished`; returns when it is committed."""
         rollouts: dict[int, list[Sample]] = {}
         for sample in group.samples:
             assert sample.index is not None, "the manager numbers its rollouts"
@@ -295,7 +295,7 @@ class RunJournal:
         for index, samples in rollouts.items():
             if self._written.pop(index, None) != [_Written.of(sample) for sample in samples]:
                 self._append(samples)
-            self._held.pop(index, None)
+            self._stored_turns.pop(index, None)
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
         rewards = [sample.reward for sample in group.samples]
         lengths = [sample.sampled_tokens for sample in group.samples]
@@ -303,25 +303,25 @@ class RunJournal:
         await self.journal.commit()
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Any) -> None:
-        """A batch is handed out."""
+        """Record that a batch is handed out."""
         fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
         self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
 
     def _append(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-        """Append the records of a rollout; gives the fields of its samples."""
+        """Append the records of a rollout; returns the fields of its samples."""
         index = samples[0].index
         assert index is not None, "the manager numbers its rollouts"
-        held = self._held.get(index, _Held()) if len(samples) == 1 else _Held()
-        told = [sample.fields_to_dict() for sample in samples]
+        stored = self._stored_turns.get(index, _StoredTurns()) if len(samples) == 1 else _StoredTurns()
+        sample_fields = [sample.fields_to_dict() for sample in samples]
         for branch, sample in enumerate(samples):
             columns = Columns.of(sample)
-            start = held.length
-            if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != held.digests):
+            start = stored.length
+            if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != stored.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": told[branch]}
+            fields |= {"length": len(sample), "sample": sample_fields[branch]}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
-        return told
+        return sample_fields
 
 
 def _cut(columns: Columns, start: int, stop: int) -> Columns:

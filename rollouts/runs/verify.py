@@ -1,9 +1,9 @@
-"""Laws 1 to 5, derived again from what a run left on disk, for every sample.
+"""Verification of laws 1 to 5 for every sample of a stored run.
 
-Invariant: what a checksum contradicts is not used, and what can be computed is computed again: a request's checksum
-from the tokens stored before it, the mask from the completions, the accounting from the files. A violation names file,
-line, sample and position; of each column of a sample the first one is reported. This module knows neither the manager
-nor the loop whose work it checks.
+Invariant: data that fail their checksum are not used, and derived values are recomputed: a request's checksum from the
+tokens before it, the mask from the completions, the accounting from the files. A violation names file, line, sample and
+position; one violation is reported for each column of a sample. This module imports neither the manager nor the agent
+loop.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"
 
 @attrs.frozen
 class Spread:
-    """How far the rewards of groups differ, over groups whose samples all have one."""
+    """Reward spread within groups, over the groups whose samples all have a reward."""
 
     groups: int
     with_spread: int
     mean_reward: float
     mean_std: float
-    """Population standard deviation within a group, mean over groups."""
+    """Mean over groups of the population standard deviation within a group."""
 
     def __str__(self) -> str:
         rewards = f"mean reward {self.mean_reward:.3f}, mean standard deviation {self.mean_std:.3f}"
@@ -44,13 +44,13 @@ class Spread:
 
 @attrs.define
 class Report:
-    """What was checked, and what was found."""
+    """The result of a verification."""
 
     checked: dict[int, Counter[str]] = attrs.field(factory=lambda: {law: Counter() for law in LAWS})
-    """For each law: how many samples, completions, tokens, groups, batches."""
+    """For each law, the number of checked samples, completions, tokens, groups, batches."""
     violations: list[Violation] = attrs.field(factory=list)
     notes: list[str] = attrs.field(factory=list)
-    """What could not be checked, and why."""
+    """Checks that could not be made, and why."""
     spread: dict[StoredOutcome, Spread] = attrs.field(factory=dict)
 
     @property
@@ -64,7 +64,7 @@ class Report:
             counts = ", ".join(f"{count} {what}" for what, count in self.checked[law].items()) or "nothing"
             verdict = f"{broken[law]} violations" if broken[law] else "holds"
             lines.append(f"law {law} ({name}): {verdict}, {counts} checked")
-        lines += [f"{place}: {spread}" for place, spread in self.spread.items()]
+        lines += [f"{outcome}: {spread}" for outcome, spread in self.spread.items()]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -86,7 +86,7 @@ def verify_run(path: str | Path) -> Report:
 
 @attrs.frozen
 class _Entry:
-    """A row that has the shape of a stored sample."""
+    """A row with the schema of a stored sample."""
 
     row: Row
     stored: Stored
@@ -113,14 +113,14 @@ class _Verification:
         self.batches = 0
         self._check_bits()
         rewards: dict[StoredOutcome, list[list[float]]] = {}
-        for place, file in run_files(run):
-            for members in self._read(place, file):
-                given = [entry.stored.reward for entry in members if entry.stored.reward is not None]
-                if len(given) == len(members):
-                    rewards.setdefault(place, []).append(given)
+        for outcome, file in run_files(run):
+            for members in self._read(outcome, file):
+                scores = [entry.stored.reward for entry in members if entry.stored.reward is not None]
+                if len(scores) == len(members):
+                    rewards.setdefault(outcome, []).append(scores)
         self._check_accounting()
         self._check_journal()
-        self.report.spread = {place: _spread(groups) for place, groups in rewards.items()}
+        self.report.spread = {outcome: _spread(groups) for outcome, groups in rewards.items()}
 
     def _broken(self, law: int, place: str, got: Any, expected: str) -> None:
         self.report.violations.append(Violation(law, place, got, expected))
@@ -133,10 +133,10 @@ class _Verification:
         return 0
 
     def _check_bits(self) -> None:
-        """That every file is as it was written, before anything is made of it."""
+        """Check the checksums of every file."""
         if not is_covered(self.info):
             self.report.notes.append(
-                "its files have no checksums: a changed bit of a text may go unseen (of columns and the journal, none)"
+                "its files have no checksums: a changed bit in text may go unseen (columns and journal are covered)"
             )
             return
         for place, got in find_damage(self.run, growing=self.growing):
@@ -144,53 +144,53 @@ class _Verification:
 
     # -- files and groups --
 
-    def _read(self, place: StoredOutcome, file: str) -> Iterator[list[_Entry]]:
-        """Check one file; gives its groups."""
+    def _read(self, outcome: StoredOutcome, file: str) -> Iterator[list[_Entry]]:
+        """Check one file; yields its groups."""
         number = None
-        if place == "kept":
+        if outcome == "kept":
             number, self.batches = self.batches, self.batches + 1
             self.report.checked[5]["batches"] += 1
             name = f"batch-{number:06d}"
             if Path(file).stem != name:
                 self._broken(5, str(self.run / file), Path(file).stem, f"{name}: batches are numbered without a gap")
-        entries = self._entries(place, file, number)
+        entries = self._entries(outcome, file, number)
         last = -1
         groups = 0
         for group_index, members in itertools.groupby(entries, key=lambda entry: entry.stored.group_index):
             group = list(members)
             groups += 1
-            if place == "kept" and group_index < last:
+            if outcome == "kept" and group_index < last:
                 self._broken(5, group[0].place, f"group {group_index} after group {last}", "groups in order")
             last = group_index
-            self._check_group(group, place)
+            self._check_group(group, outcome)
             yield group
-        if place == "kept" and self.batch_size and groups != self.batch_size:
+        if outcome == "kept" and self.batch_size and groups != self.batch_size:
             self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
 
-    def _entries(self, place: StoredOutcome, file: str, batch: int | None) -> Iterator[_Entry]:
+    def _entries(self, outcome: StoredOutcome, file: str, batch: int | None) -> Iterator[_Entry]:
         try:
-            for row in read_file(self.run, place, file, growing=self.growing):
+            for row in read_file(self.run, outcome, file, growing=self.growing):
                 try:
                     entry = _Entry(row, msgspec.convert(row.data, Stored))
                 except msgspec.ValidationError as error:
                     self._broken(4, str(row), f"a row that is not a stored sample ({error})", "what the run wrote")
                     continue
-                self._check_sample(entry, "kept" if place in ("kept", "unbatched") else place, batch)
+                self._check_sample(entry, "kept" if outcome in ("kept", "unbatched") else outcome, batch)
                 yield entry
         except ConfigError as error:
             self._broken(4, str(self.run / file), error, "rows as the run wrote them")
 
-    def _check_group(self, group: Sequence[_Entry], place: StoredOutcome) -> None:
-        """Law 5 on one group, and that it stands nowhere else."""
+    def _check_group(self, group: Sequence[_Entry], outcome: StoredOutcome) -> None:
+        """Check law 5 on one group, and that the group is stored once."""
         head = group[0]
         number = head.stored.group_index
-        self.counts[place] += 1
+        self.counts[outcome] += 1
         self.report.checked[4]["groups"] += 1
         self.report.checked[5]["groups"] += 1
         if number in self.groups:
             self._broken(4, head.place, f"group {number} again", f"one place for it, and {self.groups[number]} has it")
         self.groups[number] = str(head.row)
-        self.outcomes[number] = place
+        self.outcomes[number] = outcome
         for entry in group:
             for name in ("prompt", "label"):
                 if getattr(entry.stored, name) != getattr(head.stored, name):
@@ -200,23 +200,23 @@ class _Verification:
                 self._broken(5, entry.place, got, "the index, shared by the branches of one rollout only")
         if not self.group_size:
             return
-        found = [entry.stored.index for entry in group]
+        indices = [entry.stored.index for entry in group]
         first = number * self.group_size
         whole = list(range(first, first + self.group_size))
-        rollouts = [index for index, _ in itertools.groupby(found)]
+        rollouts = [index for index, _ in itertools.groupby(indices)]
         self._check_branches(group)
-        if rollouts != (whole if place != "failed" else [index for index in whole if index in found]):
+        if rollouts != (whole if outcome != "failed" else [index for index in whole if index in indices]):
             expected = (
-                f"{first} to {whole[-1]} in order, {'each at most once' if place == 'failed' else 'no one missing'}"
+                f"{first} to {whole[-1]} in order, {'each at most once' if outcome == 'failed' else 'none missing'}"
             )
             self._broken(5, head.place, f"indices {rollouts}", expected)
 
     def _check_branches(self, group: Sequence[_Entry]) -> None:
-        """Law 3 where a history forked: no reply is trained in two branches of one rollout."""
+        """Check law 3 on a forked history: no reply is trained in two branches of one rollout."""
         for _, members in itertools.groupby(group, key=lambda entry: entry.stored.index):
             branches = list(members)
             if branches[0].stored.history != "fork":
-                continue  # several sequences of one's own making: two may well have sampled the same from one prefix
+                continue  # a custom generate function: two of its sequences may sample equal replies from one prefix
             replies: dict[tuple[int, ...], _Entry] = {}
             for entry in branches:
                 for number, call in enumerate(entry.stored.completions):
@@ -224,15 +224,15 @@ class _Verification:
                     first = replies.setdefault(reply, entry)
                     if first is not entry:
                         place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"
-                        self._broken(3, place, "trained again", f"once, and {first.row} trains what this request gave")
+                        self._broken(3, place, "trained again", f"once, and {first.row} trains this request's reply")
 
     def _check_accounting(self) -> None:
-        """Law 4: the sum in run.json, and the files beside it."""
+        """Check law 4: the accounting in run.json against its sum and against the files."""
         place = f"{self.run / 'run.json'}, accounting"
         numbers = self.info.get("accounting")
         if self.info.get("status") == "running":
             self.report.notes.append(
-                "the run has no end in run.json (it goes on, or was killed): accounting not compared"
+                "run.json has no end of the run (it is active or was killed): accounting not compared"
             )
             return
         names = ("taken", "in_flight", "ready", "in_batch", "dropped", "failed", "returned")
@@ -243,24 +243,24 @@ class _Verification:
         self.report.checked[4]["prompts taken"] = numbers["taken"]
         if numbers["taken"] != total:
             self._broken(4, f"{place}.taken", numbers["taken"], f"{total}, the sum of the others")
-        held = {
+        counted = {
             "in_batch": self.counts["kept"],
             "dropped": self.counts["dropped"],
             "failed": self.counts["failed"],
             "in_flight": 0,
         }
-        for name, count in held.items():
+        for name, count in counted.items():
             if numbers[name] != count:
                 self._broken(4, f"{place}.{name}", numbers[name], f"{count}, the groups that the files hold")
         unbatched = self.counts["unbatched"]
         if numbers["ready"] not in (0, unbatched) or numbers["ready"] + numbers["returned"] < unbatched:
             got = f"{numbers['ready']} ready, {numbers['returned']} returned"
-            self._broken(4, place, got, f"one of them to hold the {unbatched} accepted groups that are in no batch")
+            self._broken(4, place, got, f"one of them to count the {unbatched} accepted groups that are in no batch")
         if self.info.get("batches") != self.batches:
             self._broken(4, f"{self.run / 'run.json'}, batches", self.info.get("batches"), f"{self.batches} files")
 
     def _check_journal(self) -> None:
-        """Law 4 again: what the journal settled stands in the files, and the files hold nothing else."""
+        """Check law 4: the files contain the settled groups of the journal, and no others."""
         path = self.run / JOURNAL
         if not path.is_dir():
             self.report.notes.append("the run has no journal: it cannot be resumed")
@@ -271,12 +271,12 @@ class _Verification:
             self._broken(4, str(path), error, "records as they were written")
             return
         self.report.checked[4]["settled groups in the journal"] = len(history.settled)
-        for number, place in self.outcomes.items():
+        for number, stored in self.outcomes.items():
             settled = history.settled.get(number)
-            outcome = "kept" if place == "unbatched" else place
+            outcome = "kept" if stored == "unbatched" else stored
             if settled is None or settled[0] != outcome:
                 got = f"group {number} is {settled[0] if settled else 'not settled'}"
-                self._broken(4, str(path), got, f"{outcome}, as {self.groups[number]} says")
+                self._broken(4, str(path), got, f"{outcome}, as in {self.groups[number]}")
         missing = [number for number in history.settled if number not in self.outcomes]
         if missing and not self.growing:
             self._broken(4, str(path), f"groups {missing[:10]} are settled", "each in one of the run's files")
@@ -284,7 +284,7 @@ class _Verification:
             finished = sum(number // max(1, self.group_size) not in history.settled for number in history.rollouts)
             self.report.notes.append(
                 f"the journal has {len(missing)} settled groups that no file has yet, and of groups in flight "
-                f"{finished} finished rollouts and {len(history.turns)} with turns: rollouts run --resume goes on"
+                f"{finished} finished rollouts and {len(history.turns)} with turns: rollouts run --resume continues"
             )
 
     # -- one sample --

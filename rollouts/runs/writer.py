@@ -1,9 +1,9 @@
-"""The writer of a run's folder (its files: ``run_folder.py``).
+"""The writer of a run's folder (layout: ``folder.py``).
 
-Invariant: a group stands on disk in exactly one place. Dropped and failed groups are appended as they settle; accepted
-ones wait in memory until their batch is sealed or the run ends, and are then written whole. ``run.json`` and batches
-appear complete or not at all. A run has one writer, which holds its lock from before the first file is removed until it
-has finished. This module knows no manager, no recipe and no network: it is told.
+Invariant: each group is stored exactly once. Dropped and failed groups are appended as they settle; accepted ones stay
+in memory until their batch is sealed or the run ends, and are then written whole. ``run.json`` and batches appear
+complete or not at all. A run has one writer, which locks the folder before it removes the first file and until it
+finishes. This module knows no manager, no recipe and no network.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from rollouts.training.types import Group, Outcome, Sample
 __all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle"]
 
 Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
-"""How batches are stored; ``auto`` is Parquet where pyarrow is installed."""
+"""File format of batches; ``auto`` is Parquet if pyarrow is installed."""
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
 
 _LOCK = ".lock"
-"""Not among the files that a new run removes: the lock of a file that is gone holds off no other writer."""
+"""Not in RUN_FILES, which a new run removes: the lock of a removed file excludes no other writer."""
 
 _IDLE = "a run that no other process is writing to"
 
@@ -51,29 +51,29 @@ _PACKAGES = ("anyio", "attrs", "aiohttp", "httptools", "msgspec", "numpy", "tran
 
 
 def check_free(path: str | Path, *, overwrite: bool = False) -> None:
-    """See that a run may be written to ``path``.
+    """Check that a run may be written to ``path``.
 
     Raises:
-        ConfigError: a file is there, or a run and ``overwrite`` is not set, or a run that is being written; or it lies
-            among the files of a run.
+        ConfigError: ``path`` is a file, contains a run (unless ``overwrite``) or an active run, or lies among the files
+            of a run.
     """
     path = Path(path)
     check_outside(path, "--out")
     if path.exists() and not path.is_dir():
         raise ConfigError.of("--out", str(path), "a folder, new or without a run in it; a file is there")
-    held = [name for name in RUN_FILES if (path / name).exists()]
-    if held and not overwrite:
+    present = [name for name in RUN_FILES if (path / name).exists()]
+    if present and not overwrite:
         raise ConfigError.of(
-            "--out", str(path), f"a folder without a run in it; it holds {', '.join(held)}. --overwrite replaces it"
+            "--out", str(path), f"a folder without a run in it; it has {', '.join(present)}. --overwrite replaces it"
         )
     check_idle(path, "--out")
 
 
 def check_idle(path: str | Path, option: str) -> None:
-    """See that no process writes the run in a folder: neither its files nor its journal.
+    """Check that no process writes the files or the journal of the run in a folder.
 
     Raises:
-        ConfigError: one does; the message names ``option``.
+        ConfigError: a process does; the message names ``option``.
     """
     path = Path(path)
     try:
@@ -85,18 +85,16 @@ def check_idle(path: str | Path, option: str) -> None:
 
 
 class RunWriter:
-    """Writes one run.
+    """Writer of one run; it locks the folder until :meth:`finish` or until it is garbage-collected.
 
     Args:
-        path: the run's folder; made where it is not there.
-        description: what ``run.json`` says of the run from the start: recipe, seed, endpoint, server.
-        format: how batches are stored.
-        overwrite: delete the run that is there; other files in the folder stay.
+        path: the run's folder; created if missing.
+        description: initial fields of ``run.json``: recipe, seed, endpoint, server.
+        format: file format of batches.
+        overwrite: delete the existing run; other files in the folder stay.
 
     Raises:
-        ConfigError: as :func:`check_free`; an unknown format; or Parquet without pyarrow.
-
-    It holds the run's lock until :meth:`finish`, or until it is no longer referred to.
+        ConfigError: as :func:`check_free`; the format is unknown, or is Parquet without pyarrow.
     """
 
     def __init__(
@@ -116,10 +114,10 @@ class RunWriter:
         self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
         self.batches = 0
         self._lock = threading.RLock()
-        self._held: dict[int, Group] = {}
+        self._accepted: dict[int, Group] = {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._hold("--out")
+            self._take_lock("--out")
             for name in RUN_FILES:
                 _remove(self.path / name)
             (self.path / "run.json").touch()
@@ -137,63 +135,63 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: str | Path) -> RunWriter:
-        """Go on with the run that is there.
+        """Open an existing run to continue it.
 
         Raises:
-            ConfigError: there is none, or another process writes it.
+            ConfigError: there is no run, or another process writes it.
         """
         writer = cls.__new__(cls)
         info = read_info(path)
         writer.path = Path(path)
         writer.format = info.get("format", "jsonl")
-        writer._hold("--resume")
+        writer._take_lock("--resume")
         writer._lock = threading.RLock()
-        writer._held = {}
+        writer._accepted = {}
         writer._info = {CHECKED: False} | {
             name: value for name, value in info.items() if name not in ("error", "ended", CHECKSUM)
         }
-        writer.batches = len([file for place, file in run_files(path) if place == "kept"])
+        writer.batches = len([file for outcome, file in run_files(path) if outcome == "kept"])
         writer.update(status="running", resumed=info.get("resumed", 0) + 1, batches=writer.batches)
         return writer
 
     def __repr__(self) -> str:
-        return f"<RunWriter {self.path}: {self.batches} batches, {len(self._held)} accepted groups held>"
+        return f"<RunWriter {self.path}: {self.batches} batches, {len(self._accepted)} accepted groups in memory>"
 
     def update(self, **fields: Any) -> None:
-        """Say more in ``run.json``."""
+        """Set fields of ``run.json``."""
         with self._lock:
             self._info.update(fields)
             self._write_info()
 
     def on_group(self, group: Group) -> None:
-        """Take a settled group; may be called from any thread."""
+        """Write a settled group, or keep it for its batch; thread-safe."""
         with self._lock:
             if group.outcome == "kept":
-                self._held[group.group_index] = group
+                self._accepted[group.group_index] = group
                 return
-            self._held.pop(group.group_index, None)  # it was accepted, and became too old for a batch
+            self._accepted.pop(group.group_index, None)  # accepted before, then dropped as stale
             rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
             _append(self.path / f"{group.outcome}.jsonl", rows)
 
     def write_batch(
         self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
     ) -> Path:
-        """Seal a batch: its groups are no longer held. One call at a time.
+        """Write a batch and drop its groups from memory. One call at a time.
 
         Returns:
-            Its file.
+            The batch's file.
         """
         number = self.batches
         rows = [_row(sample, "kept", "", number) for sample in samples]
         path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
         path.parent.mkdir(exist_ok=True)
-        # Encoded outside the lock: groups that settle meanwhile do not wait for it.
+        # Encoded outside the lock, so that settling groups do not wait.
         _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
         with self._lock:
             self.batches += 1
             for sample in samples:
                 if sample.group_index is not None:
-                    self._held.pop(sample.group_index, None)
+                    self._accepted.pop(sample.group_index, None)
             _append(self.path / "metrics.jsonl", [dict(metrics)])
             self._info["batches"] = self.batches
             if accounting is not None:
@@ -202,22 +200,19 @@ class RunWriter:
             return path
 
     def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Write the lines of all batches anew."""
+        """Rewrite ``metrics.jsonl`` with the lines of all batches."""
         with self._lock:
             _write_atomically(self.path / "metrics.jsonl", _lines(batches))
 
     def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
-        """End the run: accepted groups that are in no batch go to ``unbatched.jsonl``, and ``run.json`` is final.
-
-        The run's lock is free afterwards.
-        """
+        """End the run: write unbatched groups to ``unbatched.jsonl``, finalize ``run.json``, release the lock."""
         with self._lock, contextlib.ExitStack() as stack:
             stack.callback(self._release)
-            groups = [self._held[number] for number in sorted(self._held)]
+            groups = [self._accepted[number] for number in sorted(self._accepted)]
             rows = [_row(sample, "kept", "in no batch", None) for group in groups for sample in group.samples]
             if rows:
                 _append(self.path / "unbatched.jsonl", rows)
-            self._held.clear()
+            self._accepted.clear()
             self._info |= {
                 "status": status,
                 "error": error,
@@ -229,7 +224,7 @@ class RunWriter:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
 
-    def _hold(self, option: str) -> None:
+    def _take_lock(self, option: str) -> None:
         lock = take_lock(self.path / _LOCK)
         if lock is None:
             raise ConfigError.of(option, str(self.path), _IDLE)
@@ -259,7 +254,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add whole lines, all of them or none."""
+    """Append all lines, or none if a write fails."""
     text = _lines(rows)
     with path.open("ab") as file:
         end = file.tell()

@@ -1,12 +1,12 @@
-"""A loopback server of answers that were built before, in a process of its own: so fast that its client is measured.
+"""A loopback server of prebuilt responses in its own process, fast enough to benchmark its clients.
 
-Invariant: what it answers is byte for byte what :func:`~rollouts.testing.replies.reply_body` makes of the same request;
-a request's ids are counted, not read. Faults come in the shares that were asked for, and mean what they mean in
+Invariant: a response equals :func:`~rollouts.testing.replies.reply_body` of the same request byte for byte; a request's
+ids are counted, not parsed. Faults occur at the configured rates and are those of
 :class:`~rollouts.testing.server.StubServer`.
 
-``/inference/v1/generate`` says the same as vLLM would, for clients that speak to vLLM.
+``/inference/v1/generate`` returns the same replies in vLLM's format.
 
-No model runs here, no route but those of a generation is served, and nothing is recorded. It knows no tokenizer.
+It runs no model, serves only the routes of generation, records nothing, and knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Canned", "canned_server"]
 
 _START_SECONDS = 60.0
 _UNSERVED = ("drip", "error_duplicate")
-"""Faults of servers that are slow, or that remember their requests."""
+"""Faults that this server does not have."""
 
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 _RID = re.compile(rb'"rid"\s*:\s*"([^"]*)"')
@@ -62,23 +62,23 @@ def _tuples(replies: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 @attrs.frozen
 class Canned:
-    """What is answered: the longest reply that a request's budget holds; where it holds none, the shortest one, cut.
+    """The responses: the longest reply within the request's ``max_new_tokens``, or else the shortest one, cut.
 
-    With a ``mark``, one reply after the other, by how many of them the request has already.
+    With a ``mark``, the number of marks in the request selects the reply.
     """
 
     replies: Sequence[Sequence[int]] = attrs.field(converter=_tuples)
     """Ids of the replies, stop tokens included; of different lengths, unless there is a ``mark``."""
     texts: Sequence[str] = ()
-    """What they say, for clients that read it."""
+    """Texts of the replies, for clients that read them."""
     mark: int | None = None
-    """An id that each reply has once: a request with so many of it gets the reply of that number, at last the last."""
+    """An id that each reply contains once: a request with k marks gets reply k, or the last one."""
     latency: Latency | None = None
     faults: Mapping[Fault, float] = attrs.field(factory=dict, converter=_shares)
-    """The share of requests that each fault comes to."""
+    """The share of requests for each fault."""
     max_context: int = 1_000_000
     seed: int = 0
-    """Of faults and logprobs."""
+    """Seed of faults and logprobs."""
 
     def __attrs_post_init__(self) -> None:
         lengths = [len(reply) for reply in self.replies]
@@ -88,19 +88,19 @@ class Canned:
             raise ConfigError.of("Canned.texts", self.texts, f"a text for each of the {len(self.replies)} replies")
 
     def number(self, budget: int, marks: int = 0) -> int:
-        """Which reply a request with this budget, and so many marks, gets."""
+        """Index of the reply to a request with this budget and this number of marks."""
         if self.mark is not None:
             return min(marks, len(self.replies) - 1)
         lengths = [len(reply) for reply in self.replies]
         return lengths.index(max((length for length in lengths if length <= budget), default=min(lengths)))
 
     def script(self, input_ids: Sequence[int], params: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-        """The same as a script for ``StubServer``."""
+        """The same replies as a script for ``StubServer``."""
         marks = 0 if self.mark is None else list(input_ids).count(self.mark)
-        return self.said(self.number(params.get("max_new_tokens", 128), marks))
+        return self.scripted(self.number(params.get("max_new_tokens", 128), marks))
 
-    def said(self, number: int) -> tuple[Any, Any, Any]:
-        """One reply, with its logprobs."""
+    def scripted(self, number: int) -> tuple[Any, Any, Any]:
+        """One reply as ``(ids, logprobs, None)``."""
         reply = self.replies[number]
         logprobs = -np.random.default_rng(self.seed).exponential(size=len(reply)).astype(np.float32)
         return reply, logprobs.tolist(), None
@@ -108,7 +108,7 @@ class Canned:
 
 @contextlib.contextmanager
 def canned_server(canned: Canned) -> Iterator[str]:
-    """Serve in a process of its own while inside; gives the URL."""
+    """Serve in a child process while the context lasts; yields the URL."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_run, args=(canned, there), daemon=True)
@@ -135,12 +135,12 @@ async def _serve(canned: Canned, ready: Connection) -> None:
 
 
 class _Answers:
-    """What is said to whom; every reply is encoded once."""
+    """Responses to requests; every reply is encoded once."""
 
     def __init__(self, canned: Canned) -> None:
         self.canned = canned
         self.live: dict[bytes, tuple[asyncio.TimerHandle | None, _Connection, bytes]] = {}
-        """Generations that wait for their time, by rid."""
+        """Generations in progress, by rid."""
         self._built: dict[tuple[int, int], list[bytes]] = {}
         self._vllm: dict[tuple[int, int], bytes] = {}
         mark = canned.mark
@@ -149,7 +149,7 @@ class _Answers:
         self.unnamed = itertools.count()
 
     def fault(self) -> Fault:
-        """What befalls the next request."""
+        """Draw the fault of the next request."""
         if not self.canned.faults:
             return "none"
         point = self._rng.random()
@@ -160,53 +160,53 @@ class _Answers:
         return "none"
 
     def built(self, rid: bytes, body: bytes) -> bytes:
-        """The answer to a request, put together from pieces."""
+        """The response body for a request, assembled from prebuilt pieces."""
         key = number, budget = self.number(body)
         pieces = self._built.get(key)
         if pieces is None:
-            asked = {"max_new_tokens": budget}
-            arrived = Request(_RID_MARK, range(_COUNT_MARK), asked, {}, {})  # type: ignore[arg-type]  # only its length
+            params = {"max_new_tokens": budget}
+            arrived = Request(_RID_MARK, range(_COUNT_MARK), params, {}, {})  # type: ignore[arg-type]  # only its length
             pieces = self._built[key] = _MARKS.split(msgspec.json.encode(self._body(number, arrived, "none")))
         count = body.count(b",", *_ids(body)) + 1
         first, second, third, last = pieces
         return b"".join((first, rid, second, str(count).encode(), third, str(count - 1).encode(), last))
 
-    def spoilt(self, body: bytes, fault: Fault) -> tuple[int, bytes]:
-        """Status and body of an answer with a fault, slowly."""
+    def faulty(self, body: bytes, fault: Fault) -> tuple[int, bytes]:
+        """Status and body of a response with a fault (not prebuilt)."""
         if fault == "not_json":
             return 200, b"<html>Welcome</html>"
         if fault in ERRORS:
-            status, said = ERRORS[fault]
-            return status, msgspec.json.encode(said)
+            status, error = ERRORS[fault]
+            return status, msgspec.json.encode(error)
         fields = msgspec.json.decode(body)
         arrived = Request(fields.get("rid", ""), fields["input_ids"], fields.get("sampling_params", {}), {}, fields)
         return 200, msgspec.json.encode(self._body(self.number(body)[0], arrived, fault))
 
     def as_vllm(self, body: bytes) -> bytes:
-        """The reply in the form of vLLM's endpoint of ids, at once and without faults."""
+        """The response body in vLLM's format for token ids, without latency and faults."""
         number, budget = self.number(body)
         if (number, budget) not in self._vllm:
-            ids, logprobs, _ = self.canned.said(number)
+            ids, logprobs, _ = self.canned.scripted(number)
             content = [{"token": f"token_id:{token}", "logprob": one} for token, one in zip(ids, logprobs, strict=True)]
             finish = "length" if len(ids) > budget else "stop"
             choice = {"index": 0, "token_ids": ids[:budget], "logprobs": {"content": content[:budget]}}
-            said = {"request_id": "canned", "choices": [{**choice, "finish_reason": finish}]}
-            self._vllm[number, budget] = msgspec.json.encode(said)
+            response = {"request_id": "canned", "choices": [{**choice, "finish_reason": finish}]}
+            self._vllm[number, budget] = msgspec.json.encode(response)
         return self._vllm[number, budget]
 
     def number(self, body: bytes) -> tuple[int, int]:
-        """Which reply a request gets, and its budget."""
+        """Index of the reply to a request, and the request's budget in tokens."""
         budget = _budget(body)
         marks = 0 if self._mark is None else len(self._mark.findall(body, *_ids(body)))
         return self.canned.number(budget, marks), budget
 
     def _body(self, number: int, arrived: Request, fault: Fault) -> Mapping[str, Any]:
-        body = reply_body(lambda input_ids, params: self.canned.said(number), arrived, fault)
+        body = reply_body(lambda input_ids, params: self.canned.scripted(number), arrived, fault)
         return {**body, "text": self.canned.texts[number]} if self.canned.texts else body
 
 
 def _ids(body: bytes) -> tuple[int, int]:
-    """Where the list of ids begins and ends."""
+    """Start and end of the list of ids in a body."""
     found = _IDS.search(body)
     begin = found.end() if found else 0
     return begin, body.find(b"]", begin)
@@ -218,7 +218,7 @@ def _budget(body: bytes) -> int:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: requests one after another."""
+    """One connection: sequential requests."""
 
     def __init__(self, answers: _Answers) -> None:
         self._answers = answers
@@ -249,17 +249,17 @@ class _Connection(asyncio.Protocol):
         if path == b"/generate":
             self._generate(body)
         elif path == b"/inference/v1/generate":
-            self._say(200, self._answers.as_vllm(body))
+            self._respond(200, self._answers.as_vllm(body))
         elif path == b"/abort_request":
-            asked = msgspec.json.decode(body)
-            self._abort(b"" if asked.get("abort_all") else asked["rid"].encode())
+            fields = msgspec.json.decode(body)
+            self._abort(b"" if fields.get("abort_all") else fields["rid"].encode())
         elif path == b"/workers":  # as a router with one server behind it
             host, port = self._transport.get_extra_info("sockname")[:2]
-            self._say(200, msgspec.json.encode({"workers": [{"url": f"http://{host}:{port}"}]}))
+            self._respond(200, msgspec.json.encode({"workers": [{"url": f"http://{host}:{port}"}]}))
         elif path == b"/v1/models":
-            self._say(200, msgspec.json.encode({"data": [{"max_model_len": self._answers.canned.max_context}]}))
+            self._respond(200, msgspec.json.encode({"data": [{"max_model_len": self._answers.canned.max_context}]}))
         else:  # /model_info and its like
-            self._say(200, b'{"version": "0.5.23", "model_path": "canned", "weight_version": "v1"}')
+            self._respond(200, b'{"version": "0.5.23", "model_path": "canned", "weight_version": "v1"}')
 
     def _generate(self, body: bytes) -> None:
         found = _RID.search(body, 0, 64) or _RID.search(body)
@@ -278,7 +278,7 @@ class _Connection(asyncio.Protocol):
     def _finish(self, rid: bytes, body: bytes, fault: Fault) -> None:
         self._answers.live.pop(rid, None)
         if fault == "none":
-            self._say(200, self._answers.built(rid, body))
+            self._respond(200, self._answers.built(rid, body))
         elif fault == "reset":
             self._reset()
         elif fault == "not_http":
@@ -286,21 +286,21 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
         elif fault in ("reset_in_body", "close_after"):
             whole = self._answers.built(rid, body)
-            said = whole if fault == "close_after" else whole[: len(whole) // 2]
-            self._transport.write(_head(200, len(whole)) + said)
+            sent = whole if fault == "close_after" else whole[: len(whole) // 2]
+            self._transport.write(_head(200, len(whole)) + sent)
             self._transport.close()
         else:
-            self._say(*self._answers.spoilt(body, fault))
+            self._respond(*self._answers.faulty(body, fault))
 
     def _abort(self, rid: bytes) -> None:
         for name in [live for live in self._answers.live if live.startswith(rid)]:
             timer, connection, body = self._answers.live.pop(name)
             if timer is not None:
                 timer.cancel()
-            connection._say(*self._answers.spoilt(body, "abort"))
-        self._say(200, b"")
+            connection._respond(*self._answers.faulty(body, "abort"))
+        self._respond(200, b"")
 
-    def _say(self, status: int, body: bytes) -> None:
+    def _respond(self, status: int, body: bytes) -> None:
         self._transport.write(_head(status, len(body)) + body)
 
     def _reset(self) -> None:

@@ -1,7 +1,7 @@
-"""An environment put through its paces before a model sees it: what its author would find out in a run, in seconds.
+"""Check of an environment before a run: plays it with random replies and reports findings within seconds.
 
-Invariant: each finding is from playing it, with replies that follow from the seed; nothing is read from its source. A
-finding is good, bad, or a note; what the environment raises is a finding with its place. No model and no server.
+Invariant: each finding comes from playing the environment, with replies determined by the seed, not from its source. A
+finding is good, bad, or a note; an error in the environment is a finding with its location. No model and no server.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _OWN = Path(__file__)
 
 @attrs.frozen(kw_only=True)
 class CheckOptions:
-    """How long an environment is played, and which deadlines it is given."""
+    """Length of the episodes, and deadlines."""
 
     turns: int = 6
-    """Replies of one episode, at most."""
+    """Most replies in one episode."""
     seed: int = 0
-    """Of the replies."""
+    """Seed of the replies."""
     step_seconds: float = 30.0
-    """Deadline of each start, step and close."""
+    """Deadline of each start, step and close, in seconds."""
     stall_seconds: float = 0.05
-    """How long the environment may block the event loop."""
+    """Longest time that the environment may block the event loop, in seconds."""
 
 
 @attrs.frozen
 class Finding:
-    """One thing that was found."""
+    """The result of one check."""
 
     about: str
     verdict: Verdict
@@ -64,7 +64,7 @@ class Finding:
 
 @attrs.define(eq=False)
 class _Episode:
-    """One episode as it was played."""
+    """One played episode."""
 
     opening: tuple[Message, ...] = ()
     replies: list[Message] = attrs.field(factory=list)
@@ -73,8 +73,8 @@ class _Episode:
     seconds: dict[str, list[float]] = attrs.field(factory=lambda: {"start": [], "step": [], "close": []})
 
     @property
-    def told(self) -> list[Any]:
-        """All that a model would see, for comparing."""
+    def outputs(self) -> list[Any]:
+        """The opening and every step result as plain data, for comparison."""
         return [self.opening, *(_plain(result) for result in self.results)]
 
 
@@ -84,8 +84,8 @@ async def examine(
     """Play one episode for each prompt with random replies.
 
     Args:
-        environment_cls: makes a fresh environment.
-        prompts: what the episodes start with.
+        environment_cls: creates an environment.
+        prompts: one for each episode.
         options: number of turns, seed and deadlines.
 
     Returns:
@@ -101,15 +101,15 @@ async def examine(
     stalls = [
         f"{stall.seconds * 1000:.0f} ms, {stall.times} times, at {stall.place}"
         for stall in watch.stalls
-        if not stall.place.startswith(str(_OWN))  # the machine was busy with something else
+        if not stall.place.startswith(str(_OWN))  # the machine was busy, not the environment
     ]
-    text = "; ".join(stalls) or f"the event loop never stood still for {options.stall_seconds * 1000:.0f} ms"
-    check.found("blocking calls", "bad" if stalls else "good", text)
+    text = "; ".join(stalls) or f"the event loop was never blocked for {options.stall_seconds * 1000:.0f} ms"
+    check.add("blocking calls", "bad" if stalls else "good", text)
     return check.findings
 
 
 class _Check:
-    """The checks of one environment, and what they found."""
+    """The checks of one environment, and their findings."""
 
     def __init__(self, options: CheckOptions, factory: EnvironmentFactory, prompts: Sequence[Prompt]) -> None:
         self.options = options
@@ -118,26 +118,26 @@ class _Check:
         self.name = function_name(factory)
         self.findings: list[Finding] = []
 
-    def found(self, about: str, verdict: Verdict, text: str) -> None:
+    def add(self, about: str, verdict: Verdict, text: str) -> None:
         self.findings.append(Finding(about, verdict, text))
 
     async def warm_up(self) -> None:
-        """Make one and close it: what a process pays once is not counted. What that raises, :meth:`run` finds."""
+        """Create and close an environment once, so that one-time costs are not measured; :meth:`run` reports errors."""
         with contextlib.suppress(EnvironmentFailure):
-            await self._foreign("close", self._made().close())
+            await self._foreign("close", self._create().close())
 
     async def run(self) -> list[_Episode]:
-        """Play it, alone; gives the episodes, none if it cannot be played."""
+        """Run all checks; returns the episodes, none if the environment fails."""
         played: list[_Episode] = []
         try:
             for number, prompt in enumerate(self.prompts):
                 played.append(await self._play(prompt, self.options.seed + number, tools=number == 0))
         except EnvironmentFailure as error:
-            self.found("episodes", "bad", _words(error))
+            self.add("episodes", "bad", _located(error))
             return []
         steps = sum(len(episode.results) for episode in played)
         ended = sum(bool(episode.results) and episode.results[-1].done for episode in played)
-        self.found("episodes", "good", f"{len(played)} played, {steps} steps, {ended} ended by the environment")
+        self.add("episodes", "good", f"{len(played)} played, {steps} steps, {ended} ended by the environment")
         self._results(played)
         await self._determinism(played)
         await self._snapshots(played)
@@ -150,7 +150,7 @@ class _Check:
         with boundary(EnvironmentFailure, f"{self.name}.{what}", seconds=self.options.step_seconds):
             return await awaitable
 
-    def _made(self) -> Environment:
+    def _create(self) -> Environment:
         with boundary(EnvironmentFailure, f"{self.name}()"):
             environment: Any = self.factory()
         if not isinstance(environment, Environment):
@@ -162,9 +162,9 @@ class _Check:
     async def _play(
         self, prompt: Prompt, seed: int, *, tools: bool = False, replies: Sequence[Message] | None = None
     ) -> _Episode:
-        """One episode, with these replies or random ones."""
+        """Play one episode, with these replies or random ones."""
         episode, model = _Episode(), RandomModel(seed)
-        environment = self._made()
+        environment = self._create()
         try:
             began = time.perf_counter()
             opening = await self._foreign("start", environment.start(prompt))
@@ -202,10 +202,10 @@ class _Check:
     def _tools(self, environment: Environment) -> None:
         tools = tuple(environment.tools)
         if not tools:
-            self.found("tools", "note", "none: the model is told of no tool")
+            self.add("tools", "note", "none: the model has no tool")
         for tool in tools:
             problems = schema_problems(tool)
-            self.found(f"tool {tool.name}", "bad" if problems else "good", "; ".join(problems) or _signature(tool))
+            self.add(f"tool {tool.name}", "bad" if problems else "good", "; ".join(problems) or _signature(tool))
 
     def _results(self, played: Sequence[_Episode]) -> None:
         wrong = []
@@ -215,28 +215,28 @@ class _Check:
                 if reply.tool_calls and not result.done and answered != [call.id for call in reply.tool_calls]:
                     wrong.append(f"{len(reply.tool_calls)} calls were answered by {len(answered)} tool messages")
                 if not result.done and not result.messages:
-                    wrong.append("a step that is not done says nothing")
+                    wrong.append("a step returned no messages and was not done")
         text = "; ".join(dict.fromkeys(wrong))
-        self.found("answers", "bad" if wrong else "good", text or "one tool message for each call, in their order")
+        self.add("answers", "bad" if wrong else "good", text or "one tool message for each call, in their order")
 
     async def _determinism(self, played: Sequence[_Episode]) -> None:
         for number, (prompt, first) in enumerate(zip(self.prompts, played, strict=True)):
             try:
                 again = await self._play(prompt, self.options.seed + number, replies=first.replies)
             except EnvironmentFailure as error:
-                self.found("determinism", "bad", f"the second time: {_words(error)}")
+                self.add("determinism", "bad", f"the second time: {_located(error)}")
                 return
-            for step, (one, other) in enumerate(zip(first.told, again.told, strict=False)):
+            for step, (one, other) in enumerate(zip(first.outputs, again.outputs, strict=False)):
                 if one != other:
                     where = "the opening" if step == 0 else f"step {step}"
                     text = f"prompt {number}, {where}: {shortened(one)} and then {shortened(other)}"
-                    self.found("determinism", "bad", f"the same replies are answered differently: {text}")
+                    self.add("determinism", "bad", f"equal replies had different results: {text}")
                     return
-        self.found("determinism", "good", "the same replies are answered in the same way")
+        self.add("determinism", "good", "equal replies have equal results")
 
     async def _snapshots(self, played: Sequence[_Episode]) -> None:
         if not any(episode.snapshots for episode in played):
-            self.found("snapshots", "note", "not offered: an episode that was interrupted starts again")
+            self.add("snapshots", "note", "not offered: an episode that was interrupted starts again")
             return
         count = 0
         for prompt, episode in zip(self.prompts, played, strict=True):
@@ -244,38 +244,38 @@ class _Check:
                 text = await self._restored(prompt, episode, step, snapshot)
                 count += 1
                 if text:
-                    self.found("snapshots", "bad", f"restored after step {step}: {text}")
+                    self.add("snapshots", "bad", f"restored after step {step}: {text}")
                     return
-        self.found("snapshots", "good", f"{count} restored in fresh environments, which went on in the same way")
+        self.add("snapshots", "good", f"{count} restored in new environments, which returned equal results")
 
     async def _restored(self, prompt: Prompt, episode: _Episode, step: int, snapshot: Any) -> str:
-        """What is wrong with going on from a snapshot; empty if nothing is."""
+        """Describe the error in resuming from a snapshot; empty if there is none."""
         try:
-            held = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot))
+            decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             return f"{shortened(snapshot)} is not plain data ({error})"
         rest = _Episode()
         try:
-            environment: Any = self._made()
+            environment: Any = self._create()
             try:
-                await self._foreign("restore", environment.restore(prompt, held))
+                await self._foreign("restore", environment.restore(prompt, decoded))
                 for reply in episode.replies[step:]:
                     await self._step(environment, rest, reply)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._foreign("close", environment.close())
         except EnvironmentFailure as error:
-            return _words(error)
+            return _located(error)
         for one, other in zip(episode.results[step:], rest.results, strict=True):
             if _plain(one) != _plain(other):
-                return f"it answers {shortened(_plain(other))} and not {shortened(_plain(one))}"
+                return f"it returns {shortened(_plain(other))}, not {shortened(_plain(one))}"
         return ""
 
     async def _cancellation(self) -> None:
-        """A step that is cancelled ends at once, close works then, and nothing is left behind."""
+        """Check that a cancelled step ends at once, that close works after it, and that no task is left."""
         before = asyncio.all_tasks()
         failure: EnvironmentFailure | None = None
-        environment = self._made()
+        environment = self._create()
         began = 0.0
         try:
             await self._foreign("start", environment.start(self.prompts[0]))
@@ -299,57 +299,57 @@ class _Check:
         except EnvironmentFailure as error:
             failure = error
         if failure is not None:
-            self.found("close on cancel", "bad", _words(failure))
+            self.add("close on cancel", "bad", _located(failure))
             return
         await anyio.lowlevel.checkpoint()
         left = len(asyncio.all_tasks() - before)
         if took > _SLOW_CANCEL or left:
-            text = f"a cancelled step went on for {took:.1f} s" if took > _SLOW_CANCEL else f"{left} tasks are left"
-            self.found("close on cancel", "bad", text)
+            text = f"a cancelled step continued for {took:.1f} s" if took > _SLOW_CANCEL else f"{left} tasks are left"
+            self.add("close on cancel", "bad", text)
         else:
-            self.found("close on cancel", "good", f"a cancelled step ended after {took * 1000:.0f} ms, close worked")
+            self.add("close on cancel", "good", f"a cancelled step ended after {took * 1000:.0f} ms, close worked")
 
     async def agent(self) -> None:
-        """One episode through the agent's own loop, with the demo model's template and tokens."""
+        """Play one episode through the agent loop, with the demo model's template and tokens."""
         renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
         model = RandomModel(self.options.seed)
         tools: list[Any] = []
         factory = self.factory
 
-        def watched() -> Environment:
+        def creating() -> Environment:
             environment = factory()
             tools.append(environment)
             return environment
 
         def reply(_: Any) -> list[int]:
-            return _spelled(renderer, model.reply(tuple(tools[-1].tools)))
+            return _reply_tokens(renderer, model.reply(tuple(tools[-1].tools)))
 
         limits = Limits(max_turns=self.options.turns, step_seconds=self.options.step_seconds)
         sampling = SamplingParams(max_new_tokens=4096)
         try:
             trajectory = await run_agent(
-                self.prompts[0], watched, ScriptedPolicy(reply), renderer, sampling=sampling, limits=limits
+                self.prompts[0], creating, ScriptedPolicy(reply), renderer, sampling=sampling, limits=limits
             )
         except ConfigError as error:
-            self.found("agent", "bad", str(error))
+            self.add("agent", "bad", str(error))
             return
         if trajectory.failure is not None:
-            self.found("agent", "bad", f"{trajectory.failure.kind}: {trajectory.failure.message}")
+            self.add("agent", "bad", f"{trajectory.failure.kind}: {trajectory.failure.message}")
             return
         ended = "the environment ended it" if trajectory.stop_reason is StopReason.TASK_COMPLETED else "limits ended it"
-        self.found("agent", "good", f"{len(trajectory.completions)} turns, {len(trajectory)} tokens; {ended}")
+        self.add("agent", "good", f"{len(trajectory.completions)} turns, {len(trajectory)} tokens; {ended}")
 
     def times(self, played: Sequence[_Episode]) -> None:
-        """How long it takes, by what it does."""
+        """Report the times of start, step and close."""
         for name in ("start", "step", "close"):
             seconds = [value * 1000 for episode in played for value in episode.seconds[name]]
             if seconds:
                 text = f"mean {statistics.fmean(seconds):.1f} ms, longest {max(seconds):.1f} ms"
-                self.found(f"time of {name}", "good", text)
+                self.add(f"time of {name}", "good", text)
 
 
-def _spelled(renderer: Renderer, reply: Message) -> list[int]:
-    """A reply as the demo model would say it."""
+def _reply_tokens(renderer: Renderer, reply: Message) -> list[int]:
+    """The tokens of a reply in the demo model's format."""
     calls = [
         msgspec.json.encode({"name": call.name, "arguments": dict(call.arguments)}).decode()
         for call in reply.tool_calls
@@ -367,8 +367,8 @@ def _signature(tool: Any) -> str:
     return f"({', '.join(tool.parameters.get('properties', {}))}) {tool.description}"
 
 
-def _words(error: BaseException) -> str:
-    """An error with the place in foreign code that it came from."""
+def _located(error: BaseException) -> str:
+    """The text of an error with its location in foreign code."""
     cause = error.__cause__
     frames = [] if cause is None else list(inspect.getinnerframes(cause.__traceback__)) if cause.__traceback__ else []
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].function})" if frames else ""

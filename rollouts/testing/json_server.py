@@ -1,6 +1,6 @@
-"""A loopback server that answers JSON as a function says: for tests of rewards and judges that are asked over HTTP.
+"""A loopback HTTP server with scripted JSON responses, for tests of rewards and judges behind HTTP.
 
-Invariant: it records every request before it answers. It knows no protocol but HTTP with JSON.
+Invariant: it records every request before it responds. It knows no protocol but HTTP with JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Asked", "JsonServer"]
 
 @attrs.frozen
 class Asked:
-    """One request as it arrived."""
+    """One received request."""
 
     path: str
     body: Any
@@ -30,11 +30,11 @@ class JsonServer:
     """Serves while its context lasts.
 
     Args:
-        answer: given a request, what to send with status 200; ``(status, value)`` for another status; bytes are sent
-            as they are; ``None`` never answers.
+        answer: returns the value to send for a request with status 200, or ``(status, value)``; bytes are sent as they
+            are; ``None`` leaves the request open.
 
     Attributes:
-        url: where it listens.
+        url: the server's URL.
         asked: every request, in order.
     """
 
@@ -63,11 +63,11 @@ class JsonServer:
 
     async def _handle(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read() or b"null")
-        asked = Asked(request.path, body, dict(request.headers))
-        self.asked.append(asked)
-        said = self._answer(asked)
-        if said is None:
+        received = Asked(request.path, body, dict(request.headers))
+        self.asked.append(received)
+        answer = self._answer(received)
+        if answer is None:
             await anyio.sleep_forever()
-        status, value = said if isinstance(said, tuple) else (200, said)
+        status, value = answer if isinstance(answer, tuple) else (200, answer)
         payload = value if isinstance(value, bytes) else msgspec.json.encode(value)
         return web.Response(status=status, body=payload, content_type="application/json")

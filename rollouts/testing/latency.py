@@ -1,6 +1,6 @@
-"""How long a stub's generations take: a lognormal time to begin, and a time for each token.
+"""Latency of a stub's generations: a lognormal time to the first token, and a time for each token.
 
-Invariant: the seconds depend on the seed and the order of the questions only. This module knows no connection.
+Invariant: the seconds depend only on the seed and the order of the calls. This module knows no connection.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Latency"]
 
 @attrs.define
 class Latency:
-    """Seconds of a generation. An instance is what ``StubServer(latency=…)`` awaits."""
+    """Random seconds of a generation. ``StubServer(latency=…)`` takes an instance."""
 
     median: float
-    """Seconds until the first token, in the median."""
+    """Median seconds until the first token."""
     sigma: float = 0.0
-    """Spread of their logarithm."""
+    """Standard deviation of their logarithm."""
     per_token: float = 0.0
     """Further seconds for each token of the reply."""
     seed: int = 0
@@ -33,7 +33,7 @@ class Latency:
         self._rng = random.Random(self.seed)
 
     def seconds(self, tokens: int) -> float:
-        """Of the next generation, which has so many tokens."""
+        """Draw the seconds of the next generation, with this number of tokens."""
         first = self._rng.lognormvariate(math.log(self.median), self.sigma) if self.median else 0.0
         return first + self.per_token * tokens
 

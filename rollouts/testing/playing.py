@@ -1,7 +1,7 @@
-"""An environment played with replies that are written down: for tests of environments and their rewards.
+"""Playing an environment with scripted replies, for tests of environments and their rewards.
 
-Invariant: the environment is started once, stepped until it is done or the replies are used up, and closed once, as the
-agent's loop would do it. No model, no tokens, no server.
+Invariant: the environment is started once, stepped until it is done or the replies are used up, and closed once, as in
+the agent loop. No model, no tokens, no server.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Played", "calling", "play"]
 
 @attrs.frozen
 class Played:
-    """What came of it."""
+    """A played episode."""
 
     messages: tuple[Message, ...]
     """The whole conversation."""
     steps: tuple[StepResult, ...]
-    """The answer to each reply."""
+    """The result of each step."""
 
     @property
     def done(self) -> bool:
@@ -33,17 +33,17 @@ class Played:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the steps that have one."""
+        """All rewards of the steps, in order."""
         return [reward for step in self.steps for reward in step.rewards]
 
     @property
     def chat(self) -> list[ChatDict]:
-        """The conversation as a sample has it: ``Sample(messages=played.chat, label=…)`` can be scored."""
+        """The conversation in a sample's form: ``Sample(messages=played.chat, label=…)`` can be scored."""
         return [message.to_chat() for message in self.messages]
 
 
 def calling(name: str, /, **arguments: Any) -> Message:
-    """A reply that calls one tool."""
+    """Create a reply that calls one tool."""
     return Message("assistant", "", (ToolCall(name, arguments, id="call_0"),))
 
 
@@ -51,20 +51,20 @@ async def play(environment: Environment, prompt: Prompt | str, replies: Iterable
     """Play one episode.
 
     Args:
-        environment: a fresh one.
+        environment: an unused environment.
         prompt: text, or a prompt with label and metadata.
-        replies: what the model says, in order; a text is a reply without tool calls.
+        replies: the model's replies, in order; a text is a reply without tool calls.
 
     Raises:
         EnvironmentFailure: a step's reward or metric is no finite number.
-        Exception: whatever the environment raised; it is closed then too.
+        Exception: the environment's own error, after it is closed.
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     steps: list[StepResult] = []
     try:
         messages = list(await environment.start(prompt))
-        for said in replies:
-            reply = said if isinstance(said, Message) else Message("assistant", said)
+        for scripted in replies:
+            reply = scripted if isinstance(scripted, Message) else Message("assistant", scripted)
             messages.append(reply)
             steps.append(sound_step(await environment.step(reply), f"{type(environment).__name__}.step"))
             if steps[-1].done:

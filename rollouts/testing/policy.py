@@ -1,7 +1,7 @@
-"""A policy that says what it is told to: for tests of environments, agents and recipes without a model.
+"""A scripted policy, for tests of environments, agents and recipes without a model.
 
-Invariant: it is a real :class:`~rollouts.inference.base.Policy`: what it returns passes every check that a server's
-reply passes, and it records what it was asked.
+Invariant: it is a real :class:`~rollouts.inference.base.Policy`: its completions pass every check of a server's reply,
+and it records its requests.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Reply:
     tokens: Sequence[int]
     finish_reason: FinishReason = "stop"
     versions: Sequence[VersionSpan] = ()
-    """Which versions sampled what; by default ``"scripted"`` sampled everything."""
+    """Policy versions of the tokens; by default ``"scripted"`` for all."""
 
 
 Script = Iterable[Reply | Sequence[int]] | Callable[[TokenColumn], Reply | Sequence[int]]
 
 
 class ScriptedPolicy:
-    """Answers from a script: replies in order, or a function of the tokens it is sent.
+    """A policy that returns scripted replies: a sequence, or a function of the prompt's tokens.
 
-    A reply longer than the budget is cut there, as a server would. Logprobs are made up: ``-1 / (1 + position)``.
+    A reply longer than ``max_new_tokens`` is cut, as by a server. Logprobs are ``-1 / (1 + position)``.
 
     Attributes:
-        requests: the tokens of every call, in order.
+        requests: the prompt tokens of every call, in order.
     """
 
     def __init__(self, script: Script, *, max_context: int | None = None) -> None:

@@ -1,6 +1,6 @@
-"""A model that says anything: calls of tools with arguments that fit their schemas, numbers, words.
+"""A model with random replies: tool calls with arguments that fit their schemas, numbers, words.
 
-Invariant: the same seed and the same tools give the same replies. It reads schemas only, never what a tool means.
+Invariant: equal seeds and equal tools yield equal replies. It reads schemas only, no descriptions of tools.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _DEPTH = 6
 
 
 class RandomModel:
-    """Replies without a model.
+    """Random replies without a model.
 
     Args:
-        seed: what it says follows from it.
-        calls: how often it calls a tool where there are any, from 0 to 1.
+        seed: seed of the replies.
+        calls: probability of a tool call if there are tools, from 0 to 1.
     """
 
     def __init__(self, seed: int, *, calls: float = 0.9) -> None:
@@ -35,15 +35,15 @@ class RandomModel:
         rng = self._rng
         if not tools or rng.random() >= self._calls:
             return Message("assistant", rng.choice([str(rng.randint(-3, 120)), rng.choice(_WORDS) or "ok"]))
-        made = []
+        tool_calls = []
         for number in range(rng.choice((1, 1, 1, 2))):
             chosen = rng.choice(tools)
-            made.append(ToolCall(chosen.name, example(chosen.parameters, rng), id=f"call_{number:05d}"))
-        return Message("assistant", "", made)
+            tool_calls.append(ToolCall(chosen.name, example(chosen.parameters, rng), id=f"call_{number:05d}"))
+        return Message("assistant", "", tool_calls)
 
 
 def example(schema: Mapping[str, Any], rng: random.Random) -> Any:
-    """A value that fits a JSON schema, as far as its types, choices and bounds say; anything where it says nothing."""
+    """A random value that fits the types, choices and bounds of a JSON schema; any value if it has none."""
     return _value(schema, schema, rng, 0)
 
 
@@ -78,7 +78,7 @@ def _value(schema: Any, root: Mapping[str, Any], rng: random.Random, depth: int)
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a ``$ref`` points to; ``None`` where it points to nothing."""
+    """Resolve a ``$ref``; ``None`` if its target is missing."""
     for _ in range(_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -90,35 +90,35 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def schema_problems(tool: Tool) -> list[str]:
-    """What is wrong with a tool's schema, or missing for a model that reads it; each in words."""
+    """Describe the errors and omissions in a tool's schema, one text each."""
     problems = [] if tool.description.strip() else ["no description"]
     return problems + list(_problems(tool.parameters, tool.parameters, "parameters", 0))
 
 
-def _problems(schema: Any, root: Mapping[str, Any], place: str, depth: int) -> Iterator[str]:
+def _problems(schema: Any, root: Mapping[str, Any], path: str, depth: int) -> Iterator[str]:
     if isinstance(schema, Mapping) and "$ref" in schema:
         if _resolved(schema, root) is None:
-            yield f"{place}: $ref {schema['$ref']!r} points to nothing"
+            yield f"{path}: $ref {schema['$ref']!r} points to nothing"
         return
     if not isinstance(schema, Mapping):
-        yield f"{place}: a schema is an object, this is {type(schema).__name__}"
+        yield f"{path}: a schema is an object, this is {type(schema).__name__}"
         return
     kinds = schema.get("type", [])
     kinds = kinds if isinstance(kinds, list) else [kinds]
     for kind in kinds:
         if kind not in _TYPES:
-            yield f"{place}: type {kind!r} is none of JSON Schema"
+            yield f"{path}: type {kind!r} is none of JSON Schema"
     if not kinds and not any(key in schema for key in ("enum", "const", "anyOf", "oneOf", "allOf", "properties")):
-        yield f"{place}: no type"
+        yield f"{path}: no type"
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        yield f"{place}.properties: an object is expected"
+        yield f"{path}.properties: an object is expected"
         return
     for name in schema.get("required") or ():
         if name not in properties:
-            yield f"{place}: {name!r} is required and not among the properties"
+            yield f"{path}: {name!r} is required and not among the properties"
     if depth < _DEPTH:
         for name, inner in properties.items():
-            yield from _problems(inner, root, f"{place}.{name}", depth + 1)
+            yield from _problems(inner, root, f"{path}.{name}", depth + 1)
         if "items" in schema:
-            yield from _problems(schema["items"], root, f"{place}[]", depth + 1)
+            yield from _problems(schema["items"], root, f"{path}[]", depth + 1)

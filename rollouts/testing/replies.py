@@ -1,6 +1,6 @@
-"""What a stub of SGLang says: the scripted reply in its wire shape, and the ways in which it can be wrong.
+"""Response bodies of an SGLang stub: the scripted reply in the wire format, and its possible faults.
 
-Invariant: without a fault the reply is what SGLang 0.5.23 sends for those ids. This module knows no connection.
+Invariant: without a fault the body is what SGLang 0.5.23 sends for these ids. This module knows no connection.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import attrs
 __all__ = ["ERRORS", "Answer", "Fault", "Request", "Script", "reply_body"]
 
 Script: TypeAlias = Callable[[list[int], dict[str, Any]], Sequence[int] | tuple[Any, Any, Any] | Mapping[str, Any]]
-"""``(input_ids, sampling_params)`` to the ids of a reply; to ``(ids, logprobs, finish)``, where finish is a
-``finish_reason`` or ``None``; or to a whole answer's body."""
+"""A function of ``(input_ids, sampling_params)`` that returns the ids of a reply; ``(ids, logprobs, finish)``, where
+finish is a ``finish_reason`` or ``None``; or a whole response body."""
 
 Fault: TypeAlias = Literal[
-    "none",  # answer as scripted
-    "reset",  # reset the connection without a word; the generation goes on until it is aborted
-    "reset_in_body",  # reset it half way through the answer
+    "none",  # respond as scripted
+    "reset",  # reset the connection without a response; the generation continues until it is aborted
+    "reset_in_body",  # reset the connection half way through the body
     "hang",  # generate until aborted
-    "drip",  # answer byte by byte
-    "close_after",  # answer, then close the connection without saying so
-    "error_500",  # {"error": {"message"}}; the generation goes on until it is aborted
+    "drip",  # respond byte by byte
+    "close_after",  # respond, then close the connection without "Connection: close"
+    "error_500",  # {"error": {"message"}}; the generation continues until it is aborted
     "error_503",  # {"object": "error", "message"}: the queue is full
-    "error_duplicate",  # 400, as if the rid had been sent twice: the generation goes on until it is aborted
+    "error_duplicate",  # 400, as if the rid had been sent twice; the generation continues until it is aborted
     "error_string",  # 400 {"error": "…"}: an unknown sampling key
     "error_object",  # 400 {"error": {"message"}}: a value out of range
     "error_type",  # 400 {"object": "error", "message", "type"}: malformed
@@ -37,20 +37,20 @@ Fault: TypeAlias = Literal[
     "not_http",  # bytes that are no HTTP
     "wrong_ids",  # output_ids and logprobs that contradict each other
     "wrong_count",  # prompt_tokens that is not what was sent
-    "wrong_rid",  # the answer to another request
+    "wrong_rid",  # the response to another request
     "nan",  # a token without a logprob
-    "nan_happened",  # the server's own word for it
+    "nan_happened",  # finish_reason "NaN happened"
     "no_logprobs",  # a server that ignores return_logprob
-    "no_output_ids",  # ids only beside their logprobs
+    "no_output_ids",  # ids only in output_token_logprobs
     "old",  # only the fields that every version has
-    "abort",  # the answer to somebody else's abort: half the reply
-    "abort_queued",  # the same for a request that had not begun
+    "abort",  # aborted by another client: half the reply
+    "abort_queued",  # aborted by another client while in the queue
 ]
 
 
 @attrs.frozen
 class Answer:
-    """Any answer at all, in place of a fault's name."""
+    """Any response, in place of a fault's name."""
 
     status: int
     body: bytes
@@ -58,7 +58,7 @@ class Answer:
 
 @attrs.frozen
 class Request:
-    """One call of ``/generate`` as it arrived."""
+    """One received request to ``/generate``."""
 
     rid: str
     input_ids: list[int]
@@ -68,11 +68,11 @@ class Request:
 
 
 def reply_body(script: Script, arrived: Request, fault: Fault | Answer) -> Mapping[str, Any]:
-    """What the script says to a request, in SGLang's shape, spoilt as the fault says."""
-    said: Any = script(arrived.input_ids, arrived.sampling_params)
-    if isinstance(said, Mapping):
-        return said
-    ids, logprobs, finish = said if _is_triple(said) else (said, None, None)
+    """The script's response to a request in SGLang's format, with the fault applied."""
+    scripted: Any = script(arrived.input_ids, arrived.sampling_params)
+    if isinstance(scripted, Mapping):
+        return scripted
+    ids, logprobs, finish = scripted if _is_triple(scripted) else (scripted, None, None)
     budget = arrived.sampling_params.get("max_new_tokens", 128)
     cut = len(ids) > budget
     ids = list(ids)[:budget]
@@ -114,8 +114,8 @@ def reply_body(script: Script, arrived: Request, fault: Fault | Answer) -> Mappi
     return {**answer, "meta_info": meta}
 
 
-def _is_triple(said: Any) -> bool:
-    return isinstance(said, tuple) and len(said) == 3 and not isinstance(said[0], int)
+def _is_triple(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and not isinstance(value[0], int)
 
 
 _CONTEXT = "The input (9 tokens) is longer than the model's context length (8 tokens)."

@@ -1,8 +1,8 @@
-"""A loopback server that speaks enough of SGLang to be told what to say, and how to misbehave.
+"""A loopback stub of an SGLang server, with scripted replies and faults.
 
-Invariant: it answers every request as its script and its fault say, and records what arrived, so that a test can
-compare what was sent with what was stored. A generation lives until it was answered or aborted; that its connection
-broke does not end it, as on a real engine. No model runs here; the embedded engine is the one that samples.
+Invariant: it responds to every request by its script and fault, and records the request, so that a test can compare
+sent and stored tokens. A generation ends with its response or an abort, not when its connection breaks, as on a real
+engine. No model runs here; see the embedded engine for one.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ class StubServer:
     """Serves while its context lasts.
 
     Args:
-        reply: what to say; ids beyond ``max_new_tokens`` are cut.
-        faults: how each ``/generate`` in turn misbehaves; ``"none"`` when they are used up.
-        latency: awaited before each answer, given the request; an abort ends it.
-        model_info: what ``/model_info`` and ``/server_info`` answer; ``None`` for a server that is not SGLang.
-        max_context: what ``/v1/models`` says.
+        reply: the script; ids beyond ``max_new_tokens`` are cut.
+        faults: the fault of each ``/generate`` in order; ``"none"`` when they are used up.
+        latency: called with the request and awaited before each response; an abort cancels it.
+        model_info: body of ``/model_info`` and ``/server_info``; ``None`` for a server that is not SGLang.
+        max_context: context length in ``/v1/models``, in tokens.
         old_routes: only ``/get_model_info`` and ``/get_server_info``, as before 0.5.9.
-        workers: be a router for the control routes: ``/abort_request`` is not there, ``/workers`` lists these URLs.
-        loads: what ``/v1/loads`` says of the one rank, beside the number of live generations; ``None`` for a server
-            without that route.
-        closes_idle: reset a connection that is used again, as a server does that had closed it while it was idle.
+        workers: act as a router: no ``/abort_request``, and ``/workers`` lists these URLs.
+        loads: further fields of the one rank in ``/v1/loads``; ``None`` for a server without this route.
+        closes_idle: reset a connection at its second request, as a server that closes idle connections.
 
     Attributes:
-        url: where it listens.
-        requests: every ``/generate`` that arrived, in order.
+        url: the server's URL.
+        requests: every received ``/generate`` request, in order.
         asked: the paths of all other requests, in order.
         aborted: the rids of all aborts, in order.
-        live: rids that are being generated now.
-        most_live: how many there were at once, at most.
-        connections: how many connections ``/generate`` came over.
+        live: rids of the generations in progress.
+        most_live: most generations in progress at once.
+        connections: number of connections used by ``/generate``.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class StubServer:
         self._loads = loads
         self._closes_idle = closes_idle
         self._generations: dict[str, anyio.CancelScope] = {}
-        self._transports: set[Any] = set()  # held, so that none has the identity of one before it
+        self._transports: set[Any] = set()  # strong references, so that no identity is reused
         self.requests: list[Request] = []
         self.asked: list[str] = []
         self.aborted: list[str] = []
@@ -106,7 +105,7 @@ class StubServer:
                 app.router.add_get(f"{prefix}server_info", self._info)
             app.router.add_get("/v1/models", self._models)
         if self._loads is not None:
-            app.router.add_get("/v1/loads", self._tell_loads)
+            app.router.add_get("/v1/loads", self._list_loads)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
@@ -135,7 +134,7 @@ class StubServer:
         self.asked.append(request.path)
         return _json({"data": [{"id": "stub", "max_model_len": self._max_context}]})
 
-    async def _tell_loads(self, request: web.Request) -> web.Response:
+    async def _list_loads(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         load = {"dp_rank": 0, "num_running_reqs": len(self._generations), "num_waiting_reqs": 0, "token_usage": 0.0}
         return _json({"version": "0.5.23", "loads": [{**load, **(self._loads() if self._loads else {})}]})
@@ -147,7 +146,7 @@ class StubServer:
     async def _abort(self, request: web.Request) -> web.Response:
         rid = msgspec.json.decode(await request.read()).get("rid")
         self.aborted.append(rid)
-        if rid in self._generations:  # a known rid takes with it all that begin with it, as on a real server
+        if rid in self._generations:  # also aborts every rid that starts with this one, as a real server does
             self._end(*[live for live in self._generations if live.startswith(rid)])
         return web.Response()
 
@@ -225,7 +224,7 @@ async def _stream(request: web.Request, whole: bytes, parts: Sequence[bytes]) ->
 
 
 def _cut(request: web.Request, *, gently: bool = False) -> web.Response:
-    """End the connection: with a reset, or gently, with all that was written before."""
+    """Close the connection: by a reset, or gently, after sending what was written."""
     transport = request.transport
     if transport is not None and gently:
         transport.close()

@@ -1,7 +1,7 @@
-"""Where an event loop stands still: code that blocks it, found by file and line.
+"""Detection of code that blocks the event loop, by file and line.
 
-Invariant: a stall is told by the place that the loop's thread stood in while it lasted; a loop that waits for something
-to happen does not stand still. It only looks: a thread reads the loop's heartbeat and its stack.
+Invariant: a stall is located by the stack of the loop's thread during it; a loop that waits for I/O or a timer is
+not stalled. It only observes: a thread reads the loop's heartbeat and its stack.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 @attrs.frozen
 class Stall:
-    """One place where the loop stood still."""
+    """One line of code that blocked the loop."""
 
     place: str
     """``file:line in function``."""
     seconds: float
-    """The longest time there."""
+    """The longest time that it blocked."""
     times: int
 
 
@@ -46,7 +46,7 @@ class StallWatch:
         assert not watch.stalls
 
     Args:
-        seconds: how long the loop may stand in one place.
+        seconds: how long a callback may block the loop.
     """
 
     def __init__(self, seconds: float = 0.05) -> None:
@@ -61,9 +61,9 @@ class StallWatch:
 
     @property
     def stalls(self) -> list[Stall]:
-        """What was found, the longest first."""
-        found = [Stall(place, seconds, times) for place, (seconds, times) in self._found.items()]
-        return sorted(found, key=lambda stall: -stall.seconds)
+        """The stalls, the longest first."""
+        stalls = [Stall(place, seconds, times) for place, (seconds, times) in self._found.items()]
+        return sorted(stalls, key=lambda stall: -stall.seconds)
 
     async def __aenter__(self) -> Self:
         self._beat = time.monotonic()
@@ -102,12 +102,12 @@ class StallWatch:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether the loop is between two callbacks: nothing of anybody's runs, however long the machine takes."""
+    """Whether the loop is between two callbacks, so that no callback blocks it."""
     return any(part in frame.f_code.co_filename for part in _WAITING)
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost line that is of no library; where all are, the innermost."""
+    """The innermost line outside libraries, or else the innermost line."""
     inner: FrameType | None = frame
     while inner is not None:
         if not inner.f_code.co_filename.startswith(_LIBRARIES):

@@ -153,7 +153,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
         (["run", "none.py", "--out", "OUT"], "recipe: got"),
         (
             ["run", CALCULATOR, "--out", "OUT", "--set", "size=3"],
-            "option: got 'size'; expected one that the recipe has",
+            "option: got 'size'; expected an option of the recipe",
         ),
         (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size=x"], "option batch_size: got 'x'; expected int"),
         (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size"], "--set: got 'batch_size'; expected key=value"),

@@ -10,7 +10,7 @@ from rollouts.observability import LoopLag
 
 
 async def test_a_loop_that_is_blocked_is_late_by_as_much() -> None:
-    """What blocks it is seen at the next wake-up."""
+    """A blocking call is measured at the next wake-up."""
     lag = LoopLag(interval=0.001)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lag.run)
@@ -25,7 +25,7 @@ async def test_a_loop_that_is_blocked_is_late_by_as_much() -> None:
 
 
 def test_quantiles_are_of_the_last_and_the_longest_of_all() -> None:
-    """So that an old stop is not forgotten, and not told for ever."""
+    """The longest lag covers all wake-ups, the quantiles only the latest."""
     lag = LoopLag(kept=100)
     assert lag.quantile(0.99) == 0.0
     lag.add(5.0)

@@ -20,19 +20,19 @@ pytestmark = pytest.mark.extra
 
 
 async def test_a_scrape_reads_the_numbers() -> None:
-    """Names as Prometheus has them; what only grows is a counter."""
+    """Names are those of Prometheus; a metric that only grows is a counter."""
     from prometheus_client.parser import text_string_to_metric_families
 
     numbers = {"prompts/in_flight": 3.0, "tokens/cached": 70.0, "loop_lag/p99": 0.25, "batch/tokens/mean": 9.5}
     read = anyio.Event()
 
-    def told() -> dict[str, float]:
+    def read_numbers() -> dict[str, float]:
         read.set()
         return numbers
 
     with serving_metrics(0) as metrics:
         async with anyio.create_task_group() as tasks, ClientSession() as session:
-            tasks.start_soon(metrics.run, told)
+            tasks.start_soon(metrics.run, read_numbers)
             await read.wait()
             async with session.get(f"http://127.0.0.1:{metrics.port}/metrics") as answer:
                 text = await answer.text()
@@ -55,8 +55,8 @@ def test_a_port_that_is_taken_is_refused() -> None:
                 pass
 
 
-def test_a_run_can_be_told_of(tmp_path: Path, engine_url: str) -> None:
-    """The command serves numbers and makes spans while it runs, and runs as it does without."""
+def test_the_metrics_of_a_run_are_served(tmp_path: Path, engine_url: str) -> None:
+    """The command serves metrics and creates spans while it runs, with the same results."""
     line = ["run", str(Path(__file__).parents[2] / "configs" / "calculator.py"), "--endpoint", engine_url]
     sizes = ["--set", "batch_size=2", "--set", "n_samples_per_prompt=4"]
     assert main([*line, *sizes, "--out", str(tmp_path / "run"), "--metrics-port", "0", "--trace"]) == 0

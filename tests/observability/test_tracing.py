@@ -24,7 +24,7 @@ pytestmark = pytest.mark.extra
 
 @pytest.fixture(scope="module")
 def exported() -> Any:
-    """Where all spans of this process go from now on."""
+    """The exporter of all later spans of this process."""
     from opentelemetry import trace
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -36,7 +36,7 @@ def exported() -> Any:
 
 
 async def test_a_completion_is_a_child_of_its_rollout(exported: Any) -> None:
-    """With the model, the tokens and the end that it had; and with no text."""
+    """Spans contain the model, token counts and finish reason, and no text."""
     async with StubServer() as server:
         endpoint = Endpoint(model=str(DEMO_MODEL), base_url=server.url, sampling=SamplingParams(max_new_tokens=8))
         generate_fn = functools.partial(
@@ -61,9 +61,9 @@ async def test_a_completion_is_a_child_of_its_rollout(exported: Any) -> None:
     calls = [span for span in spans if span.name.startswith("text_completion ")]
     assert (len(agents), len(calls)) == (2, 2)
     assert {span.parent.span_id for span in calls} == agents.keys()
-    told = calls[0].attributes
-    assert told["gen_ai.usage.output_tokens"] == 3
-    assert told["gen_ai.usage.input_tokens"] == samples[0].completions[0].start
-    assert told["gen_ai.response.id"] in {sample.completions[0].request_id for sample in samples}
+    attributes = calls[0].attributes
+    assert attributes["gen_ai.usage.output_tokens"] == 3
+    assert attributes["gen_ai.usage.input_tokens"] == samples[0].completions[0].start
+    assert attributes["gen_ai.response.id"] in {sample.completions[0].request_id for sample in samples}
     assert all(span.start_time <= span.end_time for span in spans)
     assert "secret" not in str([dict(span.attributes) for span in spans])

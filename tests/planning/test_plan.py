@@ -1,4 +1,4 @@
-"""Plans: made of what runs measured, or of what is given."""
+"""Plans from measured or synthetic workloads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_shape_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "constant", "constant:0", "lognormal:1", "bimodal:1,2,3", "uniform:1,2"])
 def test_what_is_no_shape_is_refused(text: str) -> None:
-    """With those that there are."""
+    """The message lists the known shapes."""
     with pytest.raises(ConfigError, match=r"latency: got .*expected constant:S"):
         shape(text)
 
@@ -66,40 +66,40 @@ def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
     for file in ("dropped.jsonl", *(f"batches/batch-{number:06d}.jsonl" for number in range(6))):
         for line in range(len((run / file).read_bytes().splitlines())):
             edit_line(run / file, line, lambda row: row["metrics"].update(generation_seconds=1.0 + row["group_index"]))
-    rows = [row for row in read_rows(run, "all") if row.place != "failed"]
+    rows = [row for row in read_rows(run, "all") if row.outcome != "failed"]
     workload = measured([run])
     ended = {row.data["group_index"] for row in rows}
     groups = {group for group in ended if group <= max(ended) - 6}
     assert len(workload.groups) == len(groups) < len(ended)
     assert (workload.batch_size, workload.n) == (3, 4)
-    kept = {row.data["group_index"] for row in rows if row.place in ("kept", "unbatched")} & groups
+    kept = {row.data["group_index"] for row in rows if row.outcome in ("kept", "unbatched")} & groups
     assert workload.pass_rate == len(kept) / len(groups)
     drawn = sorted((workload.seconds(turn, 0), workload.passes(turn)) for turn in range(len(groups)))
-    told = sorted(
+    expected = sorted(
         (
             {row.data["group_index"]: row.data["metrics"].get("generation_seconds", 0.0) for row in rows}[group],
             group in kept,
         )
         for group in groups
     )
-    assert drawn == told
+    assert expected == drawn
 
 
 def test_a_short_run_tells_all_that_it_has(tmp_path: Path) -> None:
-    """A batch and no more: what ended is all there is to know."""
+    """With one batch, every ended group is used."""
     run = tmp_path / "run"
     _store(run, batches=1)
     for line in range(len((run / "batches/batch-000000.jsonl").read_bytes().splitlines())):
         edit_line(run / "batches/batch-000000.jsonl", line, lambda row: row["metrics"].update(generation_seconds=1.0))
-    ended = {row.data["group_index"] for row in read_rows(run, "all") if row.place != "failed"}
+    ended = {row.data["group_index"] for row in read_rows(run, "all") if row.outcome != "failed"}
     assert len(measured([run]).groups) == len(ended)
 
 
 def _store_even_run(run: Path, factor: float, seconds: float) -> Path:
-    """Every rollout samples ten tokens in so many seconds, and every group is kept."""
+    """Every rollout samples ten tokens in ``seconds``, and every group is kept."""
     _store(run, over_sampling_factor=factor, filter_fn=lambda samples: True, fails=lambda prompt: False)
-    for place in read_rows(run, "all"):
-        assert place.place in ("kept", "unbatched")
+    for row in read_rows(run, "all"):
+        assert row.outcome in ("kept", "unbatched")
     files = [*run.glob("batches/*.jsonl"), *run.glob("unbatched.jsonl")]
     for file in files:
         for line in range(len(file.read_bytes().splitlines())):
@@ -113,7 +113,7 @@ def _store_even_run(run: Path, factor: float, seconds: float) -> Path:
 
 
 def test_runs_with_more_in_flight_tell_the_speed(tmp_path: Path) -> None:
-    """At the loads that they went through: 12 and 24 rollouts at once, and by the line through them fewer."""
+    """Speed is measured at 12 and 24 rollouts at once, and extrapolated to fewer."""
     one = _store_even_run(tmp_path / "one", 1.0, 2.0)
     two = _store_even_run(tmp_path / "two", 2.0, 3.0)
     workload = measured([one, two])
@@ -133,7 +133,7 @@ def test_a_line_goes_no_further_than_a_server_can(tmp_path: Path, seconds: float
 
 
 def test_equal_runs_are_one_measurement(tmp_path: Path) -> None:
-    """None of them is the one to go by when the machine was faster in one of them."""
+    """Runs with equal sizes are averaged, as the machine may be faster in one of them."""
     fast = _store_even_run(tmp_path / "fast", 1.0, 1.0)
     slow = _store_even_run(tmp_path / "slow", 1.0, 3.0)
     workload = measured([fast, slow])
@@ -142,17 +142,17 @@ def test_equal_runs_are_one_measurement(tmp_path: Path) -> None:
 
 
 def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
-    """Rather than planned for as one that takes none."""
+    """It is refused; it does not count as taking no time."""
     _store(tmp_path / "run")
     with pytest.raises(ConfigError, match="whose rollouts took time"):
         measured([tmp_path / "run"])
 
 
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its options, the soonest, and more servers."""
+    """The output has the options, the fastest, and more servers."""
     line = ["plan", "--latency", "bimodal:1,9,0.2", "--batch-size", "4", "--n", "2", "--factors", "1,2"]
     assert main([*line, "--pass-rate", "0.5", "--servers", "1,2"]) == 0
-    told = capsys.readouterr().out
-    assert "soonest: over_sampling_factor=" in told
-    assert "more servers" in told
+    output = capsys.readouterr().out
+    assert "fastest: over_sampling_factor=" in output
+    assert "more servers" in output
     assert main(["plan"]) == 2

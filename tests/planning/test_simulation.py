@@ -1,4 +1,4 @@
-"""Batches on a clock that is moved: what can be known without it comes out."""
+"""Simulated batches: results equal those computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollouts.planning.simulation import SimulationResult, Speed, fill
 
 @attrs.frozen
 class Even:
-    """Every rollout takes the same; of every ten groups so many pass."""
+    """Every rollout takes the same time; of ten groups a fixed number pass."""
 
     each: float = 10.0
     environment: float = 0.0
@@ -57,7 +57,7 @@ def test_with_fewer_places_they_take_turns() -> None:
 
 
 def test_a_full_server_shares_its_throughput() -> None:
-    """At half the speed for twice as many; and two servers halve that."""
+    """Twice the rollouts run at half the speed; two servers halve the load."""
     speed = Speed([(4, 1.0)])
     assert filled(Even(), speed=speed, batches=1).seconds == pytest.approx((20,))
     assert filled(Even(), speed=speed, batches=1, servers=2).seconds == pytest.approx((10,))
@@ -71,7 +71,7 @@ def test_dropped_groups_cost_prompts() -> None:
 
 
 def test_a_speed_is_interpolated_between_its_points() -> None:
-    """Of the seconds that each takes; below the first it is that of the first; above the last the throughput stays."""
+    """Seconds are interpolated; speed is constant below the first point, throughput above the last."""
     speed = Speed([(100, 0.5), (10, 1.0)])
     assert [speed.at(count) for count in (1, 10, 55, 100, 200)] == pytest.approx([1, 1, 1 / 1.5, 0.5, 0.25])
     assert Speed().at(1000) == 1

@@ -1,4 +1,4 @@
-"""The seal of a text: no bit of it changes unseen."""
+"""Checksums in JSON texts: every changed bit is detected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_flipped_bit_is_seen(text: bytes) -> None:
         assert is_sound(bytes(changed)) is not True, number
 
 
-def test_a_text_without_a_checksum_is_told_from_a_wrong_one() -> None:
-    """So that what was written before there were any can be read."""
+def test_a_missing_checksum_differs_from_a_wrong_one() -> None:
+    """Files without checksums stay readable."""
     assert is_sound(b'{"a":1}\n') is None
     assert is_sound(b'{"a":1,"crc32":5}\n') is False

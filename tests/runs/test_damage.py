@@ -1,4 +1,4 @@
-"""Changed bits: whichever file of a run one flips in, verification names the file and the record."""
+"""Changed bits: for a flipped bit in any file of a run, verification names the file and the record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollouts.runs.writer import RunWriter
 from tests.stored_runs import store_run
 
 FLIPS = 16
-"""In each file, beside all those of its first and last bytes."""
+"""Random bits for each file, in addition to those of its first and last bytes."""
 ENDS = 3
 
 
@@ -50,7 +50,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def test_a_flipped_bit_anywhere_is_found_and_located(sound: Path, tmp_path: Path) -> None:
-    """In texts by line, in Parquet by file, in the journal and the recording by segment; verify is not content."""
+    """The report names the line of a text, the Parquet file, or the segment of journal and recording."""
     run = Path(shutil.copytree(sound, tmp_path / "run"))
     assert verify_run(run).ok
     files = files_of(run)
@@ -62,17 +62,17 @@ def test_a_flipped_bit_anywhere_is_found_and_located(sound: Path, tmp_path: Path
         for bit in sorted(bits | {rng.randrange(8 * len(data)) for _ in range(FLIPS)}):
             (run / name).write_bytes(flipped(data, bit))
             report = verify_run(run)
-            told = [str(violation) for violation in report.violations if str(run / name) in str(violation)]
-            assert told, (name, bit)
+            matching = [str(violation) for violation in report.violations if str(run / name) in str(violation)]
+            assert matching, (name, bit)
             if name.endswith(".jsonl"):
                 line = 1 + data[: bit // 8].count(b"\n")
-                assert any(f"{run / name}, line {line}: " in text for text in told), (name, bit, told)
+                assert any(f"{run / name}, line {line}: " in text for text in matching), (name, bit, matching)
         (run / name).write_bytes(data)
     assert verify_run(run).ok
 
 
 def test_a_damaged_column_of_a_batch_is_named(tmp_path: Path) -> None:
-    """By its rows and its name, where the bit lies in a page."""
+    """A bit in a page is located by rows and column."""
     run = tmp_path / "run"
     anyio.run(partial(store_run, run, format="parquet"))
     file = run / "batches" / "batch-000000.parquet"
@@ -88,7 +88,7 @@ def test_a_damaged_column_of_a_batch_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command_names_the_line_and_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a text that is still JSON: a letter of a prompt."""
+    """A changed letter of a prompt, in a text that is still JSON."""
     run = tmp_path / "run"
     anyio.run(partial(store_run, run))
     file = run / "batches" / "batch-000000.jsonl"
@@ -98,7 +98,7 @@ def test_the_command_names_the_line_and_exits_with_one(tmp_path: Path, capsys: p
 
 
 def test_a_run_of_before_checksums_is_verified_as_far_as_it_can_be(tmp_path: Path) -> None:
-    """And the report says what is not covered; nor is it when such a run goes on."""
+    """The report lists what is not covered, also after the run is resumed."""
     run = tmp_path / "run"
     anyio.run(partial(store_run, run))
     for path in [*run.glob("*.json*"), *run.glob("batches/*")]:

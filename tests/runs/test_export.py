@@ -32,7 +32,7 @@ def read(path: Path, kind: Kind) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
 async def test_an_export_holds_the_rows_of_the_run(tmp_path: Path, kind: Kind, format: Any) -> None:
-    """Every field of every sample, in order, whichever way the run stored it; of the groups that are asked for."""
+    """Every field of every sample of the requested groups, in order, for both formats."""
     await store_run(tmp_path / "run", format=format)
     for outcome in ("kept", "dropped", "all"):
         out = tmp_path / f"{outcome}.{kind}"
@@ -43,7 +43,7 @@ async def test_an_export_holds_the_rows_of_the_run(tmp_path: Path, kind: Kind, f
 
 @pytest.mark.extra
 async def test_datasets_loads_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``datasets.load_dataset(OUT)`` finds every shard, and a sample comes back out of it as it was."""
+    """``datasets.load_dataset(OUT)`` finds every shard, and loaded samples are equal."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets = pytest.importorskip("datasets")
     await store_run(tmp_path / "run")
@@ -72,7 +72,7 @@ def test_a_longer_run_takes_no_more_memory(tmp_path: Path, kind: Kind) -> None:
 
 
 async def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    """A damaged line in the middle ends it, with file and line, and the file that was there stays."""
+    """A damaged line raises with file and line, and an existing output file stays unchanged."""
     await store_run(tmp_path / "run")
     batch = tmp_path / "run" / "batches" / "batch-000001.jsonl"
     batch.write_bytes(batch.read_bytes().replace(b"{", b"[", 1))
@@ -99,7 +99,7 @@ async def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 async def test_no_export_goes_into_the_files_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """It would replace what the run stored; the folder of the run itself may take one."""
+    """An export cannot replace a stored file; it may be written to the run's own folder."""
     await store_run(tmp_path / "run")
     for name in ("failed.jsonl", "batches/batch-000000.jsonl", "batches/data-{rollout_id}.pt"):
         assert main(["export", str(tmp_path / "run"), "--to", kind, str(tmp_path / "run" / name)]) == 2
@@ -109,7 +109,7 @@ async def test_no_export_goes_into_the_files_of_a_run(
 
 
 async def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``rollouts export RUN --to hf OUT``; what cannot be is one line."""
+    """``rollouts export RUN --to hf OUT``; an error is one line."""
     await store_run(tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "out"), "--outcome", "all"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'data' / 'train-00000.parquet'}\n"

@@ -1,4 +1,4 @@
-"""Tests of the journal: what was committed is read again, and nothing else is, whatever happens to the file."""
+"""The journal: exactly the committed records are read, whatever happens to the file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last_segment(path: Path) -> Path:
 
 
 def test_what_was_committed_is_read_again_bit_for_bit(tmp_path: Path) -> None:
-    """Fields and columns, over several segments, and one record alone by its place."""
+    """Fields and columns, over several segments, and one record by its offset."""
     found = written(tmp_path, 9, segment_bytes=200)
     assert len(list(tmp_path.glob("segment-*"))) > 2
     assert [entry.fields["number"] for entry in found] == list(range(9))
@@ -45,12 +45,12 @@ def test_what_was_committed_is_read_again_bit_for_bit(tmp_path: Path) -> None:
         expected = columns(3 * entry.fields["number"])
         assert entry.columns is not None
         assert entry.columns.to_bytes() == expected.to_bytes()
-        again = read_entry(tmp_path, entry.place)
+        again = read_entry(tmp_path, entry.offset)
         assert (again.kind, again.sequence, again.fields) == (entry.kind, entry.sequence, entry.fields)
 
 
 def test_a_token_costs_nine_bytes(tmp_path: Path) -> None:
-    """The columns are stored as they are held."""
+    """Columns are stored as raw arrays."""
     with Journal(tmp_path) as journal:
         journal.append("sample", {}, columns(100_000))
         journal.flush()
@@ -67,7 +67,7 @@ def test_a_token_costs_nine_bytes(tmp_path: Path) -> None:
     )
 )
 def test_any_plain_fields_come_back(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]) -> None:
-    """Whatever a user's metadata holds."""
+    """Any value in a user's metadata."""
     path = tmp_path_factory.mktemp("journal")
     records = [{key: value for key, value in record.items() if key != "columns"} for record in records]
     with Journal(path) as journal:
@@ -79,11 +79,11 @@ def test_any_plain_fields_come_back(tmp_path_factory: pytest.TempPathFactory, re
 def test_a_journal_cut_at_any_byte_of_its_last_three_records_gives_the_earlier_ones_and_goes_on(
     tmp_path: Path,
 ) -> None:
-    """A torn tail is recognised, cut, and written over."""
+    """An incomplete last record is cut and overwritten."""
     entries = written(tmp_path / "whole")
     segment = last_segment(tmp_path / "whole")
     data = segment.read_bytes()
-    ends = [entry.place.offset for entry in entries[1:]] + [len(data)]
+    ends = [entry.offset.offset for entry in entries[1:]] + [len(data)]
     for size in range(ends[1], len(data)):
         path = tmp_path / "cut"
         path.mkdir(exist_ok=True)
@@ -96,11 +96,11 @@ def test_a_journal_cut_at_any_byte_of_its_last_three_records_gives_the_earlier_o
 
 
 def test_every_flipped_bit_is_found_and_located(tmp_path: Path) -> None:
-    """In headers, lengths, fields, columns and checksums; also in the last record, which is not taken for torn."""
+    """In headers, lengths, fields, columns and checksums; also in the last record, which is not taken as incomplete."""
     entries = written(tmp_path, 4)
     segment = last_segment(tmp_path)
     data = segment.read_bytes()
-    starts = [0, *(entry.place.offset for entry in entries)]
+    starts = [0, *(entry.offset.offset for entry in entries)]
     for position in range(len(data)):
         offset = max(start for start in starts if start <= position)
         for bit in range(8):
@@ -112,7 +112,7 @@ def test_every_flipped_bit_is_found_and_located(tmp_path: Path) -> None:
 
 
 def test_a_damaged_journal_is_not_written_to(tmp_path: Path) -> None:
-    """Opening it says where the damage is, and changes nothing."""
+    """Opening it raises with the location, and changes nothing."""
     written(tmp_path)
     segment = last_segment(tmp_path)
     damaged = bytearray(segment.read_bytes())
@@ -124,7 +124,7 @@ def test_a_damaged_journal_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_a_lost_segment_and_a_lost_record_are_found(tmp_path: Path) -> None:
-    """A gap in the numbers is no shorter journal."""
+    """A gap in the numbers raises; it is no shorter journal."""
     entries = written(tmp_path, 9, segment_bytes=200)
     first, second, *_ = sorted(tmp_path.glob("segment-*"))
     data = second.read_bytes()
@@ -132,9 +132,9 @@ def test_a_lost_segment_and_a_lost_record_are_found(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"segment-000001.journal, offset 0: the segment is missing"):
         list(read_journal(tmp_path))
     second.write_bytes(data)
-    held = [entry for entry in entries if entry.place.segment == 0]
-    first.write_bytes(first.read_bytes()[: held[-1].place.offset])
-    with pytest.raises(JournalError, match=f"got record {held[-1].sequence + 1} .* expected record"):
+    records = [entry for entry in entries if entry.offset.segment == 0]
+    first.write_bytes(first.read_bytes()[: records[-1].offset.offset])
+    with pytest.raises(JournalError, match=f"got record {records[-1].sequence + 1} .* expected record"):
         list(read_journal(tmp_path))
 
 
@@ -147,7 +147,7 @@ def test_a_file_that_was_lengthened_and_never_filled_is_a_torn_tail(tmp_path: Pa
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    """Two processes that resume one run would double it."""
+    """Two processes must not resume one run."""
     with Journal(tmp_path), pytest.raises(ConfigError, match="no other process"):
         Journal(tmp_path)
     Journal(tmp_path).close()
@@ -194,7 +194,7 @@ journal.close()
 
 
 def test_a_disk_that_takes_no_more_is_said_and_what_was_committed_stays(tmp_path: Path) -> None:
-    """The half of a record that still fitted is cut off again."""
+    """A partly written record is cut."""
     done = subprocess.run(
         [sys.executable, "-c", _FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""A stored run read back: one after another, at random, by group; never more of it in memory than is asked for."""
+"""Reading a stored run: in order, by index, by group; memory contains only the requested samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS: list[Format] = ["jsonl", "parquet"]
 
 @pytest.mark.parametrize("format", FORMATS)
 async def test_random_access_gives_what_reading_through_gives(tmp_path: Path, format: Format) -> None:
-    """By number, from the end, by slice, and by group; in every file of the run."""
+    """By index, from the end, by slice, and by group; in every file of the run."""
     await store_run(tmp_path / "run", format=format)
     run = load_run(tmp_path / "run", "all")
     samples = [row.sample() for row in read_rows(tmp_path / "run", "all")]
@@ -46,7 +46,7 @@ async def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 async def test_its_repr_is_worth_reading(tmp_path: Path) -> None:
-    """It names folder, recipe, status and what of the run it is, and costs no look at the samples."""
+    """It has folder, recipe, status and outcome, and reads no samples."""
     await store_run(tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert repr(run) == f"<StoredSamples {tmp_path / 'run'} (finished): kept, not counted yet>"
@@ -56,7 +56,7 @@ async def test_its_repr_is_worth_reading(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_reading_a_longer_run_takes_no_more_memory(tmp_path: Path, format: Format) -> None:
-    """Through it all, and one group of it, from one batch and from four."""
+    """Memory for all samples, and for one group, with one batch and with four."""
     peaks = []
     for batches in (1, 4):
         path = tmp_path / str(batches)

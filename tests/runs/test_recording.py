@@ -1,4 +1,4 @@
-"""What a recording keeps: only what can be told again, in its order, and nothing of a function that it cannot hear."""
+"""Recordings: the replayable events in their order; a function whose events cannot be recorded is refused."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def record(run: Path, *replies: list[int]) -> None:
             await generate([Prompt("?", index=1)])
 
 
-async def test_the_last_attempt_is_what_is_told(tmp_path: Path) -> None:
-    """Earlier attempts at the rollout are not; an error of the endpoint is told as one."""
+async def test_the_tape_is_the_last_attempt(tmp_path: Path) -> None:
+    """Earlier attempts are not on the tape; an error of the endpoint is replayed as an error."""
     await record(tmp_path, [4, 5], [6, 7, 8])
     recording = Recording(tmp_path)
     play = replayed_from(ask, recording.tape, CalculatorEnvironment, {})
@@ -50,11 +50,11 @@ async def test_the_last_attempt_is_what_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_rollout_that_is_on_no_tape_diverges_at_once(tmp_path: Path) -> None:
-    """And the tape remembers where."""
+    """The tape stores the first divergence."""
     await record(tmp_path, [4])
     tape = Recording(tmp_path).tape(9)
     play = replayed_from(ask, lambda _: tape, CalculatorEnvironment, {})
-    with pytest.raises(ReplayDiverged, match="rollout 9, event 0: asked for complete; expected nothing"):
+    with pytest.raises(ReplayDiverged, match="rollout 9, event 0: got a request for complete; expected nothing"):
         await play([Prompt("?", index=9)])
     with pytest.raises(ReplayDiverged, match="event 0"):
         tape.check()

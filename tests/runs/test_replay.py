@@ -1,4 +1,4 @@
-"""Record and replay: what comes back is what was stored, with no server and no environment; what differs is told."""
+"""Record and replay: replayed samples equal the stored ones, without server and environment; differences raise."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sa
 from tests.worlds import RandomWorld, Speller
 
 CHANCE = random.Random(7)
-"""Drawn by whatever comes next, so that no episode could be played twice without a record."""
+"""Shared by all draws, so that no episode can be repeated without a recording."""
 
 
 class Chaos(RandomWorld):
-    """Says anything, now and then cannot start or close, and has a state that it tells."""
+    """Sends random messages, sometimes fails to start or close, and has snapshots."""
 
     def __init__(self) -> None:
         super().__init__(CHANCE.getrandbits(32), turns=3)
@@ -111,7 +111,7 @@ def a_recipe(environment_cls: Any = no_world, reward_fn: Any = length_reward, **
 async def record(
     path: Path, recipe: Recipe, *, resume: bool = False, stop: Stop | None = None, watch: Any = None
 ) -> None:
-    """Make a run, or go on with it, and record it."""
+    """Start or resume a run, and record it."""
     description = recipe.describe()
     if resume:
         opened = reopen(path, description, recipe.data_buffer)
@@ -138,7 +138,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 async def test_a_replay_is_bit_identical(a_run: Path, tmp_path: Path) -> None:
-    """Every field of every sample of the batches, though world and model were random, failed and were tried again."""
+    """Every field of every sample, although environment and model were random, failed and were retried."""
     done = await replay(a_run, a_recipe(), tmp_path / "played.jsonl")
     stored = [msgspec.json.decode(to_json(sample.to_dict())) for sample in load_run(a_run, "all")]
     assert lines(tmp_path / "played.jsonl") == stored
@@ -149,14 +149,14 @@ async def test_a_replay_is_bit_identical(a_run: Path, tmp_path: Path) -> None:
 
 
 async def test_a_replay_is_not_written_into_the_files_of_a_run(a_run: Path) -> None:
-    """What it was to be compared with would be gone."""
+    """The output must not replace the stored samples."""
     with pytest.raises(ConfigError, match=r"--out: got .*; expected a place outside the files of the run in"):
         await replay(a_run, a_recipe(), a_run / "metrics.jsonl")
     assert verify_run(a_run).ok
 
 
 async def test_a_run_that_was_interrupted_replays_as_one(tmp_path: Path) -> None:
-    """Episodes that went on from a snapshot: what was told and not kept before the end of the first process is cut."""
+    """Episodes resumed from a snapshot: events after the first process's last stored turn are dropped."""
     stop = Stop()
     path = tmp_path / "run"
 
@@ -186,18 +186,18 @@ def _shouting(sample: Sample) -> float:
         ),
         (
             lambda: a_recipe(limits=Limits(max_sampled_tokens=300)),
-            r"tokens that the reply may have: got \d+; expected \d+",
+            r"max_new_tokens: got \d+; expected \d+",
         ),
     ],
 )
-async def test_the_first_difference_is_told(a_run: Path, recipe: Any, words: str) -> None:
-    """A reward that gives something else, a loop that stops elsewhere, a request that is another one."""
+async def test_the_first_difference_is_raised(a_run: Path, recipe: Any, words: str) -> None:
+    """Another reward, another stop of the loop, another request."""
     with pytest.raises(ReplayDiverged, match=words):
         await replay(a_run, recipe())
 
 
-async def test_another_prompt_is_told(a_run: Path, tmp_path: Path) -> None:
-    """A world that opens in other words, as told by the tape of another rollout."""
+async def test_another_prompt_is_raised(a_run: Path, tmp_path: Path) -> None:
+    """An environment with another opening, from the tape of another rollout."""
     recipe = a_recipe()
     with pytest.raises(ConfigError, match=r"recipe, data: got .*; expected the seed and the prompts"):
         await replay(a_run, attrs.evolve(recipe, data_buffer=DataBuffer(["other"], seed=1)))
@@ -206,7 +206,7 @@ async def test_another_prompt_is_told(a_run: Path, tmp_path: Path) -> None:
 
 
 async def test_a_run_without_a_record_is_refused(tmp_path: Path) -> None:
-    """With the option that makes one."""
+    """The message has the option that records a run."""
     RunWriter(tmp_path / "run", {})
-    with pytest.raises(ConfigError, match="one that was recorded: rollouts run --record"):
+    with pytest.raises(ConfigError, match="a recorded run: rollouts run --record"):
         await replay(tmp_path / "run", a_recipe())

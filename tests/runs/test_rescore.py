@@ -48,8 +48,8 @@ def is_even(samples: list[Sample]) -> bool:
     return samples[0].group_index % 2 == 0  # type: ignore[operator]
 
 
-async def test_every_group_is_scored_and_filtered_anew(tmp_path: Path) -> None:
-    """Kept, dropped and unbatched ones alike; tokens, numbers and all else are as they were; the laws hold."""
+async def test_every_group_is_scored_and_filtered_again(tmp_path: Path) -> None:
+    """Kept, dropped and unbatched groups; all other fields are unchanged; the laws hold."""
     await store_run(tmp_path / "old", batches=3)
     before = by_group(tmp_path / "old")
     accounting = await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, filter_fn=is_even), tmp_path / "new")
@@ -77,7 +77,7 @@ async def test_without_a_reward_that_of_the_steps_counts(tmp_path: Path) -> None
 
 
 async def test_groups_that_a_reward_lost_are_scored_again(tmp_path: Path) -> None:
-    """What was lost to scoring is whole; what was lost to its world stays lost."""
+    """Rollouts with a failed reward recover; those with a failed environment stay failed."""
 
     def broken(samples: list[Sample]) -> list[float]:
         raise OSError("no judge")

@@ -1,4 +1,4 @@
-"""Resuming: from any moment at which a run may die, it goes on to the end that it would have come to."""
+"""Resuming: a run killed at any moment ends with the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 class Counted:
-    """A generate function that counts, fails where it should, and takes its time."""
+    """A generate function that counts calls, fails where configured, and sleeps."""
 
     def __init__(self, fails: Sequence[int] = (5,)) -> None:
         self.calls: Counter[int] = Counter()
@@ -179,13 +179,13 @@ async def test_a_run_that_dies_at_any_moment_goes_on_to_the_same_end(tmp_path: P
 
 
 async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(tmp_path: Path) -> None:
-    """It opens with every earlier record and its numbers add up; each three hundredth is played to its end."""
+    """It opens with every earlier record and its accounting adds up; every 300th prefix is run to its end."""
     await new_run(tmp_path / "whole", Counted())
     whole = tmp_path / "whole" / "journal"
     entries = list(read_journal(whole))
     segment = whole / "segment-000000.journal"
     data = segment.read_bytes()
-    ends = [entry.place.offset for entry in entries[1:]] + [len(data)]
+    ends = [entry.offset.offset for entry in entries[1:]] + [len(data)]
     description = {"recipe": "test", "config": config(Counted()).describe()}
     for number, size in enumerate(range(ends[-4], len(data))):
         path = tmp_path / "cut"
@@ -214,7 +214,7 @@ async def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_was_killed_can_be_looked_at(tmp_path: Path) -> None:
-    """verify and read_rows work on it: a line that is being written is left out, groups in the journal are shown."""
+    """verify and read_rows work on it: an incomplete line is skipped, groups in the journal are listed."""
     await new_run(tmp_path / "run", Counted())
     RunWriter.reopen(tmp_path / "run")  # says "running" and dies
     with (tmp_path / "run" / "dropped.jsonl").open("ab") as file:
@@ -222,7 +222,7 @@ async def test_a_run_that_was_killed_can_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "run" / "unbatched.jsonl").unlink(missing_ok=True)
     report = verify_run(tmp_path / "run")
     assert report.ok, report.violations
-    assert "rollouts run --resume goes on" in str(report)
+    assert "rollouts run --resume continues" in str(report)
     ready = {row.data["group_index"] for row in read_rows(tmp_path / "run", "unbatched")}
     assert ready == set(RunHistory.read(tmp_path / "run" / "journal").ready)
 
@@ -235,7 +235,7 @@ async def test_a_run_that_was_killed_can_be_looked_at(tmp_path: Path) -> None:
     ],
 )
 async def test_another_recipe_is_refused(tmp_path: Path, change: dict[str, int], words: str) -> None:
-    """A run goes on as it began, and is not touched by one that would not."""
+    """A resumed run keeps its settings; other settings raise and change nothing."""
     await new_run(tmp_path / "run", Counted())
     before = read_info(tmp_path / "run")
     with pytest.raises(ConfigError, match=words):
@@ -244,10 +244,10 @@ async def test_another_recipe_is_refused(tmp_path: Path, change: dict[str, int],
 
 
 async def test_other_data_are_refused(tmp_path: Path) -> None:
-    """Group 7 must be the same question after as before."""
+    """A group index must have the same prompt as before."""
     await new_run(tmp_path / "run", Counted())
     description = {"recipe": "test", "config": config(Counted()).describe()}
-    with pytest.raises(ConfigError, match=r"data: got .*; expected the seed and the prompts that it began with"):
+    with pytest.raises(ConfigError, match=r"data: got .*; expected the run's seed and prompts"):
         reopen(tmp_path / "run", description, DataBuffer(rows(), seed=4))
 
 
@@ -265,7 +265,7 @@ async def test_damage_is_said_by_file_and_offset_before_anything_is_touched(tmp_
 
 
 async def test_a_disk_that_takes_no_more_stops_the_run_and_what_is_finished_stays(tmp_path: Path) -> None:
-    """The error says what happened; resumed on a better disk, the run comes to its end."""
+    """The error has the cause; resumed with space on the disk, the run finishes."""
 
     class Full(Journal):
         def append(self, kind: str, fields: Any, columns: Any = None) -> None:
@@ -292,7 +292,7 @@ async def test_a_disk_that_takes_no_more_stops_the_run_and_what_is_finished_stay
 
 
 class Shelves(ToolEnvironment):
-    """One tool, and a state that it tells."""
+    """One tool, and snapshots."""
 
     @tool
     def look(self) -> str:
@@ -307,7 +307,7 @@ class Shelves(ToolEnvironment):
 
 
 class Lines:
-    """Replies of two turns, a call and an answer; the first ``poisoned`` calls hold an id outside the vocabulary."""
+    """Replies of two turns, a call and an answer; the first ``poisoned`` calls have an id outside the vocabulary."""
 
     def __init__(self, poisoned: int = 0) -> None:
         renderer = renderer_for(str(DEMO_MODEL))
@@ -326,7 +326,7 @@ class Lines:
 
 
 class Unchecked(ScriptedPolicy):
-    """Takes every reply, and refuses to send what it took, as this client did before it checked replies."""
+    """Accepts every reply, and refuses to send its ids again, as a client that does not check replies."""
 
     async def complete(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
         if tokens.max() >= renderer_for(str(DEMO_MODEL)).vocab_size:
@@ -359,7 +359,7 @@ def ids_in(path: Path) -> set[int]:
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 async def test_a_run_with_a_poisoned_turn_in_its_journal_comes_to_its_end(tmp_path: Path, format: Format) -> None:
-    """An id outside the vocabulary, in a turn that went on: that rollout starts again, and the run is not lost."""
+    """A stored turn has an id outside the vocabulary: its rollout starts again, and the run continues."""
     path, lines = tmp_path / "run", Lines(poisoned=10**6)
     settings, data = shelves(Unchecked(lines)), buffer()
     description = {"recipe": "test", "config": settings.describe()}
@@ -390,7 +390,7 @@ async def test_a_run_with_a_poisoned_turn_in_its_journal_comes_to_its_end(tmp_pa
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 async def test_a_refused_reply_is_never_kept(tmp_path: Path, format: Format) -> None:
-    """It costs its attempt, of which the journal has the reason and not one id; the run goes on beside it."""
+    """Its attempt fails; the journal has the reason and none of its ids, and the run continues."""
     lines = Lines(poisoned=3)
     async with StubServer(lambda ids, params: lines(ids)) as server:
         async with SGLangPolicy(Endpoint(base_url=server.url), vocab_size=lines.outside) as policy:
@@ -415,7 +415,7 @@ async def _one_more(manager: AsyncRolloutManager, batches: list[list[Sample]]) -
 
 
 async def test_a_state_saved_at_any_moment_goes_on_through_json(tmp_path: Path) -> None:
-    """What was ready or finished is not generated again; batches are those of the run that was not interrupted."""
+    """Ready and finished groups are not generated again; batches equal those of an uninterrupted run."""
     whole = AsyncRolloutManager(config(Counted()), buffer())
     async with whole:
         expected = [await whole.generate_batch() for _ in range(BATCHES)]

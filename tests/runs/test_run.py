@@ -1,4 +1,4 @@
-"""A run to its end: whichever end it is, what was finished is on disk and the numbers add up."""
+"""Execution of a run: at every kind of end, finished groups are on disk and the accounting adds up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def a_recipe(generate_fn: Any = generate, *, batches: int = 2, epochs: int | Non
 
 
 async def stored(recipe: Recipe, path: Path, **options: Any) -> RunResult:
-    """Run, and check that the folder passes verification and agrees with what was returned."""
+    """Run, and check that the folder passes verification and agrees with the result."""
     result = await run(recipe, RunWriter(path, recipe.describe()), **options)
     assert verify_run(path).violations == []
     assert read_info(path)["status"] == result.status
@@ -63,7 +63,7 @@ async def test_a_run_fills_its_batches(tmp_path: Path) -> None:
 
 
 async def test_data_that_run_dry_cost_nothing(tmp_path: Path) -> None:
-    """A run that cannot fill its batch keeps the groups that were accepted, and says why it ended."""
+    """A run that cannot fill its batch keeps accepted groups, and the result has the reason."""
     result = await stored(a_recipe(batches=9, epochs=1, batch_size=5), tmp_path / "run")
     assert result.status == "failed"
     assert isinstance(result.error, DataExhausted)
@@ -73,7 +73,7 @@ async def test_data_that_run_dry_cost_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_stop_keeps_what_is_finished(tmp_path: Path) -> None:
-    """Asked to stop, a run hands back what is in flight and writes what was accepted."""
+    """A stopped run returns prompts in flight and writes accepted groups."""
     stop = Stop()
 
     async def some_hang(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -94,7 +94,7 @@ async def test_a_stop_keeps_what_is_finished(tmp_path: Path) -> None:
 
 
 async def test_a_stop_with_a_reason_is_a_failure(tmp_path: Path) -> None:
-    """When a run is stopped because its server died, that is what it says."""
+    """A run that is stopped because its server died has this error."""
     stop = Stop()
     stop.ask(EndpointUnavailable("the server died"))
 
@@ -119,7 +119,7 @@ async def test_failures_without_end_end_the_run(tmp_path: Path) -> None:
 
 
 async def test_a_batch_that_cannot_be_written_is_not_lost(tmp_path: Path) -> None:
-    """When the disk refuses a batch its groups go where there is room, and the accounting says so."""
+    """If the disk refuses a batch, its groups are stored as unbatched and counted as returned."""
     path = tmp_path / "run"
     recipe = a_recipe()
     writer = RunWriter(path, recipe.describe())
@@ -132,7 +132,7 @@ async def test_a_batch_that_cannot_be_written_is_not_lost(tmp_path: Path) -> Non
     assert len({sample.group_index for sample in load_run(path, "unbatched")}) == result.unbatched >= 3
 
 
-async def test_a_broken_law_is_told_after_everything_is_written(tmp_path: Path) -> None:
+async def test_a_broken_law_is_raised_after_everything_is_written(tmp_path: Path) -> None:
     """A bug of ours ends the run at once, and still nothing finished is lost."""
 
     async def lawless(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -178,7 +178,7 @@ async def test_a_cancelled_run_is_written(tmp_path: Path) -> None:
 async def test_an_observer_does_not_end_a_run(
     error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever it raises ends the observing, is said once on standard error with its place, and the run goes on."""
+    """An observer's error is printed once with its location and ends the observer; the run continues."""
 
     async def watch(manager: AsyncRolloutManager) -> None:
         while not manager.accounting.in_flight:
@@ -188,12 +188,12 @@ async def test_an_observer_does_not_end_a_run(
     assert (await stored(a_recipe(), tmp_path / "run", watch=watch)).status == "finished"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"rollouts: watch is off, it raised {error!r} at {__file__}:")
-    assert line.endswith(" in watch; the run goes on")
+    assert line.endswith(" in watch; the run continues")
     assert "\x1b" not in line
 
 
 async def test_an_observer_with_a_closed_standard_error_does_not_end_a_run(tmp_path: Path) -> None:
-    """Where its failure cannot be said either, the run goes on."""
+    """If standard error is closed, too, the run continues."""
     script = f"""
 import anyio, os, sys
 from pathlib import Path
@@ -255,7 +255,7 @@ anyio.run(main, Path(sys.argv[1]), int(sys.argv[2]))
 
 @pytest.mark.parametrize("size", [3_000, 20_000, 100_000])
 def test_a_disk_that_is_full_stops_the_run_and_what_is_finished_stays(tmp_path: Path, size: int) -> None:
-    """Whichever file is refused first: one clear error, no traceback, sound files; with room, the run goes on."""
+    """For any file refused first: one error, no traceback, sound files; with space, the run resumes."""
     line = [sys.executable, "-c", _FULL_DISK, str(tmp_path / "run")]
     done = subprocess.run([*line, str(size)], capture_output=True, text=True, check=False)
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""What the journal gets of a finished sample: once, unless something of it has changed since."""
+"""Finished samples in the journal: written once, and again only after a change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = Prompt("What?", metadata={"level": 1}, group_index=0, index=0)
 
 
 async def settled(path: Path, sample: Sample, change: Callable[[Sample], object]) -> int:
-    """Write a sample when it is finished, and its group after a change; how often the sample was written."""
+    """Write a finished sample, then its group after a change; returns how often the sample was written."""
     with Journal(path) as journal:
         run_journal = RunJournal(journal)
         await run_journal.finished([sample])
@@ -45,7 +45,7 @@ CHANGES: dict[str, Callable[[Sample], object]] = {
 async def test_what_has_changed_is_written_again(
     tmp_path: Path, change: Callable[[Sample], object], *, small: bool
 ) -> None:
-    """Whatever it is, and however the sample is held: what is read back is what it was at the end."""
+    """For any change, packed or not: the sample read is the final one."""
     sample = some_sample(PROMPT, 0)
     sample = sample if small else Sample.from_dict(sample.to_dict())
     assert (sample.compact is not None) == small
@@ -55,7 +55,7 @@ async def test_what_has_changed_is_written_again(
 
 @pytest.mark.parametrize("small", [True, False])
 async def test_what_was_only_looked_at_is_not(tmp_path: Path, *, small: bool) -> None:
-    """By a reward or a filter that reads everything."""
+    """Reading by a reward or a filter is no change."""
     sample = some_sample(PROMPT, 0)
     sample = sample if small else Sample.from_dict(sample.to_dict())
 
@@ -67,7 +67,7 @@ async def test_what_was_only_looked_at_is_not(tmp_path: Path, *, small: bool) ->
 
 
 async def test_another_sample_in_its_place_is_written(tmp_path: Path) -> None:
-    """A record held elsewhere tells nothing of this one."""
+    """The record of another sample does not count."""
     sample = some_sample(PROMPT, 0)
     with Journal(tmp_path) as journal:
         run_journal = RunJournal(journal)

@@ -1,4 +1,4 @@
-"""Verification: a sound run passes, and whatever is changed in a stored run is found and named."""
+"""Verification: a sound run passes, and every change in a stored run is found and named."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_sound_run_passes(tmp_path: Path, format: Format) -> None:
     assert "law 5 (groups): holds, 2 batches" in str(report)
 
 
-async def test_spread_is_told(tmp_path: Path) -> None:
+async def test_spread_is_reported(tmp_path: Path) -> None:
     """Every group of a batch has spread, and no group that the filter dropped has any."""
     await store_run(tmp_path / "run")
     spread = verify_run(tmp_path / "run").spread
@@ -80,7 +80,7 @@ async def test_spread_is_told(tmp_path: Path) -> None:
 
 
 def test_a_loaded_sample_passes_by_itself(sound: Path) -> None:
-    """Laws 1 and 2 can be asked of a sample in memory."""
+    """Laws 1 and 2 can be checked on a sample in memory."""
     assert [violation for sample in load_run(sound, "all") for violation in check_sample(sample)] == []
 
 
@@ -135,14 +135,14 @@ def put_logprob(row: Row, pick: Callable[[int], int], value: float | None) -> No
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_change_of_a_sample_is_found(sound: Path, run: Path, damage: str, data: st.DataObject) -> None:
-    """Whichever sample of a batch is changed, its file and line are named under the law that it breaks."""
+    """A changed sample of a batch is named by file and line under the law that it breaks."""
     shutil.copy(sound / FIRST, run / FIRST)
     line = data.draw(st.integers(0, 11), label="line")
     law, change = DAMAGES[damage]
     edit_line(run / FIRST, line, lambda row: change(row, lambda size: data.draw(st.integers(0, size - 1))))
     report = verify_run(run)
     assert law in laws(report)
-    group = range(line // 4 * 4 + 1, line // 4 * 4 + 5)  # a foreign member may be told at another of its group
+    group = range(line // 4 * 4 + 1, line // 4 * 4 + 5)  # a foreign member may be reported at another one of its group
     named = [f"{run / FIRST}, line {number}" for number in group]
     assert any(name in violation.place for violation in report.violations for name in named)
 
@@ -164,7 +164,7 @@ def test_the_line_says_where_what_and_what_instead(run: Path) -> None:
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 async def test_a_step_reward_is_a_finite_number(tmp_path: Path, format: Format, reward: float) -> None:
-    """One that is not stands as null in JSON and as it is in Parquet; both are found, by position."""
+    """A logprob that is not finite is null in JSON and itself in Parquet; both are found, by position."""
     await store_run(tmp_path, format=format)
     file = tmp_path / FIRST
     if format == "jsonl":
@@ -183,7 +183,7 @@ async def test_a_step_reward_is_a_finite_number(tmp_path: Path, format: Format, 
 
 
 def test_a_logprob_may_be_above_0_by_what_a_reply_may(sound: Path) -> None:
-    """The tolerance for rounding is the one that replies are read with."""
+    """The tolerance for rounding is that of the reply parser."""
     sample = load_run(sound)[0]
     position = sample.loss_mask.index(1)
     for logprob, broken in ((LOGPROB_TOLERANCE, 0), (1.01 * LOGPROB_TOLERANCE, 1)):
@@ -222,7 +222,7 @@ def test_a_lost_sample_is_found(run: Path) -> None:
 
 
 def test_a_request_that_trains_twice_is_found(run: Path) -> None:
-    """A request id stands in one call of one sample of the run, across files too."""
+    """A request id is in one completion of one sample of the run, across files too."""
     taken = msgspec.json.decode((run / FIRST).read_bytes().splitlines()[0])["completions"][0]["request_id"]
     edit_line(run / "dropped.jsonl", 1, lambda row: row["completions"][1].update(request_id=taken))
     (violation,) = verify_run(run).violations
@@ -231,9 +231,9 @@ def test_a_request_that_trains_twice_is_found(run: Path) -> None:
 
 
 def test_a_group_in_two_places_is_found(run: Path) -> None:
-    """A group that stands in two files is told, with both places."""
+    """A group that is in two files is reported with both locations."""
     rows = (run / "dropped.jsonl").read_bytes().splitlines(keepends=True)[:4]
-    with (run / "unbatched.jsonl").open("ab") as file:  # in the same file it might stand beside itself, as one group
+    with (run / "unbatched.jsonl").open("ab") as file:  # in one file, both copies could be adjacent and form one group
         file.writelines(rows)
     report = verify_run(run)
     assert {3, 4} <= laws(report)
@@ -265,7 +265,7 @@ def test_a_missing_batch_is_found(run: Path) -> None:
 
 
 def test_a_corrupted_line_is_a_broken_run(run: Path) -> None:
-    """A file that was cut is told by file and line, and the rest is still checked."""
+    """A truncated file is reported by file and line, and the rest is still checked."""
     (run / FIRST).write_bytes((run / FIRST).read_bytes()[:-30])
     report = verify_run(run)
     assert any(f"{run / FIRST}, line 12: corrupted" in str(violation) for violation in report.violations)
@@ -273,7 +273,7 @@ def test_a_corrupted_line_is_a_broken_run(run: Path) -> None:
 
 
 def test_a_run_without_an_end_is_checked_as_far_as_it_goes(run: Path) -> None:
-    """While a run goes on its accounting is not compared, and the report says so."""
+    """The accounting of an active run is not compared, which the report notes."""
     edit_info(run, lambda info: info.update(status="running", accounting=None))
     report = verify_run(run)
     assert report.ok
@@ -281,14 +281,14 @@ def test_a_run_without_an_end_is_checked_as_far_as_it_goes(run: Path) -> None:
 
 
 def test_sizes_must_be_known(run: Path) -> None:
-    """A run.json without its config cannot vouch for whole groups."""
+    """Without the config in run.json, whole groups cannot be checked."""
     edit_info(run, lambda info: info.pop("config"))
     assert laws(verify_run(run)) == {5}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """There is nothing to verify where there is no run."""
-    with pytest.raises(ConfigError, match="a folder that a run was written to"):
+    with pytest.raises(ConfigError, match="the folder of a run"):
         verify_run(tmp_path)
 
 
@@ -320,7 +320,7 @@ def _by_length(sample: Sample) -> float:
 
 
 async def test_branches_of_one_rollout_are_sound(tmp_path: Path) -> None:
-    """They share index and rollout id; the reward is asked for once, and both have it."""
+    """They share index and rollout id; the reward is computed once for both."""
     await _store_forks(tmp_path / "run")
     report = verify_run(tmp_path / "run")
     assert report.ok, report.violations
@@ -331,7 +331,7 @@ async def test_branches_of_one_rollout_are_sound(tmp_path: Path) -> None:
 
 
 async def test_a_reply_trained_in_two_branches_is_found(tmp_path: Path) -> None:
-    """Also under another request id: the second branch is made to hold, and train, what the first one does."""
+    """Also under another request id: the second branch contains and trains the reply of the first one."""
     await _store_forks(tmp_path / "run")
     first = json.loads((tmp_path / "run" / FIRST).read_text().splitlines()[0])
 

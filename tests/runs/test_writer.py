@@ -1,4 +1,4 @@
-"""Runs on disk: written whole, in one place each, and read back as they were."""
+"""Runs on disk: groups are written whole and once, and read back equal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_logprobs_come_back_bit_for_bit(tmp_path: Path, format: Format) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_formats_hold_the_same_rows(tmp_path: Path, format: Format) -> None:
-    """A row is Sample.to_dict() with outcome, reason, batch and checksums beside it."""
+    """A row is Sample.to_dict() plus outcome, reason, batch and checksums."""
     (sample, _) = group(0).samples
     RunWriter(tmp_path / "run", format=format).write_batch([sample], {})
     (row,) = read_rows(tmp_path / "run")
@@ -68,16 +68,16 @@ def test_the_formats_hold_the_same_rows(tmp_path: Path, format: Format) -> None:
 
 
 async def test_every_settled_group_is_in_one_file(tmp_path: Path) -> None:
-    """Batches, dropped, failed and unbatched hold what the manager counted, and no group twice."""
+    """Batches, dropped, failed and unbatched contain the groups that the manager counted, each once."""
     manager = await store_run(tmp_path / "run")
-    held = {
+    stored = {
         place: {sample.group_index for sample in load_run(tmp_path / "run", place)}  # type: ignore[arg-type]
         for place in ("kept", "dropped", "failed", "unbatched")
     }
     counts = manager.accounting
-    assert [len(groups) for groups in held.values()] == [counts.in_batch, counts.dropped, counts.failed, counts.ready]
-    assert sum(map(len, held.values())) == len(set().union(*held.values()))
-    assert len(load_run(tmp_path / "run", "all")) == sum(len(load_run(tmp_path / "run", place)) for place in held)  # type: ignore[arg-type]
+    assert [len(groups) for groups in stored.values()] == [counts.in_batch, counts.dropped, counts.failed, counts.ready]
+    assert sum(map(len, stored.values())) == len(set().union(*stored.values()))
+    assert len(load_run(tmp_path / "run", "all")) == sum(len(load_run(tmp_path / "run", outcome)) for outcome in stored)  # type: ignore[arg-type]
 
 
 async def test_dropped_groups_are_on_disk_at_once(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ async def test_dropped_groups_are_on_disk_at_once(tmp_path: Path) -> None:
 
 
 def test_groups_in_no_batch_are_kept_when_the_run_stops(tmp_path: Path) -> None:
-    """What was accepted and is in no batch yet goes to unbatched.jsonl, by group index."""
+    """Accepted groups without a batch are written to unbatched.jsonl, by group index."""
     writer = RunWriter(tmp_path / "run")
     for number in (2, 0, 1):
         writer.on_group(group(number))
@@ -117,7 +117,7 @@ def test_groups_of_many_threads_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_run_json_says_how_it_stands(tmp_path: Path) -> None:
-    """Status, versions and what the caller described are there from the start, and the end is recorded."""
+    """Status, versions and the caller's description are stored from the start, and the end is recorded."""
     writer = RunWriter(tmp_path / "run", {"seed": 7}, format="jsonl")
     writer.update(server={"version": "0.5"})
     info = read_info(tmp_path / "run")
@@ -136,16 +136,16 @@ async def test_metrics_have_one_line_a_batch(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_written_over(tmp_path: Path) -> None:
-    """A folder that holds a run is refused, by name and with the way out; nothing in it changes."""
+    """A folder with a run is refused, with the option that replaces it; nothing in it changes."""
     writer = RunWriter(tmp_path / "run", {"seed": 1})
     writer.on_group(group(0, "dropped", "r"))
-    with pytest.raises(ConfigError, match=r"--out: got '.*run'; .* holds run.json, dropped.jsonl. --overwrite"):
+    with pytest.raises(ConfigError, match=r"--out: got '.*run'; .* has run.json, dropped.jsonl. --overwrite"):
         RunWriter(tmp_path / "run", {"seed": 2})
     assert read_info(tmp_path / "run")["seed"] == 1
 
 
 def test_overwriting_leaves_nothing_of_the_old_run(tmp_path: Path) -> None:
-    """With overwrite the old run's files are gone, and strangers in the folder stay."""
+    """With overwrite the old run's files are removed, and other files in the folder stay."""
     writer = RunWriter(tmp_path / "run")
     writer.on_group(group(0, "dropped", "r"))
     writer.write_batch(group(1).samples, {})
@@ -191,7 +191,7 @@ def test_a_run_that_another_process_writes_is_not_overwritten(tmp_path: Path, ho
 
 
 def test_a_run_that_this_process_writes_is_not_overwritten(tmp_path: Path) -> None:
-    """The batch that it has sealed is there afterwards, and the next one, too; when it has finished it may go."""
+    """Its sealed batch and the next one stay; after it finishes, the run can be replaced."""
     writer = RunWriter(tmp_path / "run", format="jsonl")
     writer.write_batch(group(1).samples, {})
     with pytest.raises(ConfigError, match="no other process is writing to"):
@@ -211,7 +211,7 @@ def test_a_run_that_this_process_writes_is_not_overwritten(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("inside", ["journal", "batches/new", "run.json"])
 def test_a_run_is_not_written_into_the_files_of_another(tmp_path: Path, inside: str) -> None:
-    """Its folder may stand in a run's folder, and not in what makes that a run."""
+    """A run's folder may be in another run's folder, but not among its files."""
     RunWriter(tmp_path / "run").finish("finished")
     with pytest.raises(ConfigError, match=r"--out: got '.*'; expected a place outside the files of the run in '.*run'"):
         RunWriter(tmp_path / "run" / inside, overwrite=True)
@@ -226,7 +226,7 @@ def test_a_file_is_no_folder_for_a_run(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    """With what the system says."""
+    """The message contains the system's error."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--out: got '.*run'; expected a folder that can be written to \(.*Errno"):
         RunWriter(tmp_path / "file" / "run")
@@ -251,8 +251,8 @@ def test_no_metadata_costs_a_group(tmp_path: Path, format: Format) -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    """Loading what is no run says which folder, and what a run is."""
-    with pytest.raises(ConfigError, match=r"run: got '.*'; expected a folder that a run was written to"):
+    """The error has the folder and what was expected."""
+    with pytest.raises(ConfigError, match=r"run: got '.*'; expected the folder of a run"):
         load_run(tmp_path)
 
 
@@ -291,7 +291,7 @@ def test_an_unknown_outcome_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_group_that_became_too_old_moves_from_kept_to_dropped(tmp_path: Path) -> None:
-    """It was accepted, and is told of a second time: on disk it stands once, with the reason."""
+    """A group is accepted, then dropped: it is stored once, with the reason."""
     writer = RunWriter(tmp_path / "run", format="jsonl")
     writer.on_group(group(0))
     writer.on_group(group(1))

@@ -1,4 +1,4 @@
-"""The server of prebuilt answers: what it says is what the other stub says, and its faults are those of the other."""
+"""The server of prebuilt responses: responses and faults equal those of StubServer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_it_says_what_the_other_stub_says(url: str, budget: int, encode: C
 
 @pytest.mark.parametrize(("ids", "number"), [([1], 0), ([1, 70, 70], 0), ([1, 7, 2], 1), ([7, 3, 7], 2), ([7] * 5, 2)])
 async def test_a_mark_in_each_reply_makes_them_come_one_after_the_other(ids: list[int], number: int) -> None:
-    """The request has the replies before it, and their marks, among its ids; both stubs count them alike."""
+    """The request's ids contain the earlier replies with their marks; both stubs count them alike."""
     canned = Canned([[7, 1], [7, 2], [7, 3]], texts=["one", "two", "three"], mark=7)
     with canned_server(canned) as served:
         transport = HttpClient(connect_seconds=5)
@@ -62,8 +62,8 @@ async def test_vllm_would_say_the_same(url: str) -> None:
         _, payload = await transport.post(f"{url}/inference/v1/generate", msgspec.json.encode(asked), {})
         (choice,) = msgspec.json.decode(payload)["choices"]
         logprobs = CANNED.script([7, 8], {"max_new_tokens": budget})[1][:budget]
-        said = [(f"token_id:{token}", logprob) for token, logprob in zip(ids, logprobs, strict=True)]
-        assert [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]] == said
+        expected = [(f"token_id:{token}", logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        assert [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]] == expected
         assert (choice["token_ids"], choice["finish_reason"]) == (ids, finish)
     await transport.aclose()
 
@@ -86,7 +86,7 @@ async def test_a_fault_is_that_of_the_other_stub(fault: Fault) -> None:
 
 
 async def test_a_hung_generation_ends_with_its_abort() -> None:
-    """As on a real server: what waits is answered with what there is."""
+    """As on a real server, an aborted generation returns its partial reply."""
     with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
         transport = HttpClient(connect_seconds=5)
         answers: list[tuple[int, bytes]] = []
@@ -103,7 +103,7 @@ async def test_a_hung_generation_ends_with_its_abort() -> None:
 
 
 async def test_all_that_runs_can_be_aborted_at_once() -> None:
-    """Requests without a name of their own, too; a router would say where the server is."""
+    """Also for requests without a rid; ``/workers`` lists the server, as a router does."""
     with canned_server(Canned([[1, 2]], faults={"hang": 1.0})) as served:
         transport = HttpClient(connect_seconds=5)
         answers: list[tuple[int, bytes]] = []
@@ -122,7 +122,7 @@ async def test_all_that_runs_can_be_aborted_at_once() -> None:
 
 
 async def test_a_latency_is_waited_for() -> None:
-    """An answer that takes for ever is not there when its caller gives up."""
+    """A hanging response runs into the client's deadline."""
     with canned_server(Canned([[1, 2]], latency=Latency(1000.0))) as served:
         async with SGLangPolicy(Endpoint(base_url=served, request_seconds=0.2)) as policy:
             with pytest.raises(EndpointUnavailable, match="did not answer"):

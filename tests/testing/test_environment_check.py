@@ -1,4 +1,4 @@
-"""``rollouts check-env``: sound environments pass, and each thing that can be wrong is found by its name."""
+"""``rollouts check-env``: sound environments pass, and each kind of error has a finding."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def findings(body: str, folder: Path, *, stall_seconds: float = PATIENT) -
 
 
 async def test_a_sound_environment_is_all_good(tmp_path: Path) -> None:
-    """Everything is looked at, and nothing is bad."""
+    """Every check runs, and none is bad."""
     found = await findings(SOUND, tmp_path)
     assert [about for about, finding in found.items() if finding.verdict != "good"] == []
     assert set(found) == {
@@ -94,11 +94,11 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     ),
     "left to chance": (
         "    @tool\n    def roll(self) -> str:\n        '''Roll.'''\n        return str(random.random())\n",
-        "determinism", "the same replies are answered differently: prompt 0, step",
+        "determinism", "equal replies had different results: prompt 0, step",
     ),
     "a snapshot without the state": (
         SOUND.replace("self.count = snapshot", "pass"),
-        "snapshots", "restored after step .* it answers",
+        "snapshots", "restored after step .* it returns",
     ),
     "a snapshot that is no data": (
         SOUND.replace("return self.count", "return object()"),
@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "    @tool\n    async def wait(self) -> str:\n        '''Wait.'''\n"
         "        try:\n            await anyio.sleep(0.01)\n"
         "        except BaseException:\n            time.sleep(1.2)\n            raise\n        return 'done'\n",
-        "close on cancel", "a cancelled step went on for 1",
+        "close on cancel", "a cancelled step continued for 1",
     ),
 }  # fmt: skip
 
@@ -132,7 +132,7 @@ async def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
 
 
 async def test_a_call_that_blocks_is_found_by_its_line(tmp_path: Path) -> None:
-    """Where the loop stood, and for how long."""
+    """The finding has the blocking line and the seconds."""
     body = "    @tool\n    def look(self) -> str:\n        '''Look.'''\n        time.sleep(0.3)\n        return 'x'\n"
     finding = (await findings(body, tmp_path, stall_seconds=0.1))["blocking calls"]
     assert finding.verdict == "bad"
@@ -141,7 +141,7 @@ async def test_a_call_that_blocks_is_found_by_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("blocks", "verdict"), [("not MADE", "good"), ("True", "bad")], ids=["once", "each time"])
 async def test_what_a_process_pays_once_is_not_counted(blocks: str, verdict: str, tmp_path: Path) -> None:
-    """The first environment may load what all share; one that blocks whenever it is made is found."""
+    """The first environment may load shared data; one that blocks at every creation is reported."""
     body = "    @tool\n    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
     body += (
         f"    def __init__(self) -> None:\n        if {blocks}: time.sleep(0.5)\n        MADE.append(1)\nMADE = []\n"

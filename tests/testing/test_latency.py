@@ -1,4 +1,4 @@
-"""Latencies of stubs: the same for the same seed, with the median that was asked for."""
+"""Latencies of stubs: determined by the seed, with the configured median."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollouts.testing.replies import Request
 
 
 def test_seconds_have_their_median_and_grow_with_the_tokens() -> None:
-    """A lognormal start, and so much for each token."""
+    """A lognormal time to the first token, and a time for each token."""
     latency = Latency(2.0, sigma=0.5, per_token=0.25)
     drawn = [latency.seconds(4) for _ in range(2001)]
     assert abs(statistics.median(drawn) - 3.0) < 0.15

@@ -1,4 +1,4 @@
-"""The stub server: it records what arrives, and misbehaves as real ones do."""
+"""The stub server: it records requests, and has the faults of real servers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ async def test_what_arrived_is_recorded() -> None:
 
 
 async def test_faults_come_one_a_request() -> None:
-    """In the order given, and then no more; a fault that does not exist is said."""
+    """Faults occur in order and then end; an unknown fault is refused."""
     async with StubServer(faults=["error_503", Answer(418, b'"tea"'), "none"]) as server:
         assert [(await post(server))[0] for _ in range(4)] == [503, 418, 200, 200]
 
 
 async def test_an_abort_ends_a_generation_with_what_there_is() -> None:
-    """The waiting call is answered with part of its reply, and takes those along whose rid begins as its own."""
+    """The waiting request returns part of its reply; requests whose rid starts with its rid are aborted, too."""
     async with StubServer(lambda ids, params: [1, 2, 3, 4], faults=["hang"] * 3) as server:
         answers: dict[str, Any] = {}
 
@@ -92,7 +92,7 @@ async def test_an_abort_ends_a_generation_with_what_there_is() -> None:
 
 
 async def test_a_broken_connection_does_not_end_a_generation() -> None:
-    """It lives until it is aborted, and its rid cannot be used meanwhile."""
+    """The generation lives until it is aborted, and its rid cannot be reused until then."""
     async with StubServer(faults=["reset"]) as server:
         with pytest.raises(aiohttp.ClientError):
             await post(server)
