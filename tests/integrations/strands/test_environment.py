@@ -1,4 +1,4 @@
-"""A real Strands agent plays our episodes: exact tokens, limits before useless tools, errors for unsupported changes."""
+"""A real Strands agent plays our episodes: exact tokens, limits before useless tools, clear errors."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_factory_without_an_agent_is_refused() -> None:
         StrandsEnvironment(lambda model: make_agent(other))
 
 
-# -- compared with our own agent, through one server -------------------------------------------------------------------------
+# -- compared with our own agent --
 
 
 class Adder(ToolEnvironment):
