@@ -80,10 +80,12 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
     verb.add_argument(
         "--model", metavar="NAME_OR_DIR", help="model with its tokenizer (default: the model that the server reports)"
     )
-    verb.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
-    verb.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
+    verb.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
+    verb.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
     verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
-    verb.add_argument("--slots", type=positive, metavar="N", help="concurrent requests of the embedded engine (64)")
+    verb.add_argument(
+        "--slots", type=positive, metavar="N", help="concurrent requests of the embedded engine (default: 64)"
+    )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:

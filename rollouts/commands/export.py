@@ -27,7 +27,10 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("out", metavar="OUT", help="file or folder; for slime with {rollout_id}: a file per batch")
     parser.add_argument(
-        "--outcome", default="kept", choices=("kept", "dropped", "failed", "unbatched", "all"), help="groups (kept)"
+        "--outcome",
+        default="kept",
+        choices=("kept", "dropped", "failed", "unbatched", "all"),
+        help="export groups of this outcome (default: kept)",
     )
 
 

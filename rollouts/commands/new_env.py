@@ -219,7 +219,9 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(verbs, "new-env", _new_env, "create a template of an environment, with tests", "new-env wordle")
     parser.add_argument("name", metavar="NAME", help="name of its folder: a Python name in lower case")
-    parser.add_argument("--into", type=Path, default=Path(), metavar="DIR", help="parent folder (current folder)")
+    parser.add_argument(
+        "--into", type=Path, default=Path(), metavar="DIR", help="parent folder (default: current folder)"
+    )
 
 
 def _new_env(args: argparse.Namespace) -> int:
