@@ -84,7 +84,7 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
     verb.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
     verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     verb.add_argument(
-        "--slots", type=positive, metavar="N", help="concurrent requests of the embedded engine (default: 64)"
+        "--slots", type=positive, metavar="N", help="requests at once in the embedded engine (default: 64)"
     )
 
 

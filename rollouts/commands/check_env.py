@@ -35,12 +35,10 @@ def add(verbs: Any) -> None:
     parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     parser.add_argument(
-        "--text", default="Begin.", metavar="PROMPT", help="prompt for a file without a recipe (default: Begin.)"
+        "--text", default="Begin.", metavar="PROMPT", help="prompt, if there is no recipe (default: Begin.)"
     )
-    parser.add_argument(
-        "--prompts", type=positive, default=4, metavar="N", help="number of prompts to play (default: 4)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random replies (default: 0)")
+    parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="prompts to play (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of replies (default: 0)")
 
 
 def _check_env(args: argparse.Namespace) -> int:

@@ -264,19 +264,11 @@ def add(verbs: Any) -> None:
     )
     add_target(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; an evaluation in it resumes")
-    parser.add_argument(
-        "--k", type=numbers, default=(1,), metavar="K,K", help="estimate pass@k for these k (default: 1)"
-    )
+    parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (default: 1)")
     parser.add_argument("--rollouts", type=positive, metavar="N", help="rollouts of each task (default: the largest k)")
-    parser.add_argument(
-        "--tasks", type=positive, metavar="N", help="play the first N prompts of the recipe (default: all)"
-    )
-    parser.add_argument(
-        "--threshold", type=float, default=1.0, help="lowest reward with which a rollout passes (default: 1)"
-    )
-    parser.add_argument(
-        "--limit", type=positive, default=40, metavar="N", help="most tasks to print in the table (default: 40)"
-    )
+    parser.add_argument("--tasks", type=positive, metavar="N", help="play only the first N prompts (default: all)")
+    parser.add_argument("--threshold", type=float, default=1.0, help="lowest reward that passes (default: 1)")
+    parser.add_argument("--limit", type=positive, default=40, metavar="N", help="tasks in the table (default: 40)")
     parser.add_argument("--against", type=Path, metavar="DIR", help="folder of an earlier evaluation to compare with")
 
 

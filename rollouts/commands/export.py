@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
         "--outcome",
         default="kept",
         choices=("kept", "dropped", "failed", "unbatched", "all"),
-        help="export groups of this outcome (default: kept)",
+        help="groups (default: kept)",
     )
 
 

@@ -25,29 +25,15 @@ def add(verbs: Any) -> None:
         metavar="SHAPE",
         help="seconds of a rollout, instead of RUN: constant:S, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE",
     )
-    parser.add_argument(
-        "--pass-rate", type=_share, default=1.0, metavar="P", help="share of kept groups, with --latency (default: 1)"
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, metavar="N", help="groups in a batch (default: the run's, or 32)"
-    )
+    parser.add_argument("--pass-rate", type=_share, default=1.0, metavar="P", help="share of kept groups (default: 1)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="groups per batch (default: the run's or 32)")
     parser.add_argument("--n", type=positive, metavar="N", help="rollouts in a group (default: the run's, or 8)")
+    parser.add_argument("--batches", type=positive, default=4, metavar="N", help="batches to simulate (default: 4)")
     parser.add_argument(
-        "--batches", type=positive, default=4, metavar="N", help="batches to simulate per setting (default: 4)"
+        "--factors", type=_factors, default=FACTORS, metavar="F,F", help="factors to try (default: 1,1.25,1.5,2,3)"
     )
     parser.add_argument(
-        "--factors",
-        type=_factors,
-        default=FACTORS,
-        metavar="F,F",
-        help="over-sampling factors (default: 1,1.25,1.5,2,3)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=numbers,
-        default=(),
-        metavar="N,N",
-        help="limits of concurrent requests to try (default: no limit)",
+        "--concurrency", type=numbers, default=(), metavar="N,N", help="request limits to try, in addition to no limit"
     )
     parser.add_argument(
         "--speed",
@@ -57,11 +43,7 @@ def add(verbs: Any) -> None:
         help="relative speed S of a rollout where K share a server, e.g. 1:1,64:0.8,256:0.3 (default: as measured)",
     )
     parser.add_argument(
-        "--servers",
-        type=numbers,
-        default=SERVERS,
-        metavar="N,N",
-        help="server counts to scale the best to (default: 1 to 4096)",
+        "--servers", type=numbers, default=SERVERS, metavar="N,N", help="server counts to scale to (default: 1 to 4096)"
     )
 
 

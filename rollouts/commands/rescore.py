@@ -32,10 +32,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(
-        "--format",
-        default="auto",
-        choices=("jsonl", "parquet", "auto"),
-        help="file format of the batches (default: auto)",
+        "--format", default="auto", choices=("jsonl", "parquet", "auto"), help="format of batches (default: auto)"
     )
 
 

@@ -266,10 +266,7 @@ def add(verbs: Any) -> None:
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
     parser.add_argument(
-        "--format",
-        default="auto",
-        choices=("jsonl", "parquet", "auto"),
-        help="file format of the batches (default: auto)",
+        "--format", default="auto", choices=("jsonl", "parquet", "auto"), help="format of batches (default: auto)"
     )
 
 

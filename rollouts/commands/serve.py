@@ -25,15 +25,10 @@ def add(verbs: Any) -> None:
     parser = add_verb(verbs, "serve", _serve, "start the embedded engine as a server", "serve --port 30000")
     parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal LM (default: the demo model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=30000, help="port to listen on; 0 picks a free one (default: 30000)"
-    )
+    parser.add_argument("--port", type=int, default=30000, help="0 picks a free port (default: 30000)")
     parser.add_argument("--slots", type=positive, metavar="N", help="concurrent requests (default: 64)")
     parser.add_argument(
-        "--max-context",
-        type=positive,
-        metavar="N",
-        help="tokens of prompt and reply together (default: the model's positions)",
+        "--max-context", type=positive, metavar="N", help="most tokens of prompt plus reply (default: the model's)"
     )
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="weight dtype (default: float32)"

@@ -33,7 +33,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     parser.add_argument("--split", default="train", metavar="NAME", help="split name of its prompts (default: train)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8080, help="port to listen on; 0 picks a free one (default: 8080)")
+    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: 8080)")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
 
 

@@ -112,17 +112,15 @@ def add(verbs: Any) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--group", type=int, metavar="N", help="print the samples of this group_index")
     parser.add_argument(
-        "--sample", type=int, metavar="N", help="print one transcript: position in --group, or index in the run"
+        "--sample", type=int, metavar="N", help="transcript of a sample: its position in --group or index in the run"
     )
     parser.add_argument(
         "--outcome",
         default="all",
         choices=("kept", "dropped", "failed", "unbatched", "all"),
-        help="show groups of this outcome (default: all)",
+        help="shown groups (default: all)",
     )
-    parser.add_argument(
-        "--limit", type=positive, default=60, metavar="N", help="most groups in the table (default: 60)"
-    )
+    parser.add_argument("--limit", type=positive, default=60, metavar="N", help="groups in the table (default: 60)")
     parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="tokenizer (default: the run's)")
 
 
