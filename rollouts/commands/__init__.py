@@ -1,8 +1,8 @@
-"""The command ``rollouts``: runs and what they left, evaluations, environments, and servers.
+"""The command ``rollouts``: runs, stored runs, evaluations, environments and servers.
 
-Invariant: whatever goes wrong on purpose is one clear line on standard error and an exit code: 2 for bad input, 1 for a
-broken law or a run that failed, 130 for Ctrl-C. No child process outlives the command. The verbs only join rooms; what
-they do is done below.
+Invariant: an expected error is one line on standard error and an exit code: 2 for bad input, 1 for a broken law or a
+failed run, 130 for Ctrl-C. No child process outlives the command. The verbs only connect packages; the work is done in
+the packages below.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe
         return 0
     except RolloutsError as error:
         tell(error, debug=args.debug)
@@ -62,10 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollouts",
         description="Turn an inference endpoint and an environment into training data: exact tokens, whole groups.",
-        epilog="Exit codes: 0 done, 1 a law is broken or the run failed, 2 bad input, 130 Ctrl-C.",
+        epilog="Exit codes: 0 success, 1 a law is broken or the run failed, 2 bad input, 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for module in VERBS:
         module.add(verbs)

@@ -1,6 +1,6 @@
-"""What the verbs share: the words of their command lines, and how they are run.
+"""Command-line arguments shared by the verbs, and the helpers that run a verb.
 
-Invariant: what is read here is checked here, and a bad word is named as the user wrote it.
+Invariant: an argument is validated where it is parsed; an error quotes the argument as the user wrote it.
 """
 
 from __future__ import annotations
@@ -40,54 +40,56 @@ Result = TypeVar("Result")
 
 
 def tell(error: RolloutsError, *, debug: bool) -> None:
-    """One line on standard error, with no control characters; with ``debug``, the traceback before it."""
+    """Print an error as one line on standard error, without control characters; with ``debug`` after its traceback."""
     if debug:
         print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     print(visible(f"rollouts: error: {error}"), file=sys.stderr)
 
 
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-    """Run a coroutine function to its end, on uvloop where that is installed."""
+    """Run a coroutine function to completion, on uvloop where that is installed."""
     uvloop = importlib.util.find_spec("uvloop") is not None
     return anyio.run(function, *arguments, backend_options={"use_uvloop": uvloop})
 
 
 def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, example: str) -> argparse.ArgumentParser:
-    """A verb of the command line, with its help."""
+    """Add a verb with its help text and an example."""
     verb: argparse.ArgumentParser = verbs.add_parser(
         name, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=f"Example: rollouts {example}"
     )
-    # Without a default, or it would undo a --debug before the verb.
-    verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks of errors")
+    # No default: it would overwrite a --debug before the verb.
+    verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error")
     verb.set_defaults(verb=function)
     return verb
 
 
 def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """What every verb that plays a recipe takes: the recipe, the endpoint, the options."""
+    """Add the arguments of a verb that plays a recipe: recipe, endpoint, model, options."""
     nargs = "?" if optional else None
     verb.add_argument(
-        "recipe", type=Path, metavar="RECIPE", nargs=nargs, help="a Python file with a function recipe(...)"
+        "recipe", type=Path, metavar="RECIPE", nargs=nargs, help="Python file that defines a function recipe(...)"
     )
     verb.add_argument(
         "--endpoint",
         action="append",
         default=[],
         metavar="URL",
-        help="an SGLang server; may be given again for more workers. Without one the embedded engine is started; "
-        "run --resume asks the servers that the run had. A key for it is taken from ROLLOUTS_API_KEY",
+        help="URL of an SGLang server; repeat the option for several servers. Default: start the embedded engine; with "
+        "run --resume, the servers of that run. The API key is read from ROLLOUTS_API_KEY",
     )
     verb.add_argument(
-        "--model", metavar="NAME_OR_DIR", help="the model and its tokenizer; by default what the server names"
+        "--model", metavar="NAME_OR_DIR", help="model with its tokenizer (default: the model that the server reports)"
     )
-    verb.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
-    verb.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
-    verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
-    verb.add_argument("--slots", type=positive, metavar="N", help="requests at once in the embedded engine")
+    verb.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
+    verb.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
+    verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    verb.add_argument(
+        "--slots", type=positive, metavar="N", help="requests at once in the embedded engine (default: 64)"
+    )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
-    """What ``--set`` says."""
+    """The recipe options of ``--set``."""
     options = {}
     for text in args.set:
         name, equals, value = text.partition("=")
@@ -98,7 +100,7 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def all_options_of(args: argparse.Namespace) -> dict[str, str]:
-    """What ``--set``, ``--data`` and ``--seed`` say."""
+    """The recipe options of ``--set``, ``--data`` and ``--seed``."""
     options = options_of(args)
     for name in ("data", "seed"):
         if getattr(args, name) is not None:
@@ -107,7 +109,7 @@ def all_options_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def target_of(args: argparse.Namespace) -> RunTarget:
-    """What :func:`add_aim` took."""
+    """The target that the arguments of :func:`add_target` describe."""
     return RunTarget(
         recipe=args.recipe,
         urls=tuple(args.endpoint),
@@ -119,12 +121,12 @@ def target_of(args: argparse.Namespace) -> RunTarget:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """``1,8`` as integers from 1."""
+    """Parse ``1,8`` as integers >= 1."""
     return tuple(positive(part) for part in text.split(","))
 
 
 def positive(text: str) -> int:
-    """An integer from 1."""
+    """Parse an integer >= 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 1")

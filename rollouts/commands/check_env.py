@@ -1,4 +1,4 @@
-"""``rollouts check-env``: play an environment with random replies and report what is wrong with it."""
+"""``rollouts check-env``: play an environment with random replies and report its faults."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _STYLES: dict[Verdict, str] = {"good": "green", "bad": "bold red", "note": "yell
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
-        verbs, "check-env", _check_env, "play an environment with random replies", "check-env configs/guess.py"
+        verbs, "check-env", _check_env, "test an environment with random replies", "check-env configs/guess.py"
     )
-    parser.add_argument("path", type=Path, metavar="PATH", help="a recipe, or a file with one environment class")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
-    parser.add_argument("--text", default="Begin.", metavar="PROMPT", help="the prompt for a file without a recipe")
-    parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="how many are played (4)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the replies (0)")
+    parser.add_argument("path", type=Path, metavar="PATH", help="recipe file, or file with one environment class")
+    parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    parser.add_argument(
+        "--text", default="Begin.", metavar="PROMPT", help="prompt, if there is no recipe (default: Begin.)"
+    )
+    parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="prompts to play (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of replies (default: 0)")
 
 
 def _check_env(args: argparse.Namespace) -> int:
@@ -57,10 +59,10 @@ def load_environment(
         path: a recipe file, or a file with one environment class.
         options: of the recipe.
         text: the prompt for a file without a recipe.
-        count: how many prompts: the first of the recipe, or the text as often.
+        count: number of prompts: the first of the recipe, or copies of ``text``.
 
     Raises:
-        ConfigError: the file holds no environment, or its recipe cannot be built.
+        ConfigError: the file contains no environment, or its recipe cannot be built.
     """
     module = import_file(path)
     function = getattr(module, "recipe", None)
@@ -75,13 +77,13 @@ def load_environment(
         and all(callable(getattr(value, name, None)) for name in ("start", "step", "close"))
     ]
     if len(classes) != 1:
-        names = [found.__name__ for found in classes]
+        names = [cls.__name__ for cls in classes]
         raise ConfigError.of(str(path), names, "a function recipe(...), or one class with start, step, close")
     return classes[0], [Prompt(text)] * count
 
 
 def show_findings(findings: list[Finding], console: Console) -> bool:
-    """Print the findings; true if none is bad."""
+    """Print the findings; return whether none is bad."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         table.add_row(

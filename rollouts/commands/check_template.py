@@ -1,7 +1,7 @@
-"""Whether a model's chat template can be trusted, before anything is sampled from it.
+"""``rollouts check``: test whether a model's chat template renders exact tokens, before anything is sampled.
 
-Invariant: the verdict is the renderer's own self-test, on the tools that a run would have; what an endpoint is asked
-changes nothing there. This module starts no run.
+Invariant: the verdict is that of the renderer's self-test, with the tools that a run would have; requests to an
+endpoint leave no state there. This module starts no run.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TOOLS = (
     ),
     Tool("now", "The time.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}}),
 )
-"""What the model is told of where no recipe says it."""
+"""The tools of the self-test without a recipe."""
 
 
 @attrs.frozen(kw_only=True)
 class TemplateCheckOptions:
-    """What is checked."""
+    """The model, template, endpoint and recipe to check."""
 
     model: str | None = None
     template: Path | None = None
@@ -60,17 +60,17 @@ class TemplateCheckOptions:
     stops: tuple[int, ...] = ()
 
 
-async def check(subject: TemplateCheckOptions, console: Console) -> bool:
-    """Print the verdicts, an example, and what the endpoint got; true if all of it is exact.
+async def check(options: TemplateCheckOptions, console: Console) -> bool:
+    """Print the verdicts, an example and the endpoint's echo; return whether all of it is exact.
 
     Raises:
-        ConfigError: the tokenizer, the template or the recipe cannot be had.
+        ConfigError: the tokenizer, the template or the recipe cannot be loaded.
         EndpointError: the endpoint does not answer.
     """
-    model = subject.model or await _named(subject.endpoint)
-    told = (_TOOLS, "append", None) if subject.recipe is None else await _of_recipe(subject, model)
-    tools, history, dialect = told
-    renderer = await anyio.to_thread.run_sync(_renderer, subject, model, subject.dialect or dialect)
+    model = options.model or await _named(options.endpoint)
+    settings = (_TOOLS, "append", None) if options.recipe is None else await _recipe_settings(options, model)
+    tools, history, dialect = settings
+    renderer = await anyio.to_thread.run_sync(_renderer, options, model, options.dialect or dialect)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history}"
     console.print(Text(visible(about), "bold"))
@@ -88,16 +88,16 @@ async def check(subject: TemplateCheckOptions, console: Console) -> bool:
         console.print(Text(visible(f"no example: {error}"), "red"))
         return False
     console.print(example_table(pieces, renderer))
-    if subject.endpoint is not None:
-        found = await echo(subject.endpoint, pieces)
-        console.print(Text(str(found), "green" if found.exact else "bold red"))
-        good = good and found.exact
+    if options.endpoint is not None:
+        echoed = await echo(options.endpoint, pieces)
+        console.print(Text(str(echoed), "green" if echoed.exact else "bold red"))
+        good = good and echoed.exact
     console.print(Text(f"verdict: {test.verdict}", _COLOURS[test.verdict]))
     return good
 
 
 def steps_table(test: SelfTest) -> Table:
-    """One row a step: what it is, the verdict, why."""
+    """One row per step: name, verdict, reason."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for step in test.steps:
         table.add_row(step.name, Text(step.verdict, _COLOURS[step.verdict]), Text(visible(step.reason), "dim"))
@@ -105,7 +105,7 @@ def steps_table(test: SelfTest) -> Table:
 
 
 def example_table(pieces: Sequence[ExamplePart], renderer: Renderer) -> Table:
-    """The example as it would be stored: what is trained is green, context is dim."""
+    """The example as it would be stored: trained tokens are green, context is dim."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for piece in pieces:
         style = "green" if piece.sampled else "dim"
@@ -123,21 +123,21 @@ async def _named(url: str | None) -> str:
     return named
 
 
-def _renderer(subject: TemplateCheckOptions, model: str, dialect: str | None) -> Renderer:
+def _renderer(options: TemplateCheckOptions, model: str, dialect: str | None) -> Renderer:
     template = None
-    if subject.template is not None:
-        if not subject.template.is_file():
-            raise ConfigError.of("--template", str(subject.template), "a file with a chat template")
-        template = subject.template.read_text(encoding="utf-8")
+    if options.template is not None:
+        if not options.template.is_file():
+            raise ConfigError.of("--template", str(options.template), "a file with a chat template")
+        template = options.template.read_text(encoding="utf-8")
     tokenizer = load_tokenizer(model)
-    return Renderer(tokenizer, chat_template=template, dialect=dialect, stop_token_ids=subject.stops or None)
+    return Renderer(tokenizer, chat_template=template, dialect=dialect, stop_token_ids=options.stops or None)
 
 
-async def _of_recipe(subject: TemplateCheckOptions, model: str) -> tuple[tuple[Tool, ...], str, str | None]:
-    """The tools of a recipe's environment, its choice for rewritten histories, and its dialect if it names one."""
-    assert subject.recipe is not None
-    endpoint = Endpoint(model=model) if subject.endpoint is None else Endpoint(model=model, base_url=subject.endpoint)
-    recipe = build(load_recipe(subject.recipe), endpoint, subject.options)
+async def _recipe_settings(options: TemplateCheckOptions, model: str) -> tuple[tuple[Tool, ...], str, str | None]:
+    """The tools of a recipe's environment, its option ``history``, and its dialect if it names one."""
+    assert options.recipe is not None
+    endpoint = Endpoint(model=model) if options.endpoint is None else Endpoint(model=model, base_url=options.endpoint)
+    recipe = build(load_recipe(options.recipe), endpoint, options.options)
     name = function_name(recipe.environment_cls)
     with boundary(EnvironmentFailure, f"{name}()", seconds=_SECONDS):
         environment = recipe.environment_cls()
@@ -152,22 +152,22 @@ async def _of_recipe(subject: TemplateCheckOptions, model: str) -> tuple[tuple[T
 
 @attrs.frozen
 class Echo:
-    """What a server says it was sent: the whole example, once and again."""
+    """The server's report on the example, sent to it twice as token ids."""
 
     sent: int
     counted: int | None
-    """Prompt tokens by its own count."""
+    """Prompt tokens as the server counts them."""
     same_ids: bool | None
-    """Whether the ids that it scored are those that were sent; ``None`` where it does not tell them."""
+    """Whether the server scored the ids that were sent; ``None`` if it does not report ids."""
     cached: int
-    """Of the second request, taken from its prefix cache."""
+    """Tokens of the second request that came from the prefix cache."""
 
     @property
     def exact(self) -> bool:
         return self.counted == self.sent and self.same_ids is not False
 
     def __str__(self) -> str:
-        ids = {True: "the same ids", False: "OTHER IDS", None: "ids not told"}[self.same_ids]
+        ids = {True: "the same ids", False: "OTHER IDS", None: "ids not reported"}[self.same_ids]
         return f"endpoint: {self.sent} ids sent, {self.counted} counted, {ids}; sent again, {self.cached} were cached"
 
 
@@ -177,30 +177,30 @@ class _Meta(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Response(msgspec.Struct):
     meta_info: _Meta
 
 
 async def echo(url: str, pieces: Sequence[ExamplePart]) -> Echo:
-    """Send a conversation as ids, and ask back which ids were scored.
+    """Send a conversation as ids, and compare them with the ids that the server scored.
 
     Raises:
-        EndpointError: no answer, or none of an SGLang server.
+        EndpointError: no response, or not that of an SGLang server.
     """
     ids = np.concatenate([piece.tokens for piece in pieces])
-    transport = HttpClient(connect_seconds=5.0)
+    client = HttpClient(connect_seconds=5.0)
     try:
-        first = await _scored(transport, url, ids.tolist(), scored=True)
-        second = await _scored(transport, url, ids.tolist(), scored=False)
+        first = await _scored(client, url, ids.tolist(), scored=True)
+        second = await _scored(client, url, ids.tolist(), scored=False)
     finally:
-        await transport.aclose()
-    told = first.input_token_logprobs
-    back = None if told is None else np.array([token for _, token, _ in told], np.int32)
-    same = None if back is None else zlib.crc32(back.tobytes()) == zlib.crc32(ids.astype(np.int32).tobytes())
+        await client.aclose()
+    entries = first.input_token_logprobs
+    scored = None if entries is None else np.array([token for _, token, _ in entries], np.int32)
+    same = None if scored is None else zlib.crc32(scored.tobytes()) == zlib.crc32(ids.astype(np.int32).tobytes())
     return Echo(len(ids), first.prompt_tokens, same, second.cached_tokens or 0)
 
 
-async def _scored(transport: HttpClient, url: str, ids: list[int], *, scored: bool) -> _Meta:
+async def _scored(client: HttpClient, url: str, ids: list[int], *, scored: bool) -> _Meta:
     start = 0 if scored else -1
     body = {
         "input_ids": ids,
@@ -210,13 +210,13 @@ async def _scored(transport: HttpClient, url: str, ids: list[int], *, scored: bo
     }
     place = f"{url.rstrip('/')}/generate"
     with boundary(EndpointUnavailable, place, seconds=_SECONDS):
-        status, payload = await transport.post(
+        status, payload = await client.post(
             place, msgspec.json.encode(body), {"Content-Type": "application/json"}, fresh=True
         )
         if status != 200:
             raise error_of(status, f"{message_of(payload)} (POST {place})")
         try:
-            return msgspec.json.decode(payload, type=_Answer, strict=False).meta_info
+            return msgspec.json.decode(payload, type=_Response, strict=False).meta_info
         except msgspec.MsgspecError as error:
             raise EndpointUnavailable(f"{place}: not an answer of /generate ({error})") from error
 
@@ -224,19 +224,19 @@ async def _scored(transport: HttpClient, url: str, ids: list[int], *, scored: bo
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
-        verbs, "check", _check, "say whether every token of this model's chat template is exact", "check --model DIR"
+        verbs, "check", _check, "test whether a model's chat template renders exact tokens", "check --model DIR"
     )
-    parser.add_argument("--model", metavar="NAME_OR_DIR", help="the tokenizer; by default what the endpoint names")
-    parser.add_argument("--template", type=Path, metavar="FILE", help="this chat template instead of the model's own")
-    parser.add_argument("--endpoint", metavar="URL", help="send ids to this server, and compare what it says it got")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="take the tools from this recipe's environment")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
-    parser.add_argument("--dialect", metavar="NAME", help="how tool calls are written; by default what is taught")
-    parser.add_argument("--stop", type=int, action="append", default=[], metavar="ID", help="ids that end a turn")
+    parser.add_argument("--model", metavar="NAME_OR_DIR", help="tokenizer (default: the model that the endpoint names)")
+    parser.add_argument("--template", type=Path, metavar="FILE", help="chat template to use instead of the model's own")
+    parser.add_argument("--endpoint", metavar="URL", help="server to send ids to, and to compare the ids it scored")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe whose environment's tools are tested")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    parser.add_argument("--dialect", metavar="NAME", help="notation of tool calls (default: the template's)")
+    parser.add_argument("--stop", type=int, action="append", default=[], metavar="ID", help="token id that ends a turn")
 
 
 def _check(args: argparse.Namespace) -> int:
-    subject = TemplateCheckOptions(
+    options = TemplateCheckOptions(
         model=args.model,
         template=args.template,
         endpoint=args.endpoint,
@@ -245,4 +245,4 @@ def _check(args: argparse.Namespace) -> int:
         dialect=args.dialect,
         stops=tuple(args.stop),
     )
-    return 0 if in_loop(check, subject, Console()) else BROKEN
+    return 0 if in_loop(check, options, Console()) else BROKEN

@@ -17,9 +17,9 @@ __all__ = ["add"]
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(verbs, "compare", _compare, "compare two evaluations", "compare runs/before runs/after --k 1,8")
-    parser.add_argument("before", type=Path, metavar="BEFORE", help="the folder of an evaluation")
-    parser.add_argument("after", type=Path, metavar="AFTER", help="another, of the same tasks")
-    parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
+    parser.add_argument("before", type=Path, metavar="BEFORE", help="folder of the first evaluation")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="folder of another evaluation of the same tasks")
+    parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (default: 1)")
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -1,10 +1,10 @@
-"""An evaluation from a command line: played, written as it goes, gone on with, told, and held against another.
+"""``rollouts eval``: score a recipe's tasks, resume a stored evaluation, and compare two of them.
 
-    rollouts.jsonl    one line a rollout, as it ends
-    eval.json         what was asked, and what came of it
+    rollouts.jsonl    one line per finished rollout
+    eval.json         settings and estimates
 
-Invariant: a rollout that has ended is on disk and is never played again; whoever stops an evaluation and starts it anew
-with the same recipe gets the rest. Rollouts of two different recipes, models or samplings never stand in one folder.
+Invariant: a finished rollout is on disk and is never played again; a stopped evaluation, started again with the same
+recipe, plays the rest. A folder never mixes rollouts of different recipes, models or sampling parameters.
 """
 
 from __future__ import annotations
@@ -47,69 +47,69 @@ __all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evalua
 
 _LINE_SECONDS = 5.0
 _SAME = ("recipe", "environment", "generate", "tokenizer", "model", "sampling")
-"""What two sittings of one evaluation must agree in."""
+"""The settings that must not change when an evaluation is resumed."""
 
 
 @attrs.frozen(kw_only=True)
 class EvalOptions:
-    """How an evaluation is done."""
+    """The settings of an evaluation."""
 
     out: Path
     ks: tuple[int, ...] = (1,)
     rollouts: int = 8
-    """Of each task; at least the largest k."""
+    """Rollouts of each task; at least the largest k."""
     tasks: int | None = None
-    """The first so many of the recipe's prompts; all where not given."""
+    """Evaluate the first ``tasks`` prompts of the recipe; ``None`` for all."""
     threshold: float = 1.0
-    """A rollout passes if its reward reaches it."""
+    """A rollout passes if its reward is at least this."""
     shown: int = 40
-    """Tasks in the table."""
+    """Rows of the table."""
 
     def __attrs_post_init__(self) -> None:
         if not self.ks or not all(1 <= k <= self.rollouts for k in self.ks):
             raise ConfigError.of("--k", self.ks, f"numbers from 1 to {self.rollouts}, the rollouts of each task")
 
 
-async def evaluate(aim: RunTarget, exam: EvalOptions, console: Console) -> list[TaskScore]:
-    """Play what is not there yet, and print the scores.
+async def evaluate(target: RunTarget, options: EvalOptions, console: Console) -> list[TaskScore]:
+    """Play the rollouts that are missing on disk, and print the scores.
 
     Raises:
-        ConfigError: the folder holds another evaluation or a run, or the recipe is wrong.
+        ConfigError: the folder contains another evaluation or a run, or the recipe is wrong.
         EndpointError: the server does not answer.
-        GenerateFailure: rollouts fail one after the other.
+        GenerateFailure: too many rollouts fail in a row.
     """
-    check_outside(exam.out, "--out")
-    if (exam.out / "run.json").exists():  # a live run's engine writes its log there, too
-        raise ConfigError.of("--out", str(exam.out), "a folder without a run in it; it holds run.json")
-    exam.out.mkdir(parents=True, exist_ok=True)
-    async with open_target(aim, exam.out / "engine.log") as (recipe, _):
+    check_outside(options.out, "--out")
+    if (options.out / "run.json").exists():  # a live run's engine writes its log there, too
+        raise ConfigError.of("--out", str(options.out), "a folder without a run in it; it holds run.json")
+    options.out.mkdir(parents=True, exist_ok=True)
+    async with open_target(target, options.out / "engine.log") as (recipe, _):
         await preflight(recipe)
-        prompts = recipe.data_buffer.prompts[: exam.tasks]
-        asked = _asked(recipe)
-        _check_same(exam.out, asked)
-        _write(exam.out / "eval.json", {**asked, "rollouts": exam.rollouts, "threshold": exam.threshold})
-        done = Counter({score.key: score.rollouts for score in task_scores(_stored(exam.out))})
-        writer = _Writer(exam.out / "rollouts.jsonl", done.total(), exam.rollouts * len(prompts))
+        prompts = recipe.data_buffer.prompts[: options.tasks]
+        settings = _settings(recipe)
+        _check_same(options.out, settings)
+        _write(options.out / "eval.json", {**settings, "rollouts": options.rollouts, "threshold": options.threshold})
+        done = Counter({score.key: score.rollouts for score in task_scores(_stored(options.out))})
+        writer = _Writer(options.out / "rollouts.jsonl", done.total(), options.rollouts * len(prompts))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(observe, writer.watch, console)
-            await run_evaluation(recipe.config, prompts, exam.rollouts, done=done, on_group=writer.add)
+            await run_evaluation(recipe.config, prompts, options.rollouts, done=done, on_group=writer.add)
             tasks.cancel_scope.cancel()
     wanted = {task_key(prompt.prompt, prompt.label) for prompt in prompts}
-    scores = [score for score in task_scores(_stored(exam.out), threshold=exam.threshold) if score.key in wanted]
-    estimates = {f"pass@{k}": attrs.asdict(estimate_pass_at_k(scores, k)) for k in exam.ks}
+    scores = [score for score in task_scores(_stored(options.out), threshold=options.threshold) if score.key in wanted]
+    estimates = {f"pass@{k}": attrs.asdict(estimate_pass_at_k(scores, k)) for k in options.ks}
     estimates["reward"] = attrs.asdict(estimate_mean(scores))
-    summary = {**asked, "rollouts": exam.rollouts, "threshold": exam.threshold, "estimates": estimates}
-    _write(exam.out / "eval.json", summary)
-    console.print(_scores_table(scores, exam))
-    console.print(_summary(scores, exam), soft_wrap=True, highlight=False)
+    summary = {**settings, "rollouts": options.rollouts, "threshold": options.threshold, "estimates": estimates}
+    _write(options.out / "eval.json", summary)
+    console.print(_scores_table(scores, options))
+    console.print(_summary(scores, options), soft_wrap=True, highlight=False)
     return scores
 
 
 def load_evaluation(path: Path, *, threshold: float | None = None) -> list[TaskScore]:
-    """The scores of a stored evaluation, under its own threshold where none is given.
+    """Load the scores of a stored evaluation; ``threshold`` replaces the stored one.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: the folder contains no evaluation, or it is damaged.
     """
     if threshold is None:
         threshold = float(_read(path).get("threshold", 1.0))
@@ -117,10 +117,10 @@ def load_evaluation(path: Path, *, threshold: float | None = None) -> list[TaskS
 
 
 def compare_evaluations(before: Path, after: Path, ks: Sequence[int], console: Console) -> None:
-    """Print how an evaluation differs from another, on the tasks that both have.
+    """Print the differences of pass@k on the tasks that both evaluations contain.
 
     Raises:
-        ConfigError: one is not there, they share no task, or a task has too few rollouts for k.
+        ConfigError: an evaluation is missing, they share no task, or a task has too few rollouts for k.
     """
     first, second = load_evaluation(before), load_evaluation(after)
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -129,16 +129,16 @@ def compare_evaluations(before: Path, after: Path, ks: Sequence[int], console: C
     shared = {score.key for score in first} & {score.key for score in second}
     ours, theirs = ([score for score in scores if score.key in shared] for scores in (first, second))
     for k in ks:
-        found = compare(first, second, k)
+        comparison = compare(first, second, k)
         table.add_row(
             f"pass@{k}",
             f"{estimate_pass_at_k(ours, k).value:.3f}",
             f"{estimate_pass_at_k(theirs, k).value:.3f}",
-            f"{found.difference:+.3f}",
-            f"{found.low:+.3f} to {found.high:+.3f}",
-            str(found.tasks),
-            str(found.better),
-            str(found.worse),
+            f"{comparison.difference:+.3f}",
+            f"{comparison.low:+.3f} to {comparison.high:+.3f}",
+            str(comparison.tasks),
+            str(comparison.better),
+            str(comparison.worse),
         )
     console.print(table)
 
@@ -147,17 +147,17 @@ def compare_evaluations(before: Path, after: Path, ks: Sequence[int], console: C
 
 
 class _Writer:
-    """Appends rollouts as they end; called from worker threads."""
+    """Appends finished rollouts to a file. Thread-safe: worker threads call it."""
 
-    def __init__(self, path: Path, there: int, wanted: int) -> None:
+    def __init__(self, path: Path, done: int, wanted: int) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._count, self._wanted = there, max(there, wanted)
+        self._count, self._wanted = done, max(done, wanted)
         self._rewards: list[float] = []
 
     def add(self, group: Group) -> None:
         with self._lock, self._path.open("ab") as file:
-            # Numbered as they stand here: a second sitting counts from 0 again.
+            # Numbered by position in the file: the ids of a resumed evaluation start at 0 again.
             rows = [{**sample.to_dict(), "rollout_id": self._count} for sample in group.samples]
             file.write(b"".join(msgspec.json.encode(row, enc_hook=repr) + b"\n" for row in rows))
             self._count += 1
@@ -171,7 +171,7 @@ class _Writer:
 
 
 def _stored(path: Path) -> Iterator[Sample]:
-    """The rollouts on disk. A last line that was cut off by a crash is removed, and played again."""
+    """The rollouts on disk. A last line that a crash cut off is removed; its rollout is played again."""
     file = path / "rollouts.jsonl"
     if not file.exists():
         return
@@ -186,19 +186,19 @@ def _stored(path: Path) -> Iterator[Sample]:
             raise ConfigError(f"{file}, line {number}: not a rollout ({error})") from None
 
 
-def _asked(recipe: Recipe) -> dict[str, Any]:
-    told = recipe.describe()
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    description = recipe.describe()
     endpoint = recipe.endpoint
-    kept = {name: told[name] for name in ("recipe", "environment", "generate", "tokenizer")}
-    return {**kept, "model": endpoint.model, "sampling": attrs.asdict(endpoint.sampling)}
+    names = {name: description[name] for name in ("recipe", "environment", "generate", "tokenizer")}
+    return {**names, "model": endpoint.model, "sampling": attrs.asdict(endpoint.sampling)}
 
 
-def _check_same(path: Path, asked: dict[str, Any]) -> None:
+def _check_same(path: Path, settings: dict[str, Any]) -> None:
     if not (path / "eval.json").exists():
         if (path / "rollouts.jsonl").exists():
-            raise ConfigError.of("--out", str(path), "a folder without rollouts of something else")
+            raise ConfigError.of("--out", str(path), "a folder without rollouts of another evaluation")
         return
-    old, new = _read(path), msgspec.json.decode(msgspec.json.encode(asked, enc_hook=repr))
+    old, new = _read(path), msgspec.json.decode(msgspec.json.encode(settings, enc_hook=repr))
     for name in _SAME:
         if old.get(name) != new.get(name):
             raise ConfigError.of(f"--out {path}: {name}", new.get(name), f"{old.get(name)}, as in its first part")
@@ -207,7 +207,7 @@ def _check_same(path: Path, asked: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     file = path / "eval.json"
     if not file.is_file():
-        raise ConfigError.of("evaluation", str(path), "a folder that an evaluation was written to: it holds eval.json")
+        raise ConfigError.of("evaluation", str(path), "the folder of an evaluation: it holds eval.json")
     try:
         value: dict[str, Any] = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
@@ -221,59 +221,59 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-# -- shown -------------------------------------------------------------------------------------------------------------
+# -- display -----------------------------------------------------------------------------------------------------------
 
 
-def _scores_table(scores: Sequence[TaskScore], exam: EvalOptions) -> Table:
+def _scores_table(scores: Sequence[TaskScore], options: EvalOptions) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("task", no_wrap=True)
     table.add_column("prompt", ratio=1, max_width=56, no_wrap=True, overflow="ellipsis")
-    for name in ("passed", "failed", *(f"pass@{k}" for k in exam.ks), "reward"):
+    for name in ("passed", "failed", *(f"pass@{k}" for k in options.ks), "reward"):
         table.add_column(name, justify="right")
-    for score in sorted(scores, key=lambda score: score.passed / score.rollouts)[: exam.shown]:
+    for score in sorted(scores, key=lambda score: score.passed / score.rollouts)[: options.shown]:
         table.add_row(
             score.key,
             Text(" ".join(visible(score.text).split())),
             f"{score.passed}/{score.rollouts}",
             str(score.failed or ""),
-            *(f"{pass_at_k(score.rollouts, score.passed, k):.2f}" for k in exam.ks),
+            *(f"{pass_at_k(score.rollouts, score.passed, k):.2f}" for k in options.ks),
             f"{score.mean_reward:.2f}",
         )
     return table
 
 
-def _summary(scores: Sequence[TaskScore], exam: EvalOptions) -> Text:
+def _summary(scores: Sequence[TaskScore], options: EvalOptions) -> Text:
     text = Text()
-    left = len(scores) - exam.shown
+    left = len(scores) - options.shown
     if left > 0:
-        text.append(f"... and {left} tasks more, with higher scores\n", "dim")
+        text.append(f"... and {left} more tasks, with higher scores\n", "dim")
     every = sum(score.rollouts for score in scores)
     failed = sum(score.failed for score in scores)
     text.append(f"{len(scores)} tasks, {every} rollouts" + (f", {failed} failed" if failed else "") + "\n")
-    for k in exam.ks:
+    for k in options.ks:
         text.append(f"pass@{k} {estimate_pass_at_k(scores, k)}\n", "bold")
     text.append(f"reward {estimate_mean(scores)}\n")
-    text.append(visible(f"files: {exam.out}"))
+    text.append(visible(f"files: {options.out}"))
     return text
 
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
-        verbs, "eval", _eval, "score a recipe's tasks", "eval configs/calculator.py --k 1,8 --out runs/exam"
+        verbs, "eval", _eval, "score a recipe's tasks: pass@k", "eval configs/calculator.py --k 1,8 --out runs/exam"
     )
     add_target(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="its folder; goes on with what is there")
-    parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (1)")
-    parser.add_argument("--rollouts", type=positive, metavar="N", help="of each task; the largest k by default")
-    parser.add_argument("--tasks", type=positive, metavar="N", help="the first N prompts of the recipe; all by default")
-    parser.add_argument("--threshold", type=float, default=1.0, help="a rollout passes if its reward reaches it (1)")
-    parser.add_argument("--limit", type=positive, default=40, metavar="N", help="tasks in the table (40)")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="an earlier evaluation to compare with")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; an evaluation in it resumes")
+    parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (default: 1)")
+    parser.add_argument("--rollouts", type=positive, metavar="N", help="rollouts of each task (default: the largest k)")
+    parser.add_argument("--tasks", type=positive, metavar="N", help="play only the first N prompts (default: all)")
+    parser.add_argument("--threshold", type=float, default=1.0, help="lowest reward that passes (default: 1)")
+    parser.add_argument("--limit", type=positive, default=40, metavar="N", help="tasks in the table (default: 40)")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="folder of an earlier evaluation to compare with")
 
 
 def _eval(args: argparse.Namespace) -> int:
-    exam = EvalOptions(
+    options = EvalOptions(
         out=args.out,
         ks=args.k,
         rollouts=max(args.k) if args.rollouts is None else args.rollouts,
@@ -281,7 +281,7 @@ def _eval(args: argparse.Namespace) -> int:
         threshold=args.threshold,
         shown=args.limit,
     )
-    in_loop(evaluate, target_of(args), exam, Console())
+    in_loop(evaluate, target_of(args), options, Console())
     if args.against is not None:
         compare_evaluations(args.against, args.out, args.k, Console())
     return 0

@@ -16,18 +16,21 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "export", _export, "write a stored run as other files", "export runs/a --to hf data/a")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser = add_verb(verbs, "export", _export, "convert a stored run to a file format", "export runs/a --to hf data/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument(
         "--to",
         required=True,
         choices=("jsonl", "parquet", "hf", "slime"),
-        help="one file of lines; one Parquet file; a folder that datasets.load_dataset reads; what slime's "
-        "--load-debug-rollout-data reads",
+        help="jsonl: one file, a line per sample; parquet: one file; hf: a folder for datasets.load_dataset; slime: "
+        "files for slime's --load-debug-rollout-data",
     )
-    parser.add_argument("out", metavar="OUT", help="file or folder; for slime with {rollout_id}, a file for each batch")
+    parser.add_argument("out", metavar="OUT", help="file or folder; for slime with {rollout_id}: a file per batch")
     parser.add_argument(
-        "--outcome", default="kept", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which (kept)"
+        "--outcome",
+        default="kept",
+        choices=("kept", "dropped", "failed", "unbatched", "all"),
+        help="groups (default: kept)",
     )
 
 

@@ -1,6 +1,6 @@
-"""The beginning of an environment: a folder that runs, with tests that pass, to be changed into what it shall be.
+"""``rollouts new-env``: write the template of an environment: a folder that runs, with tests that pass.
 
-Invariant: nothing that exists is overwritten; what is written passes its own tests and ``rollouts check-env``.
+Invariant: no existing file is overwritten; the written files pass their own tests and ``rollouts check-env``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollouts.environments import ToolEnvironment, tool
 
 
 class {cls}(ToolEnvironment):
-    """One episode. Made fresh for each rollout; a reply without a tool call is the answer and ends it."""
+    """One episode: each rollout creates its own. A reply without a tool call is the answer and ends it."""
 
     system_prompt = "Use the tool. Finish with: The answer is X."
 
@@ -41,13 +41,13 @@ class {cls}(ToolEnvironment):
 
     @tool
     async def look_up(self, country: str) -> str:
-        """Look up the capital of a country."""  # the first line is what the model is told of the tool
+        """Look up the capital of a country."""  # the model reads the first line as the tool's description
         self.looked_up += 1
         if country not in self.table:
-            raise ValueError(f"there is no {{country!r}}")  # a ValueError is told to the model; others fail the rollout
+            raise ValueError(f"there is no {{country!r}}")  # the model reads a ValueError; others fail the rollout
         return self.table[country]
 
-    # These two let an episode go on after the run was killed; leave them out, and it starts again.
+    # These two let a resumed run continue the episode; without them it starts again.
 
     async def snapshot(self) -> Any:
         return self.looked_up
@@ -110,7 +110,7 @@ _ROWS = """\
 {"prompt": "What is the capital of Kenya?", "label": "Nairobi", "metadata": {"country": "Kenya"}}
 """
 
-_TEST = '''"""{title}: what the world answers, what the reward says, and that it can be run."""
+_TEST = '''"""{title}: the tool, the reward, the recipe, and ``rollouts check-env``."""
 
 import anyio
 from rollouts.dtypes import Endpoint
@@ -126,7 +126,7 @@ TABLE = {{"Peru": "Lima"}}
 
 
 def test_a_recorded_episode() -> None:
-    """The tool answers, the reply ends the episode, the reward is of the reply."""
+    """The tool answers, the reply ends the episode, and the reward scores the reply."""
 
     async def episode() -> None:
         replies = [calling("look_up", country="Peru"), "The answer is Lima."]
@@ -139,8 +139,8 @@ def test_a_recorded_episode() -> None:
     anyio.run(episode)
 
 
-def test_a_mistake_of_the_model_is_told_to_it() -> None:
-    """And is no failure of the environment."""
+def test_a_wrong_argument_is_an_error_message_to_the_model() -> None:
+    """It is no failure of the environment."""
 
     async def episode() -> None:
         played = await play({cls}(TABLE), "?", [calling("look_up", country="Atlantis")])
@@ -149,15 +149,15 @@ def test_a_mistake_of_the_model_is_told_to_it() -> None:
     anyio.run(episode)
 
 
-def test_the_recipe_has_its_data() -> None:
-    """Nothing is run: no server is needed."""
+def test_the_recipe_loads_its_data() -> None:
+    """No server is needed."""
     assert len(recipe(Endpoint()).data_buffer) == 3
 
 
-def test_it_passes_its_paces() -> None:
-    """As ``rollouts check-env {name}/recipe.py`` does."""
-    made = recipe(Endpoint())
-    findings = anyio.run(examine, made.environment_cls, made.data_buffer.prompts, CheckOptions(stall_seconds=1.0))
+def test_it_passes_check_env() -> None:
+    """The same checks as ``rollouts check-env {name}/recipe.py``."""
+    built = recipe(Endpoint())
+    findings = anyio.run(examine, built.environment_cls, built.data_buffer.prompts, CheckOptions(stall_seconds=1.0))
     assert [finding for finding in findings if finding.verdict == "bad"] == []
 '''
 
@@ -179,14 +179,14 @@ rollouts run {name}/recipe.py --set keep=all --out runs/{name}    # on the built
 
 
 def new_environment(name: str, into: Path = Path()) -> list[Path]:
-    """Write the files of a new environment; gives their paths.
+    """Write the files of a new environment; return their paths.
 
     Args:
         name: of its folder, which is a Python package.
-        into: the folder that it is made in.
+        into: the parent folder.
 
     Raises:
-        ConfigError: the name is none for a package, or its folder exists.
+        ConfigError: ``name`` is not a valid package name, its folder exists, or ``into`` does not exist.
     """
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError.of("NAME", name, "a Python name in lower case, e.g. word_game")
@@ -196,18 +196,18 @@ def new_environment(name: str, into: Path = Path()) -> list[Path]:
     if folder.exists():
         raise ConfigError.of("NAME", str(folder), "a folder that does not exist yet")
     title = name.replace("_", " ").capitalize()
-    words = {
+    fields = {
         "name": name,
         "title": title,
         "cls": "".join(part.capitalize() for part in name.split("_")) + "Environment",
     }
     texts = {
-        "README.md": _README.format(**words),
-        "__init__.py": _INIT.format(**words),
-        "environment.py": _ENVIRONMENT.format(**words),
-        "recipe.py": _RECIPE.format(**words),
+        "README.md": _README.format(**fields),
+        "__init__.py": _INIT.format(**fields),
+        "environment.py": _ENVIRONMENT.format(**fields),
+        "recipe.py": _RECIPE.format(**fields),
         "rows.jsonl": _ROWS,
-        f"test_{name}.py": _TEST.format(**words),
+        f"test_{name}.py": _TEST.format(**fields),
     }
     folder.mkdir()
     for file, text in texts.items():
@@ -217,9 +217,11 @@ def new_environment(name: str, into: Path = Path()) -> list[Path]:
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "new-env", _new_env, "begin an environment of your own, with its tests", "new-env wordle")
-    parser.add_argument("name", metavar="NAME", help="of its folder: a Python name in lower case")
-    parser.add_argument("--into", type=Path, default=Path(), metavar="DIR", help="where its folder is made (here)")
+    parser = add_verb(verbs, "new-env", _new_env, "create a template of an environment, with tests", "new-env wordle")
+    parser.add_argument("name", metavar="NAME", help="name of its folder: a Python name in lower case")
+    parser.add_argument(
+        "--into", type=Path, default=Path(), metavar="DIR", help="parent folder (default: current folder)"
+    )
 
 
 def _new_env(args: argparse.Namespace) -> int:

@@ -18,47 +18,51 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(
-        verbs, "plan", _plan, "which over-sampling factor and concurrency fill a batch soonest", "plan runs/a"
-    )
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="the run to plan for; more for other loads")
+    parser = add_verb(verbs, "plan", _plan, "predict the best over-sampling factor and concurrency", "plan runs/a")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="stored run to measure; more for other loads")
     parser.add_argument(
-        "--latency", metavar="SHAPE", help="instead: constant:S, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE"
+        "--latency",
+        metavar="SHAPE",
+        help="seconds of a rollout, instead of RUN: constant:S, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE",
     )
-    parser.add_argument("--pass-rate", type=_share, default=1.0, metavar="P", help="of the filter, with --latency (1)")
-    parser.add_argument("--batch-size", type=positive, metavar="N", help="groups; the run's, or 32")
-    parser.add_argument("--n", type=positive, metavar="N", help="rollouts in a group; the run's, or 8")
-    parser.add_argument("--batches", type=positive, default=4, metavar="N", help="played for each option (4)")
-    parser.add_argument("--factors", type=_factors, default=FACTORS, metavar="F,F", help="to try (1,1.25,1.5,2,3)")
+    parser.add_argument("--pass-rate", type=_share, default=1.0, metavar="P", help="share of kept groups (default: 1)")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="groups per batch (default: the run's or 32)")
+    parser.add_argument("--n", type=positive, metavar="N", help="rollouts in a group (default: the run's, or 8)")
+    parser.add_argument("--batches", type=positive, default=4, metavar="N", help="batches to simulate (default: 4)")
     parser.add_argument(
-        "--concurrency", type=numbers, default=(), metavar="N,N", help="limits of requests to try, beside none"
+        "--factors", type=_factors, default=FACTORS, metavar="F,F", help="factors to try (default: 1,1.25,1.5,2,3)"
+    )
+    parser.add_argument(
+        "--concurrency", type=numbers, default=(), metavar="N,N", help="request limits to try, in addition to no limit"
     )
     parser.add_argument(
         "--speed",
         type=_speed,
         default=(),
         metavar="K:S,K:S",
-        help="speed of each of K rollouts in a server, e.g. 1:1,64:0.8,256:0.3; that of the runs by default",
+        help="relative speed S of a rollout where K share a server, e.g. 1:1,64:0.8,256:0.3 (default: as measured)",
     )
-    parser.add_argument("--servers", type=numbers, default=SERVERS, metavar="N,N", help="to scale the best to")
+    parser.add_argument(
+        "--servers", type=numbers, default=SERVERS, metavar="N,N", help="server counts to scale to (default: 1 to 4096)"
+    )
 
 
 def _plan(args: argparse.Namespace) -> int:
     if bool(args.runs) == (args.latency is not None):
         raise ConfigError.of("RUN", list(map(str, args.runs)), "stored runs, or --latency instead")
-    told = measured(args.runs) if args.runs else None
-    batch_size, n = (32, 8) if told is None else (told.batch_size, told.n)
-    found = plan(
-        told or Given(shape(args.latency), args.pass_rate),
+    measurements = measured(args.runs) if args.runs else None
+    batch_size, n = (32, 8) if measurements is None else (measurements.batch_size, measurements.n)
+    result = plan(
+        measurements or Given(shape(args.latency), args.pass_rate),
         batch_size=args.batch_size or batch_size,
         n=args.n or n,
-        speed=told.speed if told is not None and not args.speed else Speed(args.speed),
+        speed=measurements.speed if measurements is not None and not args.speed else Speed(args.speed),
         batches=args.batches,
         factors=args.factors,
         concurrencies=[None, *args.concurrency],
         servers=args.servers,
     )
-    show_plan(found, Console())
+    show_plan(result, Console())
     return 0
 
 

@@ -27,9 +27,9 @@ __all__ = ["add", "play_one"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "play", _play, "play one prompt and watch it", "play configs/calculator.py")
+    parser = add_verb(verbs, "play", _play, "play one prompt and print its turns", "play configs/calculator.py")
     add_target(parser)
-    parser.add_argument("--text", metavar="PROMPT", help="this prompt instead of the recipe's first")
+    parser.add_argument("--text", metavar="PROMPT", help="prompt to play (default: the recipe's first)")
 
 
 def _play(args: argparse.Namespace) -> int:
@@ -37,16 +37,16 @@ def _play(args: argparse.Namespace) -> int:
     return 0
 
 
-async def play_one(aim: RunTarget, text: str | None, console: Console) -> None:
-    """Play one prompt and print each turn when it is there.
+async def play_one(target: RunTarget, text: str | None, console: Console) -> None:
+    """Play one prompt and print each turn when it ends.
 
     Raises:
-        RolloutsError: something was wrong before it began, or it failed.
+        RolloutsError: the target cannot be opened, or the rollout failed.
     """
-    async with open_target(aim) as (recipe, _):
+    async with open_target(target) as (recipe, _):
         await preflight(recipe)
         prompt = recipe.data_buffer.get_prompts(1)[0] if text is None else Prompt(text, group_index=0)
-        sample = await _played(recipe, attrs.evolve(prompt, index=0), console)
+        sample = await _play_rollout(recipe, attrs.evolve(prompt, index=0), console)
         if not recipe.config.group_rm:  # a group's reward needs the group
             try:
                 await score(sample, recipe.config.reward_fn, seconds=recipe.config.reward_seconds)
@@ -55,8 +55,8 @@ async def play_one(aim: RunTarget, text: str | None, console: Console) -> None:
         console.print(heading(sample), soft_wrap=True)
 
 
-async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
-    """One rollout; shown turn by turn where the generate function tells of turns, else at its end."""
+async def _play_rollout(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
+    """Play a rollout; print it turn by turn if the generate function takes ``on_step``, else at its end."""
     generate_fn: Callable[..., Any] = recipe.config.generate_fn
     decode = recipe.renderer().decode
     shown = 0
@@ -64,7 +64,7 @@ async def _played(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
 
     def on_step(trajectory: Trajectory) -> None:
         nonlocal shown, watched
-        if trajectory is not watched:  # the first, or a branch: its history is shown as the model now sees it
+        if trajectory is not watched:  # the first, or a branch: print its history again
             watched, shown = trajectory, 0
         pieces = [piece for piece in pieces_of(trajectory.completions, len(trajectory)) if piece.start >= shown]
         columns = (trajectory.tokens, trajectory.logprobs, trajectory.versions)

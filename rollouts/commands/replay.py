@@ -1,4 +1,4 @@
-"""``rollouts replay``: play a recorded run again without a server, and compare."""
+"""``rollouts replay``: play a recorded run again without a server, and compare the samples."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(
-        verbs, "replay", _replay, "play a recorded run parser, without a server, and compare", "replay runs/a"
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that was made with --record")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="instead of the run's own")
+    parser = add_verb(verbs, "replay", _replay, "replay a recorded run without a server, and compare", "replay runs/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was recorded with run --record")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe to play (default: the run's)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option, instead of the run's"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace an option of the run's recipe"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the samples that were played, one a line")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the replayed samples as JSON Lines")
 
 
 def _replay(args: argparse.Namespace) -> int:

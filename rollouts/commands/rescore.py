@@ -1,4 +1,4 @@
-"""``rollouts rescore``: apply other rewards and another filter to a stored run."""
+"""``rollouts rescore``: apply another reward function and filter to a stored run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ def add(verbs: Any) -> None:
         verbs,
         "rescore",
         _rescore,
-        "apply other rewards and another filter to a stored run",
+        "apply another reward function and filter to a stored run",
         "rescore runs/a --recipe configs/calculator.py --out runs/b",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the stored run")
     parser.add_argument(
-        "--recipe", type=Path, required=True, metavar="FILE", help="has the rewards, filter, batch size"
+        "--recipe", type=Path, required=True, metavar="FILE", help="recipe with the reward, filter, batch size"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
-    parser.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
+    parser.add_argument(
+        "--format", default="auto", choices=("jsonl", "parquet", "auto"), help="format of batches (default: auto)"
+    )
 
 
 def _rescore(args: argparse.Namespace) -> int:

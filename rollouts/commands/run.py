@@ -1,8 +1,8 @@
-"""From a command line to a run: the server found or started, the recipe built, the run watched and stopped.
+"""``rollouts run``: find or start the server, build the recipe, run it, and stop it on a signal.
 
-Invariant: what can be known to be wrong is said before the server is started, before the old run is deleted, before
-work starts. A run goes on with the servers that it had or with those that it is given, and only if they serve the model
-that it began with. The first Ctrl-C stops cleanly and keeps what is finished; the second ends at once.
+Invariant: every error that can be detected early is raised before the server starts and before an old run is deleted.
+A run resumes with its stored servers or with those of the command line, and only if they serve the model it began with.
+The first Ctrl-C stops cleanly and keeps finished groups; the second exits at once.
 """
 
 from __future__ import annotations
@@ -59,31 +59,31 @@ _INTERRUPTED = 130
 
 
 Distribute: TypeAlias = Callable[[RunTarget, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
-"""Has the rollouts of a recipe played elsewhere; gives the config that does so."""
+"""Starts workers for a recipe's rollouts; the context value is the config that sends rollouts to them."""
 
 
 @attrs.frozen
 class Telemetry:
-    """What a run tells to others while it runs: nothing by default."""
+    """Telemetry exported while a run is active; off by default."""
 
     metrics_port: int | None = None
-    """Where Prometheus finds its numbers."""
+    """Port of the Prometheus endpoint."""
     trace: bool = False
-    """Spans of OpenTelemetry."""
+    """Whether to record OpenTelemetry spans."""
 
 
 @contextlib.asynccontextmanager
-async def _told(telling: Telemetry, recipe: Recipe) -> AsyncIterator[tuple[RolloutConfig, Watch | None]]:
-    """The config to run, and an observer."""
-    if telling.trace:
+async def _with_telemetry(telemetry: Telemetry, recipe: Recipe) -> AsyncIterator[tuple[RolloutConfig, Watch | None]]:
+    """The config with tracing, and an observer that exports metrics."""
+    if telemetry.trace:
         recipe = attrs.evolve(recipe, config=traced(recipe.config, recipe.name))
-        for policy in shared_policies():  # preflight has asked for the one that the rollouts share
+        for policy in shared_policies():  # preflight has created the one that the rollouts share
             trace_completions(policy)
-    if telling.metrics_port is None:
+    if telemetry.metrics_port is None:
         yield recipe.config, None
         return
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    with serving_metrics(telling.metrics_port) as metrics:
+    with serving_metrics(telemetry.metrics_port) as metrics:
 
         async def observe(manager: AsyncRolloutManager) -> None:
             lag = LoopLag()
@@ -112,7 +112,7 @@ def _both(one: Watch, other: Watch) -> Watch:
 
 
 async def launch(
-    aim: RunTarget,
+    target: RunTarget,
     out: Path,
     format: Format,
     overwrite: bool,
@@ -120,26 +120,27 @@ async def launch(
     *,
     resume: bool = False,
     record: bool = False,
-    spread: Distribute | None = None,
-    telling: Telemetry = Telemetry(),
+    distribute: Distribute | None = None,
+    telemetry: Telemetry = Telemetry(),
 ) -> RunResult | None:
-    """Do a whole ``rollouts run``; ``None`` if it was stopped before it began.
+    """Do a whole ``rollouts run``; return ``None`` if it was stopped before it began.
 
-    With ``resume``, go on with the run in ``out``: where ``aim`` says nothing, with what that run stored. With
-    ``record``, keep what its rollouts are told, as a resumed run does that was recorded before; with ``spread``, play
-    them where it says. ``telling`` is what is told to others meanwhile.
+    Args:
+        resume: resume the run in ``out``; its stored values fill the fields that ``target`` leaves empty.
+        record: record everything that rollouts receive from outside; a resumed recorded run always does.
+        distribute: starts the workers that play the rollouts; by default this process plays them.
 
     Raises:
-        RolloutsError: something was wrong before the work began.
+        RolloutsError: an error before the work began.
     """
     if resume:
         check_idle(out, "--resume")
-        aim = resumed_target(aim, out)
+        target = resumed_target(target, out)
     else:
         check_free(out, overwrite=overwrite)
     recording = record or (resume and (out / RECORDING).is_dir())
-    if recording and spread is not None:
-        raise ConfigError.of("--workers", "with --record", "one of them: what other processes are told is not recorded")
+    if recording and distribute is not None:
+        raise ConfigError.of("--workers", "with --record", "one of them: rollouts of other processes are not recorded")
     stop = Stop()
     engine: EngineProcess | None = None
     result: RunResult | None = None
@@ -163,17 +164,17 @@ async def launch(
         try:
             with starting:
                 async with contextlib.AsyncExitStack() as stack:
-                    recipe, engine = await stack.enter_async_context(open_target(aim, out / ENGINE_LOG))
+                    recipe, engine = await stack.enter_async_context(open_target(target, out / ENGINE_LOG))
                     server = await preflight(recipe)
                     if recording:
                         check_recordable(recipe.config.generate_fn)
                     played = recipe
-                    if spread is not None:
-                        config = await stack.enter_async_context(spread(aim, recipe))
+                    if distribute is not None:
+                        config = await stack.enter_async_context(distribute(target, recipe))
                         played = attrs.evolve(recipe, config=config)
-                    config, observe = await stack.enter_async_context(_told(telling, played))
+                    config, observe = await stack.enter_async_context(_with_telemetry(telemetry, played))
                     played = attrs.evolve(played, config=config)
-                    opening = functools.partial(_open, aim, recipe, server, out, format, overwrite, resume)
+                    opening = functools.partial(_open, target, recipe, server, out, format, overwrite, resume)
                     writer, run_journal, state = await anyio.to_thread.run_sync(opening)
                     working = True
                     if engine is not None:
@@ -189,7 +190,7 @@ async def launch(
                             played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
                         result = await run(played, writer, stop=stop, watch=show, run_journal=run_journal, state=state)
                     console.print(summary(result, writer), soft_wrap=True)
-        except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
+        except Exception as error:  # noqa: BLE001 - raised below: the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:
@@ -198,24 +199,24 @@ async def launch(
 
 
 def _open(
-    aim: RunTarget, recipe: Recipe, server: ServerInfo, out: Path, format: Format, overwrite: bool, resume: bool
+    target: RunTarget, recipe: Recipe, server: ServerInfo, out: Path, format: Format, overwrite: bool, resume: bool
 ) -> tuple[RunWriter, RunJournal, ManagerState | None]:
-    """The files of a new run, or those of the one that goes on."""
-    description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(aim.options)}
+    """Create the files of a new run, or open those of a resumed one."""
+    description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(target.options)}
     description["command"] = {
-        "recipe": str(aim.recipe.resolve()) if aim.recipe is not None else None,
-        "endpoint": [without_secrets(url) for url in aim.urls],
-        "model": aim.model,
-        "options": dict(aim.options),
-        "slots": aim.slots,
+        "recipe": str(target.recipe.resolve()) if target.recipe is not None else None,
+        "endpoint": [without_secrets(url) for url in target.urls],
+        "model": target.model,
+        "options": dict(target.options),
+        "slots": target.slots,
     }
-    if not aim.urls:
+    if not target.urls:
         description["command"]["weights"] = weights_checksum(Path(recipe.endpoint.model))
-    description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has made it
+    description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has built it
     if resume:
         stored = read_info(out).get("vocab_size")
         if stored is not None and stored != description["vocab_size"]:
-            expected = f"{stored}: a run goes on with the vocabulary that it began with"
+            expected = f"{stored}: a resumed run needs the vocabulary that it began with"
             raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
         reopened = reopen(out, description, recipe.data_buffer)
         now = {name: description[name] for name in ("batches_wanted", "server", "endpoint", "command", "vocab_size")}
@@ -226,7 +227,7 @@ def _open(
 
 
 async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
-    """The recipe with a generate function that writes down what its rollouts are told."""
+    """The recipe with a generate function that records everything its rollouts receive from outside."""
     config = recipe.config
     bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
     policy = bound.get("policy")
@@ -245,34 +246,41 @@ async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
-        verbs, "run", _run, "fill batches and write them to a folder", "run configs/calculator.py --out runs/a"
+        verbs, "run", _run, "generate batches and write them to a folder", "run configs/calculator.py --out runs/a"
     )
     add_target(parser, optional=True)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, new or without a run")
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder for a new run")
     where.add_argument(
         "--resume",
         type=Path,
         metavar="RUN",
-        help="go on with the run in this folder: recipe, options, servers and model as they were",
+        help="folder of a run to resume; recipe, options, servers and model are those of the run by default",
     )
-    parser.add_argument("--batches", type=positive, metavar="N", help="how many; the recipe's number by default")
-    parser.add_argument("--workers", type=positive, metavar="N", help="play rollouts in N processes of this machine")
-    parser.add_argument("--metrics-port", type=int, metavar="P", help="tell Prometheus the run's numbers at this port")
-    parser.add_argument("--trace", action="store_true", help="spans of OpenTelemetry for rollouts and completions")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    parser.add_argument("--batches", type=positive, metavar="N", help="number of batches (default: the recipe's)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="play rollouts in N processes on this machine")
+    parser.add_argument("--metrics-port", type=int, metavar="P", help="port on which Prometheus can scrape metrics")
+    parser.add_argument("--trace", action="store_true", help="OpenTelemetry spans for rollouts and completions")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(
-        "--record", action="store_true", help="keep what rollouts are told, so that the run can be replayed"
+        "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
-    parser.add_argument("--format", default="auto", choices=("jsonl", "parquet", "auto"), help="of batches (auto)")
+    parser.add_argument(
+        "--format", default="auto", choices=("jsonl", "parquet", "auto"), help="format of batches (default: auto)"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
     resume = args.resume is not None
     out = args.resume if resume else args.out
-    spread = None if args.workers is None else _in_workers(args.workers)
-    telling = Telemetry(args.metrics_port, args.trace)
-    options: dict[str, Any] = {"resume": resume, "record": args.record, "spread": spread, "telling": telling}
+    distribute = None if args.workers is None else _in_workers(args.workers)
+    telemetry = Telemetry(args.metrics_port, args.trace)
+    options: dict[str, Any] = {
+        "resume": resume,
+        "record": args.record,
+        "distribute": distribute,
+        "telemetry": telemetry,
+    }
     result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, Console(), **options))
     if result is None:
         return INTERRUPTED
@@ -284,9 +292,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _in_workers(count: int) -> Distribute:
     @contextlib.asynccontextmanager
-    async def spread(aim: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
-        assert aim.recipe is not None, "it was built from a file"
-        async with in_processes(RecipeConfig(aim.recipe.resolve(), recipe.endpoint, aim.options), count) as workers:
+    async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+        assert target.recipe is not None, "the recipe was built from a file"
+        async with in_processes(
+            RecipeConfig(target.recipe.resolve(), recipe.endpoint, target.options), count
+        ) as workers:
             yield workers.config(recipe.config)
 
-    return spread
+    return distribute

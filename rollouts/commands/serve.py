@@ -22,18 +22,22 @@ __all__ = ["add", "serve_until_stopped"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "serve", _serve, "run the embedded engine alone", "serve --port 30000")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a folder with a causal LM (the demo model)")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one (30000)")
-    parser.add_argument("--slots", type=positive, metavar="N", help="requests that run at once")
-    parser.add_argument("--max-context", type=positive, metavar="N", help="tokens of prompt and reply together")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights (float32)")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
+    parser = add_verb(verbs, "serve", _serve, "start the embedded engine as a server", "serve --port 30000")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal LM (default: the demo model)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=30000, help="0 picks a free port (default: 30000)")
+    parser.add_argument("--slots", type=positive, metavar="N", help="concurrent requests (default: 64)")
+    parser.add_argument(
+        "--max-context", type=positive, metavar="N", help="most tokens of prompt plus reply (default: the model's)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="weight dtype (default: float32)"
+    )
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rollouts.engine import DEMO_MODEL, serve  # here: its extra may be missing, and then only this verb is
+    from rollouts.engine import DEMO_MODEL, serve  # here: without the engine's extra only this verb fails
 
     async def engine(on_ready: Callable[[str], None]) -> None:
         model = DEMO_MODEL if args.model is None else args.model
@@ -46,7 +50,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable[None]], stop_with_stdin: bool) -> int:
-    """Serve until a signal, or the end of standard input."""
+    """Serve until a signal or, with ``stop_with_stdin``, the end of standard input; return the exit code."""
     code = 0
 
     async def signals(scope: anyio.CancelScope) -> None:
@@ -57,8 +61,8 @@ async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable
                 scope.cancel()
 
     async def standard_input(scope: anyio.CancelScope) -> None:
-        descriptor = sys.stdin.fileno()  # waited for, not read in a thread: a blocked thread would outlive the server
-        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be waited for: it is at its end
+        descriptor = sys.stdin.fileno()  # no reading in a thread: a blocked thread would outlive the server
+        with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be polled: it counts as ended
             while True:
                 await anyio.wait_readable(descriptor)
                 if not os.read(descriptor, 4096):
@@ -75,7 +79,7 @@ async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable
             tasks.start_soon(standard_input, tasks.cancel_scope)
         try:
             await serve(ready)
-        except RolloutsError as error:  # not through the task group, which would wrap it
+        except RolloutsError as error:  # raised below: the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
     if failure is not None:

@@ -21,16 +21,20 @@ __all__ = ["add"]
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
-        verbs, "serve-env", _serve_env, "a recipe's environment as an ORS server", "serve-env configs/calculator.py"
+        verbs,
+        "serve-env",
+        _serve_env,
+        "serve a recipe's environment (Open Reward Standard)",
+        "serve-env configs/calculator.py",
     )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a Python file with a function recipe(...)")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="the recipe's option data")
-    parser.add_argument("--seed", type=int, metavar="N", help="the recipe's option seed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any option of the recipe")
-    parser.add_argument("--split", default="train", metavar="NAME", help="what its prompts are called (train)")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input does; for a parent")
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="Python file that defines a function recipe(...)")
+    parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    parser.add_argument("--split", default="train", metavar="NAME", help="split name of its prompts (default: train)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: 8080)")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
 
 
 def _serve_env(args: argparse.Namespace) -> int:

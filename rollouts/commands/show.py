@@ -1,6 +1,6 @@
-"""Looking: at a stored run, and at one episode while it is played.
+"""``rollouts show``: print a stored run: its groups, the samples of a group, or one transcript.
 
-Invariant: it changes nothing on disk; what it shows is decoded from stored tokens wherever the tokenizer loads.
+Invariant: it changes nothing on disk; a transcript is decoded from stored tokens wherever the tokenizer loads.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def show_run(
 
     Args:
         path: the run's folder.
-        console: where to.
+        console: the output.
         group: only this group.
-        number: the transcript of one sample: its place in ``group`` from 0, or its ``index`` in the run.
-        outcome: which groups.
-        limit: groups in the table.
-        tokenizer: instead of the one that the run names.
+        number: print the transcript of one sample: its position in ``group`` from 0, or its ``index`` in the run.
+        outcome: the outcome of the groups to show.
+        limit: most groups in the table.
+        tokenizer: replaces the tokenizer that the run names.
 
     Raises:
-        ConfigError: no such run, group or sample.
+        ConfigError: the run, group or sample does not exist.
     """
     info = read_info(path)
     groups: Iterator[list[Row]] = (
@@ -66,19 +66,19 @@ def show_run(
     shown = list(itertools.islice(groups, limit))
     if group is not None:
         console.print(samples_table(shown[0]))
-        _say_next(path, group, console)
+        _print_next(path, group, console)
         return
     if not shown:
-        console.print(Text(visible(f"{path} holds no groups of outcome {outcome}")), soft_wrap=True)
+        console.print(Text(visible(f"{path} contains no groups of outcome {outcome}")), soft_wrap=True)
         return
     console.print(groups_table(shown))
     more = sum(1 for _ in groups)
     if more:
         console.print(f"... and {more} more: --limit", style="dim")
-    _say_next(path, shown[0][0].data.get("group_index"), console)
+    _print_next(path, shown[0][0].data.get("group_index"), console)
 
 
-def _say_next(path: Path, group: Any, console: Console) -> None:
+def _print_next(path: Path, group: Any, console: Console) -> None:
     console.print(Text(visible(f"next: rollouts show {path} --group {group} --sample 0"), "dim"), soft_wrap=True)
 
 
@@ -97,8 +97,8 @@ def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Samp
 def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
     try:
         if not isinstance(tokenizer, str):
-            raise ConfigError.of("tokenizer", tokenizer, "a name or a folder: --tokenizer gives one")
-        return Codec(load_tokenizer(tokenizer, local_files_only=True)).decode  # a look must not wait for the network
+            raise ConfigError.of("tokenizer", tokenizer, "a name or a folder: pass --tokenizer")
+        return Codec(load_tokenizer(tokenizer, local_files_only=True)).decode  # never wait for the network
     except ConfigError as error:
         console.print(Text(visible(f"messages instead of tokens: {error}"), "yellow"), soft_wrap=True)
         return None
@@ -106,17 +106,22 @@ def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "show", _show, "look at a stored run", "show runs/a --group 3 --sample 0")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--group", type=int, metavar="N", help="the samples of this group")
+    parser = add_verb(
+        verbs, "show", _show, "print a stored run: groups, samples, transcripts", "show runs/a --group 3 --sample 0"
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--group", type=int, metavar="N", help="print the samples of this group_index")
     parser.add_argument(
-        "--sample", type=int, metavar="N", help="one transcript: the sample's number in --group, or in the run"
+        "--sample", type=int, metavar="N", help="transcript of a sample: its position in --group or index in the run"
     )
     parser.add_argument(
-        "--outcome", default="all", choices=("kept", "dropped", "failed", "unbatched", "all"), help="which groups (all)"
+        "--outcome",
+        default="all",
+        choices=("kept", "dropped", "failed", "unbatched", "all"),
+        help="shown groups (default: all)",
     )
-    parser.add_argument("--limit", type=positive, default=60, metavar="N", help="groups in the table (60)")
-    parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="instead of the run's own")
+    parser.add_argument("--limit", type=positive, default=60, metavar="N", help="groups in the table (default: 60)")
+    parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="tokenizer (default: the run's)")
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a command runs: the recipe and the server that it is aimed at."""
+"""The target of a command: a recipe and the server that it uses, opened or read from a stored run."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ __all__ = [
 ]
 
 ENGINE_LOG = "engine.log"
-"""The file in the folder of a run that holds the output of an embedded engine."""
+"""The file in a run's folder with the output of the embedded engine."""
 
 DEMO_WEIGHTS_0_1 = "9b402ec7"
-"""The checksum of the demo model of 0.1.0: runs of that version do not have the checksum of their weights."""
+"""The checksum of the demo model of 0.1.0: runs of that version do not store the checksum of their weights."""
 
 _HIDDEN = "//***@"
-"""Stands in ``run.json`` where a URL had a user name or a password."""
+"""Replaces the user name and password of a URL in ``run.json``."""
 
 
 @attrs.frozen(kw_only=True)
 class RunTarget:
-    """What to run, against which server."""
+    """The recipe to run, and its server."""
 
     recipe: Path | None
-    """Only a run that is resumed may do without."""
+    """The recipe file; ``None`` only where a run is resumed."""
     urls: tuple[str, ...] = ()
-    """Servers; without one the embedded engine is started."""
+    """URLs of servers; empty starts the embedded engine."""
     served: str | None = None
-    """The model that the server must name: that of the run that goes on."""
+    """The model that the server must report: that of the resumed run."""
     weights: str | None = None
-    """The checksum of the weights that the embedded engine must load: those of the run that goes on."""
+    """The checksum of the weights that the embedded engine must load: that of the resumed run."""
     model: str | None = None
     options: Mapping[str, str] = attrs.field(factory=dict)
     batches: int | None = None
@@ -61,58 +61,58 @@ class RunTarget:
 
 
 @contextlib.asynccontextmanager
-async def open_target(aim: RunTarget, log: Path | None = None) -> AsyncIterator[tuple[Recipe, EngineProcess | None]]:
-    """The recipe, aimed at a server that lives as long as the context.
+async def open_target(target: RunTarget, log: Path | None = None) -> AsyncIterator[tuple[Recipe, EngineProcess | None]]:
+    """Build the recipe for its server; an embedded engine lives as long as the context.
 
     Args:
-        aim: what the command line said.
-        log: where an embedded engine writes what it has to say; by default a temporary file.
+        target: from the command line.
+        log: the file for the output of an embedded engine; by default a temporary file.
 
     Raises:
-        ConfigError: the recipe or its options are wrong, the model folder is not there, the server serves another model
-            than the run that goes on has, or a stored URL lacks its password.
+        ConfigError: the recipe or its options are wrong, the model folder does not exist, the server serves another
+            model than the resumed run's, or a stored URL lacks its password.
         EndpointError: the server does not answer, is no SGLang server, or did not start.
     """
-    if aim.recipe is None:
+    if target.recipe is None:
         raise ConfigError.of("RECIPE", None, "a Python file with a function recipe(...)")
-    function = load_recipe(aim.recipe)
-    read_options(function, aim.options)
+    function = load_recipe(target.recipe)
+    read_options(function, target.options)
     key = os.environ.get("ROLLOUTS_API_KEY")
-    if aim.urls:
-        if any(_HIDDEN in url for url in aim.urls):
-            expected = "the URL with its user name and password, which the run does not keep: give --endpoint again"
-            raise ConfigError.of("--endpoint", aim.urls, expected)
-        endpoint = Endpoint(model=aim.model or "default", base_url=aim.urls, api_key=key)
-        if aim.model is None or aim.served is not None:
-            named = (await shared_policy(endpoint).describe()).model
-            _check_served(aim, named, f"at {', '.join(map(without_password, aim.urls))}")
-            model = aim.model or named
+    if target.urls:
+        if any(_HIDDEN in url for url in target.urls):
+            expected = "the URL with its user name and password, which the run does not store: pass --endpoint again"
+            raise ConfigError.of("--endpoint", target.urls, expected)
+        endpoint = Endpoint(model=target.model or "default", base_url=target.urls, api_key=key)
+        if target.model is None or target.served is not None:
+            served = (await shared_policy(endpoint).describe()).model
+            _check_served(target, served, f"at {', '.join(map(without_password, target.urls))}")
+            model = target.model or served
             if model is None:
                 raise ConfigError.of("--model", None, "a name or folder: the server does not name its model")
             endpoint = attrs.evolve(endpoint, model=model)
-        yield _built(function, endpoint, aim), None
+        yield _built(function, endpoint, target), None
         return
-    folder = _model_folder(aim.model)
-    if aim.weights is None:
-        _check_served(aim, str(folder), "in the embedded engine")
+    folder = _model_folder(target.model)
+    if target.weights is None:
+        _check_served(target, str(folder), "in the embedded engine")
     else:
-        found = await anyio.to_thread.run_sync(weights_checksum, folder)
-        if found != aim.weights:
-            expected = f"{aim.weights}: a run goes on with the weights that it began with"
-            raise ConfigError(f"--resume, weights: got {found} in {folder}; expected {expected}")
+        checksum = await anyio.to_thread.run_sync(weights_checksum, folder)
+        if checksum != target.weights:
+            expected = f"{target.weights}: a resumed run needs the weights that it began with"
+            raise ConfigError(f"--resume, weights: got {checksum} in {folder}; expected {expected}")
     with tempfile.TemporaryDirectory() as logs:
-        async with engine_process(folder, log or Path(logs) / ENGINE_LOG, slots=aim.slots) as engine:
-            yield _built(function, Endpoint(model=str(folder), base_url=engine.url), aim), engine
+        async with engine_process(folder, log or Path(logs) / ENGINE_LOG, slots=target.slots) as engine:
+            yield _built(function, Endpoint(model=str(folder), base_url=engine.url), target), engine
 
 
-def _check_served(aim: RunTarget, model: str | None, where: str) -> None:
-    if aim.served is not None and model != aim.served:
-        expected = f"{aim.served!r}: a run goes on with the model that it began with"
+def _check_served(target: RunTarget, model: str | None, where: str) -> None:
+    if target.served is not None and model != target.served:
+        expected = f"{target.served!r}: a resumed run needs the model that it began with"
         raise ConfigError(f"--resume, server.model: got {model!r} {where}; expected {expected}")
 
 
 def weights_checksum(folder: Path) -> str:
-    """A checksum of the weights in a model folder: the same for a copy in another place."""
+    """The CRC-32 of the ``*.safetensors`` files of a model folder; their path does not matter."""
     crc = 0
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as data:
@@ -122,44 +122,44 @@ def weights_checksum(folder: Path) -> str:
 
 
 def _model_folder(named: str | None) -> Path:
-    """Absolute, so that the tokenizer that the run names is found from anywhere."""
+    """The model folder as an absolute path: a run stores it as the name of its tokenizer."""
     folder = DEMO_MODEL if named is None else Path(named).resolve()
     if not folder.is_dir():
         raise ConfigError.of("--model", str(folder), "a folder with a model, or --endpoint URL of a server that has it")
     return folder
 
 
-def _built(function: RecipeFunction, endpoint: Endpoint, aim: RunTarget) -> Recipe:
-    recipe = build(function, endpoint, aim.options)
-    return recipe if aim.batches is None else attrs.evolve(recipe, batches=aim.batches)
+def _built(function: RecipeFunction, endpoint: Endpoint, target: RunTarget) -> Recipe:
+    recipe = build(function, endpoint, target.options)
+    return recipe if target.batches is None else attrs.evolve(recipe, batches=target.batches)
 
 
-def resumed_target(aim: RunTarget, run: Path) -> RunTarget:
-    """What to do to go on with a run: what the command line says, and where it says nothing, what it said before.
+def resumed_target(target: RunTarget, run: Path) -> RunTarget:
+    """The target of a resumed run: that of the command line, its empty fields filled from ``run.json``.
 
     Raises:
         ConfigError: there is no run, or neither it nor the command line names a recipe.
     """
     info = read_info(run)
     before = info.get("command") or {}
-    recipe = aim.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
+    recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
     if recipe is None:
-        raise ConfigError.of("RECIPE", None, f"a recipe file: {run} does not say which it was")
+        raise ConfigError.of("RECIPE", None, f"a recipe file: {run} does not store its recipe")
     return attrs.evolve(
-        aim,
+        target,
         recipe=recipe,
-        urls=aim.urls or _stored_urls(run, info),
+        urls=target.urls or _stored_urls(run, info),
         served=(info.get("server") or {}).get("model"),
         weights=_stored_weights(before, info),
-        model=aim.model or before.get("model"),
-        options={**before.get("options", {}), **aim.options},
-        batches=aim.batches or info.get("batches_wanted"),
-        slots=aim.slots or before.get("slots"),
+        model=target.model or before.get("model"),
+        options={**before.get("options", {}), **target.options},
+        batches=target.batches or info.get("batches_wanted"),
+        slots=target.slots or before.get("slots"),
     )
 
 
 def _stored_weights(before: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
-    """The checksum of the weights of an embedded run; for runs of 0.1.0 that of its demo model."""
+    """The checksum of the weights of an embedded run; for runs of 0.1.0 that of the demo model."""
     if before.get("model") is None and "weights" not in before and _is_demo((info.get("server") or {}).get("model")):
         return DEMO_WEIGHTS_0_1
     weights: str | None = before.get("weights")
@@ -167,42 +167,42 @@ def _stored_weights(before: Mapping[str, Any], info: Mapping[str, Any]) -> str |
 
 
 def _is_demo(model: str | None) -> bool:
-    """Whether a path is that of a demo model, in whichever installation."""
+    """Whether a path is that of a demo model, in any installation."""
     return Path(model or "").parts[-3:] == DEMO_MODEL.parts[-3:]
 
 
 def _stored_urls(run: Path, info: Mapping[str, Any]) -> tuple[str, ...]:
-    """The servers of a stored run; none where it had the embedded engine."""
-    before, told = info.get("command") or {}, info.get("endpoint") or {}
+    """The servers of a stored run; none if it used the embedded engine."""
+    before, endpoint = info.get("command") or {}, info.get("endpoint") or {}
     if "endpoint" in before:
         return tuple(before["endpoint"])
-    # Runs of 0.1.0 have the URL of the embedded engine where others have those of their servers. It was one URL of this
-    # machine; the engine left its log, and served the folder that the command named.
-    urls = tuple(told.get("base_url") or ())
+    # Runs of 0.1.0 store the URL of the embedded engine in the field of server URLs. Such a run is recognised by a
+    # single local URL, the engine's log, and the model folder that the command named.
+    urls = tuple(endpoint.get("base_url") or ())
     folder = DEMO_MODEL if before.get("model") is None else Path(before["model"]).resolve()
     local = len(urls) == 1 and urls[0].startswith("http://127.0.0.1:")
-    named = told.get("model")
-    of_the_engine = named == str(folder) or (folder == DEMO_MODEL and _is_demo(named))
-    embedded = local and (run / ENGINE_LOG).exists() and of_the_engine
+    model = endpoint.get("model")
+    same_model = model == str(folder) or (folder == DEMO_MODEL and _is_demo(model))
+    embedded = local and (run / ENGINE_LOG).exists() and same_model
     return () if embedded else urls
 
 
-def stored_recipe(aim: RunTarget, run: Path) -> Recipe:
-    """The recipe, aimed at the server that a stored run had; nobody asks whether it is there.
+def stored_recipe(target: RunTarget, run: Path) -> Recipe:
+    """The recipe with the endpoint of a stored run; no request is sent.
 
     Raises:
         ConfigError: there is no run, or the recipe or its options are wrong.
     """
-    if aim.recipe is None:
+    if target.recipe is None:
         raise ConfigError.of("--recipe", None, "a Python file with a function recipe(...)")
-    told = read_info(run).get("endpoint") or {}
-    endpoint = Endpoint(model=aim.model or told.get("model") or "default")
-    if told.get("base_url"):
-        endpoint = attrs.evolve(endpoint, base_url=tuple(told["base_url"]))
-    return _built(load_recipe(aim.recipe), endpoint, aim)
+    stored = read_info(run).get("endpoint") or {}
+    endpoint = Endpoint(model=target.model or stored.get("model") or "default")
+    if stored.get("base_url"):
+        endpoint = attrs.evolve(endpoint, base_url=tuple(stored["base_url"]))
+    return _built(load_recipe(target.recipe), endpoint, target)
 
 
 def without_secrets(url: str) -> str:
-    """A URL as ``run.json`` may hold it: without user name and password, and with a mark where they were."""
+    """A URL as ``run.json`` stores it: a mark replaces the user name and password."""
     bare = without_password(url)
     return url if bare == url else bare.replace("//", _HIDDEN, 1)

@@ -18,8 +18,8 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "verify", _verify, "check laws 1 to 5 on a stored run", "verify runs/a")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser = add_verb(verbs, "verify", _verify, "check that a stored run is intact: laws 1 to 5", "verify runs/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""The names of the systems that users come from, each a thin face over ours: change the import line, keep the code."""
+"""APIs of other systems as thin wrappers: user code runs after a change of its import lines."""

@@ -1,11 +1,11 @@
-"""OpenSage's shape over ours: a client for an agent and a benchmark, and sessions that generate for a trainer.
+"""OpenSage's API: a client for an agent and a benchmark, and sessions that generate for a trainer.
 
-Invariant: what a session launches is closed when its block ends, however it ends; a rollout that failed comes back as a
-sample that the trainer leaves out of the loss, with its reason, never as one with a made-up prompt and reward 0. Tokens
-are the exact ones.
+Invariant: a session closes its sandbox when its block ends, also after an error or a cancellation. A failed rollout
+becomes a sample that the trainer leaves out of the loss, with the reason, never one with an invented prompt and reward
+0. Tokens are exact.
 
-An agent is a function of the session's sandbox that makes an environment for one episode (an agent's loop of one's own
-is one too: ``functools.partial(StrandsEnvironment, …)``). Generation for verl and AReaL is not here.
+An agent is a function from the session's sandbox to an environment for one episode; an agent with its own loop is a
+``functools.partial(StrandsEnvironment, …)``. Generation for verl and AReaL is not supported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollouts.training.types import Status
 __all__ = ["AGENTS", "BENCHMARKS", "AgentFn", "BenchmarkInterface", "Client", "RLSession", "create"]
 
 AgentFn = Callable[[Any], Environment]
-"""Makes an environment for one episode, given the session's sandbox."""
+"""Creates the environment of one episode from the session's sandbox."""
 
 AGENTS = Registry("agent", "rollouts.agents")
 BENCHMARKS = Registry("benchmark", "rollouts.benchmarks")
@@ -42,38 +42,38 @@ _REWARD_SECONDS = 300.0
 
 
 class BenchmarkInterface:
-    """What a benchmark brings. Override what differs."""
+    """The interface of a benchmark, with defaults to override."""
 
     limits = Limits()
-    """Of each episode."""
+    """The limits of each episode."""
 
     @staticmethod
     def load(name: str) -> BenchmarkInterface:
-        """The benchmark of this name.
+        """The benchmark with this name.
 
         Raises:
-            ConfigError: there is none, it is unavailable, or it is something else.
+            ConfigError: the name is unknown, loading it failed, or it is not a benchmark.
         """
-        found = BENCHMARKS.get(name)
-        made = found() if isinstance(found, type) else found
-        if not isinstance(made, BenchmarkInterface):
-            raise ConfigError.of(f"benchmark {name!r}", made, "a BenchmarkInterface, or a class of one")
-        return made
+        registered = BENCHMARKS.get(name)
+        benchmark = registered() if isinstance(registered, type) else registered
+        if not isinstance(benchmark, BenchmarkInterface):
+            raise ConfigError.of(f"benchmark {name!r}", benchmark, "a BenchmarkInterface, or a class of one")
+        return benchmark
 
     def sandbox(self) -> Any:
-        """What a session launches for its agent: a context manager, sync or async; its value goes to the agent."""
+        """A context manager, sync or async, that a session enters; its value is passed to the agent."""
         return contextlib.nullcontext()
 
     def preprocess_sample(self, sample: Any) -> Any:
-        """A trainer's sample before it is played."""
+        """Transform a trainer's sample before it is played."""
         return sample
 
     def get_prompt(self, sample: Any) -> Any:
-        """What the agent is asked: text or messages."""
+        """The prompt of a sample: text or messages."""
         return sample.prompt
 
     def postprocess_response(self, response: str) -> str:
-        """The text of the response that goes on the sample; its tokens stay as they are."""
+        """Transform the response text of the sample; its tokens stay unchanged."""
         return response
 
     @property
@@ -81,7 +81,7 @@ class BenchmarkInterface:
         return type(self).reward_func is not BenchmarkInterface.reward_func
 
     def reward_func(self, args: Any, sample: Any) -> Any:
-        """Score a finished sample; sync or async. Without one, the environment's rewards are taken."""
+        """Score a finished sample; sync or async. If not overridden, the environment's rewards count."""
         raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ class Client:
     """An agent and a benchmark.
 
     Raises:
-        ConfigError: one of them is not there, or unavailable; a ``ValueError``.
+        ConfigError: one of them is unknown, or loading it failed; a ``ValueError``.
     """
 
     def __init__(self, agent_name: str, benchmark_name: str) -> None:
@@ -108,12 +108,12 @@ class Client:
         return f"<Client of {self.agent_name} on {self.benchmark_name}>"
 
     def init_session(self) -> RLSession:
-        """A session, for ``with`` and for ``async with``."""
+        """Create a session, for ``with`` or ``async with``."""
         return RLSession(self)
 
 
 class RLSession:
-    """A sandbox, and what is generated in it while the block lasts."""
+    """A sandbox, open for generation within a ``with`` block."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -122,10 +122,10 @@ class RLSession:
         self._open = False
 
     def __enter__(self) -> RLSession:
-        """Launch a sandbox that is a plain context manager; this blocks as long as that does.
+        """Enter the sandbox, a sync context manager; this blocks the thread.
 
         Raises:
-            ConfigError: the sandbox is an async one.
+            ConfigError: the sandbox is an async context manager.
         """
         launched = self.client.benchmark.sandbox()
         if not hasattr(launched, "__enter__"):
@@ -165,14 +165,14 @@ class RLSession:
         Args:
             args: slime's namespace: router, checkpoint and concurrency.
             sample: slime's sample; it is filled in place.
-            sampling_params: as slime hands them over.
+            sampling_params: in slime's format.
 
         Returns:
-            The sample, with tokens, mask, logprobs, status, and a reward where the benchmark or the environment has
-            one. A rollout that failed has ``remove_sample`` set, and why in ``metadata["failure"]``.
+            The sample, with tokens, mask, logprobs, status, and a reward if the benchmark or the environment has one. A
+            failed rollout has ``remove_sample`` set, and the reason in ``metadata["failure"]``.
 
         Raises:
-            ConfigError: the session is not open, or the sampling is not known.
+            ConfigError: the session is not open, or a sampling parameter is unknown.
             TokenMismatchError: a law was broken.
         """
         if not self._open:
@@ -180,18 +180,18 @@ class RLSession:
         sampling = sampling_of(sampling_params)
         policy = policy_for(args)
         try:
-            return await self._played(args, sample, sampling, policy)
+            return await self._play(args, sample, sampling, policy)
         except TokenMismatchError:
             raise
-        except Exception as error:  # noqa: BLE001 - slime's loop would lose every rollout in flight to it
+        except Exception as error:  # noqa: BLE001 - an exception would end slime's loop and every rollout in flight
             return removed_sample(sample, Failure.of(error))
 
-    async def _played(self, args: Any, sample: Any, sampling: Any, policy: Any) -> Any:
+    async def _play(self, args: Any, sample: Any, sampling: Any, policy: Any) -> Any:
         benchmark = self.client.benchmark
         sample = await call_foreign(EnvironmentFailure, "preprocess_sample", benchmark.preprocess_sample, sample)
-        asked = await call_foreign(EnvironmentFailure, "get_prompt", benchmark.get_prompt, sample)
+        text = await call_foreign(EnvironmentFailure, "get_prompt", benchmark.get_prompt, sample)
         prompt = Prompt(
-            asked,
+            text,
             label=sample.label,
             metadata=sample.metadata or {},
             group_index=sample.group_index,
@@ -209,17 +209,17 @@ class RLSession:
         if played.status is Status.FAILED:
             return removed_sample(sample, played.failure)
         check_trainable(played)
-        made = to_slime(played, template=sample, scored=False)
-        made.response = benchmark.postprocess_response(made.response)
+        record = to_slime(played, template=sample, scored=False)
+        record.response = benchmark.postprocess_response(record.response)
         if benchmark.has_reward_func:
-            made.reward = await call_foreign(
-                RewardFailure, "reward_func", benchmark.reward_func, args, made, seconds=_REWARD_SECONDS
+            record.reward = await call_foreign(
+                RewardFailure, "reward_func", benchmark.reward_func, args, record, seconds=_REWARD_SECONDS
             )
-        sample.__dict__.update(made.__dict__)
+        sample.__dict__.update(record.__dict__)
         return sample
 
     async def verl_generate(self, *arguments: Any, **options: Any) -> Any:
         raise NotImplementedError("verl_generate: planned, as in OpenSage")
 
     async def areal_generate(self, *arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError("areal_generate: not here; generate_rollout_batch gives samples to any trainer")
+        raise NotImplementedError("areal_generate: not here; generate_rollout_batch returns samples for any trainer")

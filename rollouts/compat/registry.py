@@ -1,7 +1,7 @@
-"""Agents and benchmarks by name: registered, named by module, or brought by an installed package's entry point.
+"""A registry of agents or benchmarks: registered objects, module paths, and entry points of installed packages.
 
-Invariant: a name that cannot be had says why: it is not there (and which are), or it is unavailable because of what its
-loading raised. Nothing is loaded before it is asked for.
+Invariant: the error for a name gives the reason: it is unknown (with the known names), or loading it raised an error.
+Nothing is loaded before its first use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["Registry"]
 
 
 class Registry:
-    """Things of one kind by name.
+    """Objects of one kind by name.
 
     Args:
         kind: for messages, e.g. ``"benchmark"``.
-        group: the entry points that bring further ones.
+        group: the entry point group that adds further names.
     """
 
     def __init__(self, kind: str, group: str) -> None:
@@ -34,18 +34,18 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
-        """All names, those of entry points among them."""
+        """All names, including those of entry points."""
         return sorted({*self._known, *(point.name for point in importlib.metadata.entry_points(group=self.group))})
 
     def register(self, name: str, thing: Any) -> None:
-        """Register an object, or a path ``package.module:attribute`` that is imported when it is asked for."""
+        """Register an object, or a path ``package.module:attribute`` that is imported on first use."""
         self._known[name] = (lambda: _at(thing)) if isinstance(thing, str) else (lambda: thing)
 
     def get(self, name: str) -> Any:
-        """The thing of this name, or at this path.
+        """The object with this name, or at the path ``package.module:attribute``.
 
         Raises:
-            ConfigError: there is none, or it is unavailable.
+            ConfigError: the name is unknown, or loading it failed.
         """
         load = self._known.get(name)
         if load is None:
@@ -54,15 +54,15 @@ class Registry:
         if load is None and ":" in name:
             load = lambda: _at(name)  # noqa: E731 - as short as the others
         if load is None:
-            there = ", ".join(self.names) or "none"
-            raise ConfigError.of(self.kind, name, f"one of those registered ({there}), or package.module:attribute")
+            known = ", ".join(self.names) or "none"
+            raise ConfigError.of(self.kind, name, f"a registered name ({known}), or package.module:attribute")
         try:
             return load()
-        except Exception as error:  # whatever an import of foreign code raises is why the name cannot be had
+        except Exception as error:  # an import of foreign code raises any type
             raise ConfigError(f"{self.kind} {name!r} is unavailable because {type(error).__name__}: {error}") from error
 
     def unavailable(self) -> dict[str, str]:
-        """Names that cannot be loaded, and why."""
+        """The names that cannot be loaded, with the error messages."""
         reasons = {}
         for name in self.names:
             try:

@@ -1,7 +1,7 @@
-"""strands-env's names over ours, of every generation: its records, its model factory and its environment.
+"""strands-env's API, of all its versions: data classes, model factory and environment.
 
-Invariant: an environment plays one task with one fresh model and agent; whatever ends it becomes a reason, and the
-error is kept beside it. Code of any generation runs unchanged.
+Invariant: each task is played by a new model and agent; an error that ends it becomes a termination reason, and the
+result stores the error. Code for any version runs unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LIMITS = {
     "max_parallel_tool_calls": ("max_parallel_tool_calls",),
     "max_messages": ("max_messages",),
 }
-"""Attributes of an environment, and what their options are and were called."""
+"""Attributes of an environment, and the names of their options in all versions."""
 _OPTIONS = {name for names in _LIMITS.values() for name in names} | {
     "agent_name",
     "system_prompt",
@@ -80,16 +80,16 @@ def sglang_model_factory(
     model_id: str | None = None,
     **options: Any,
 ) -> ModelFactory:
-    """Makes a fresh :class:`SGLangModel` for each episode; ``model_id`` was the first generation's."""
+    """Return a factory of one :class:`SGLangModel` per episode; ``model_id`` (first API version) is ignored."""
     options["sampling_params"] = {"max_new_tokens": 16384} | (sampling_params or {})
     return lambda: SGLangModel(client=client, tokenizer=tokenizer, tool_parser=tool_parser, **options)
 
 
 class Environment:
-    """Plays tasks with a Strands agent: override tools, hooks, and what is set up and torn down.
+    """Plays tasks with a Strands agent. Override tools, hooks, set-up and tear-down.
 
     Raises:
-        ConfigError: an option that there is not.
+        ConfigError: an option is unknown.
     """
 
     default_system_prompt_path: ClassVar[Path | None] = None
@@ -125,7 +125,7 @@ class Environment:
         """Play one task.
 
         Raises:
-            TokenMismatchError: a law was broken; everything else is a reason in the result.
+            TokenMismatchError: a law was broken. Other errors become the termination reason of the result.
         """
         limiter = ToolLimiter(**{attribute: getattr(self, attribute) for attribute in _LIMITS})
         agent = self._agent(task, limiter)
@@ -133,7 +133,7 @@ class Environment:
         error: Exception | None = None
         try:
             await agent.invoke_async(task.message if isinstance(task.message, str) else task.message["content"])
-        except Exception as raised:  # of the agent, its tools or its model; the result says which and keeps it
+        except Exception as raised:  # of the agent, its tools or its model; the result stores it
             for cause in causes(raised):
                 if isinstance(cause, TokenMismatchError):
                     raise cause from raised
@@ -158,7 +158,7 @@ class Environment:
         return await self.rollout(action)
 
     def _agent(self, task: Task, limiter: ToolLimiter) -> Agent:
-        """A fresh one, which knows the conversation so far."""
+        """Create an agent with the conversation history of the task."""
         options: dict[str, Any] = {
             "hooks": [limiter, *self.get_hooks()],
             "messages": list(task.context.conversation_history),
@@ -170,25 +170,25 @@ class Environment:
         return Agent(self.model_factory(), system_prompt=self.system_prompt, **options, **named)
 
     def _counts(self, agent: Agent, limiter: ToolLimiter) -> dict[str, Any]:
-        counted = {"tool_iters": "tool_iter_count", "tool_calls": "tool_call_count"}
-        counted["cancelled_tool_calls"] = "cancelled_tool_call_count"
-        of_loop = self.compute_metrics(agent.event_loop_metrics, getattr(agent.model, "tool_parse_errors", None))
-        return {name: getattr(limiter, attribute) for name, attribute in counted.items()} | of_loop
+        counters = {"tool_iters": "tool_iter_count", "tool_calls": "tool_call_count"}
+        counters["cancelled_tool_calls"] = "cancelled_tool_call_count"
+        loop_metrics = self.compute_metrics(agent.event_loop_metrics, getattr(agent.model, "tool_parse_errors", None))
+        return {name: getattr(limiter, attribute) for name, attribute in counters.items()} | loop_metrics
 
     def compute_metrics(
         self, event_loop_metrics: Any, tool_parse_errors: dict[str, int] | None = None
     ) -> dict[str, Any]:
-        """Counts of the loop and of each tool."""
-        broken = tool_parse_errors or {}
-        of_tools: dict[str, dict[str, Any]] = {}
-        for name, counted in event_loop_metrics.tool_metrics.items():
-            of_tools[name] = {
-                "calls": counted.call_count,
-                "successes": counted.success_count,
-                "errors": counted.error_count,
-                "latency_s": counted.total_time,
-                "parse_errors": broken.get(name, 0),
+        """Metrics of the loop and of each tool."""
+        parse_errors = tool_parse_errors or {}
+        per_tool: dict[str, dict[str, Any]] = {}
+        for name, metrics in event_loop_metrics.tool_metrics.items():
+            per_tool[name] = {
+                "calls": metrics.call_count,
+                "successes": metrics.success_count,
+                "errors": metrics.error_count,
+                "latency_s": metrics.total_time,
+                "parse_errors": parse_errors.get(name, 0),
             }
         tokens = event_loop_metrics.accumulated_usage
-        found: dict[str, Any] = {f"{kind}_tokens": tokens[f"{kind}Tokens"] for kind in ("input", "output", "total")}
-        return found | {"model_calls": event_loop_metrics.cycle_count, "per_tool_metrics": of_tools or None}
+        usage: dict[str, Any] = {f"{kind}_tokens": tokens[f"{kind}Tokens"] for kind in ("input", "output", "total")}
+        return usage | {"model_calls": event_loop_metrics.cycle_count, "per_tool_metrics": per_tool or None}

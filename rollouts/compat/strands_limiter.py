@@ -1,7 +1,7 @@
-"""strands-sglang's limits of a Strands agent's loop, under the names of each of its generations.
+"""strands-sglang's limits of a Strands agent's loop, under the names of all its versions.
 
-Invariant: a limit ends the loop at the reply that reaches it, before its tools run: nobody would read their results.
-The tokens are those that strands-sglang would have kept, which runs the tools first.
+Invariant: a limit ends the loop at the reply that reaches it, before its tools run, whose results the model would never
+read. The stored tokens equal those of strands-sglang, which runs the tools first.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class LoopLimitReachedError(Exception):
 
 
 class MaxToolIterationsReachedError(LoopLimitReachedError):
-    """Replies with tool calls."""
+    """The limit of replies with tool calls was reached."""
 
 
 class MaxToolCallsReachedError(LoopLimitReachedError):
-    """Tool calls."""
+    """The limit of tool calls was reached."""
 
 
 class MaxMessagesReachedError(LoopLimitReachedError):
-    """Messages of the conversation."""
+    """The limit of messages was reached."""
 
 
 class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where it is installed
-    """A hook that counts, and ends the loop.
+    """A hook that counts messages and tool calls, and ends the loop at a limit.
 
     Args:
-        max_tool_iters: replies with tool calls; the last of them is kept and its calls do not run.
-        max_tool_calls: tool calls, those of the last reply among them.
-        max_parallel_tool_calls: of one reply; those beyond it are answered with an error.
-        max_messages: of the conversation, looked at when a message of the user's side comes.
+        max_tool_iters: replies with tool calls; the last one stays in the conversation, and its calls do not run.
+        max_tool_calls: tool calls, including those of the last reply.
+        max_parallel_tool_calls: calls of one reply; further calls return an error.
+        max_messages: messages of the conversation, checked when a user message arrives.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset all counters."""
         self.message_count = self.tool_iter_count = self.tool_call_count = self.cancelled_tool_call_count = 0
         self._parallel = 0
 
@@ -99,7 +99,7 @@ ToolLimiter = LoopLimiter
 
 
 class ToolIterationLimiter(LoopLimiter):
-    """The first generation's: replies with tool calls only."""
+    """The limiter of the first API version: it limits only replies with tool calls."""
 
     def __init__(self, max_iterations: int | None = None) -> None:
         super().__init__(max_tool_iters=max_iterations)

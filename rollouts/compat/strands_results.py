@@ -1,7 +1,7 @@
-"""strands-env's records, of every generation: tasks and actions, rewards, reasons, and what an episode gives back.
+"""strands-env's data classes, of all its versions: tasks and actions, rewards, termination reasons, results.
 
-Invariant: a concept that was renamed is one object here, so code of any generation reads it. Names, fields and values
-are strands-env's; nothing here plays anything.
+Invariant: a class that strands-env renamed is one object here, so code for any version works. Names, fields and values
+are strands-env's. This module plays no episode.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class TaskContext(BaseModel):  # type: ignore[misc]  # typed by pydantic where it is installed
-    """What the reward is told of a task; further fields are kept."""
+    """The context of a task for the reward; extra fields are stored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -50,7 +50,7 @@ class TaskContext(BaseModel):  # type: ignore[misc]  # typed by pydantic where i
 
 
 class Task(BaseModel):  # type: ignore[misc]
-    """One task: a message, text or Strands' own, and its context."""
+    """One task: a message (text or a Strands message) and its context."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -70,22 +70,22 @@ Action = Task
 
 
 class RewardResult(BaseModel):  # type: ignore[misc]
-    """A reward, and what there is to say about it."""
+    """A reward with further information."""
 
     reward: float
     info: dict[str, Any] = Field(default_factory=dict)
 
 
 class RewardFunction(ABC):
-    """Scores a result; the arguments are called ``task, result``, or ``action, step_result``."""
+    """Scores a result; subclasses name the arguments ``task, result`` or ``action, step_result``."""
 
     @abstractmethod
     async def compute(self, action: Any, step_result: Any) -> RewardResult:
-        """Score."""
+        """Score the result of a task."""
 
 
 class TerminationReason(StrEnum):
-    """Why an episode ended; the values are strands-env's."""
+    """The reason that ended an episode; the values are strands-env's."""
 
     NOT_TERMINATED = "not_terminated"
     TASK_COMPLETE = "task_complete"
@@ -102,7 +102,7 @@ class TerminationReason(StrEnum):
 
     @classmethod
     def from_error(cls, error: BaseException | None) -> TerminationReason:
-        """The reason that an error stands for, by its chain of causes."""
+        """The reason for an error, from its chain of causes."""
         if error is None:
             return cls.TASK_COMPLETE
         chain = list(causes(error))
@@ -128,7 +128,7 @@ _REASONS: dict[type[BaseException], str] = {
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, then what it came from, to the first."""
+    """An error and the chain of its ``__cause__``."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -136,7 +136,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @attrs.define
 class TokenObservation:
-    """Tokens of an episode; the columns are as wide as ``token_ids``, the ``rollout_*`` ones begin after the prompt."""
+    """Tokens of an episode: columns as wide as ``token_ids``; the ``rollout_*`` properties start after the prompt."""
 
     token_ids: list[int] = attrs.field(factory=list)
     prompt_length: int = 0
@@ -145,7 +145,7 @@ class TokenObservation:
 
     @classmethod
     def from_token_manager(cls, rollout: Rollout) -> TokenObservation | None:
-        """``None`` where there are no tokens."""
+        """The tokens of a rollout; ``None`` if there are none."""
         if not len(rollout):
             return None
         return cls(rollout.token_ids, rollout.initial_prompt_length, rollout.loss_mask, rollout.logprobs)
@@ -169,7 +169,7 @@ class TokenObservation:
 
 @attrs.define
 class Observation:
-    """What an episode said and counted."""
+    """Messages, tokens and metrics of an episode."""
 
     messages: list[Any] = attrs.field(factory=list)
     tokens: TokenObservation | None = None
@@ -177,16 +177,16 @@ class Observation:
 
     @property
     def final_response(self) -> str | None:
-        """The last text of the last message, without its thoughts; ``None`` where it is not the model's."""
+        """The last text of the last message, without its reasoning; ``None`` if it is not the model's."""
         last: dict[str, Any] = self.messages[-1] if self.messages else {"role": "user"}
         texts = [part["text"] for part in last["content"] if "text" in part] if last["role"] == "assistant" else []
-        _, _, said = texts[-1].rpartition("</think>") if texts else ("", "", "")
-        return said.lstrip() or None
+        _, _, answer = texts[-1].rpartition("</think>") if texts else ("", "", "")
+        return answer.lstrip() or None
 
 
 @attrs.define
 class RolloutResult:
-    """One episode."""
+    """The result of one episode."""
 
     messages: list[Any] = attrs.field(factory=list)
     rollout: Rollout | None = None
@@ -194,11 +194,11 @@ class RolloutResult:
     reward_result: RewardResult | None = None
     termination_reason: TerminationReason = TerminationReason.NOT_TERMINATED
     error: BaseException | None = None
-    """What ended it, where something did."""
+    """The error that ended the episode, if any."""
 
     @property
     def observation(self) -> Observation:
-        """The older view."""
+        """The result as an older ``Observation``."""
         tokens = None if self.rollout is None else TokenObservation.from_token_manager(self.rollout)
         return Observation(self.messages, tokens, self.metrics)
 

@@ -1,7 +1,7 @@
-"""strands-sglang's view of the tokens of one conversation, under the names of each of its generations.
+"""strands-sglang's view of the tokens of one conversation, under the names of all its versions.
 
-Invariant: a view; what it shows is a :class:`~rollouts.trajectory.Trajectory`, which keeps the laws. Logprobs of tokens
-that were not sampled are 0: a trainer's column holds numbers only, and no loss reads them.
+Invariant: it is a read-only view of a :class:`~rollouts.trajectory.Trajectory`, which keeps the laws. Logprobs of
+context tokens are 0: a trainer's column contains only numbers, and no loss reads these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Token:
 
 @attrs.define(eq=False, repr=False)
 class Rollout:
-    """Prompt, replies and what the tools said, in the order the model saw them."""
+    """Prompt, replies and tool results, in the order the model saw them."""
 
     trajectory: Trajectory = attrs.field(factory=Trajectory)
 
@@ -57,7 +57,7 @@ class Rollout:
 
     @property
     def segment_info(self) -> list[tuple[bool, int]]:
-        """Whether it was sampled, and how long it is, for each prompt and each reply."""
+        """``(sampled, length in tokens)`` of each context and each reply, in order."""
         edges = [edge for call in self.trajectory.completions for edge in (call.start, call.stop)]
         bounds = [0, *edges, len(self)]
         lengths = [stop - start for start, stop in itertools.pairwise(bounds)]

@@ -1,9 +1,9 @@
-"""strands-sglang's names over ours: a model of a Strands agent that asks SGLang by ids, and keeps them.
+"""strands-sglang's API: a model of a Strands agent that sends token ids to SGLang, and stores them.
 
-Invariant: the ids of each request are a prefix of those kept, as everywhere here; a conversation that was changed
-behind the model's back is refused, never rendered anew. A generation that was aborted is an error, not an answer.
+Invariant: the ids of each request are a prefix of the stored ids; if the agent edited the earlier conversation, the
+model raises an error and never renders it again. An aborted generation is an error, not a reply.
 
-What is not here: images, routed experts and structured output.
+Not supported: images, routed experts and structured output.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _A_DAY = 86400.0
 
 
 class SGLangClientError(Exception):
-    """The server gave no reply that can be kept."""
+    """The server returned no usable reply."""
 
 
 class SGLangHTTPError(SGLangClientError):
-    """It refused."""
+    """The server refused the request."""
 
     def __init__(self, message: str, *, status: int, body: str = "") -> None:
         super().__init__(message)
@@ -86,26 +86,26 @@ class SGLangHTTPError(SGLangClientError):
 
 
 class SGLangContextLengthError(SGLangHTTPError):
-    """Prompt and budget do not fit the context."""
+    """Prompt and token budget do not fit the context."""
 
 
 class SGLangThrottledError(SGLangHTTPError):
-    """Too many requests; these are sent again here, and this is never raised."""
+    """Too many requests. Never raised here: such requests are retried."""
 
 
 class SGLangConnectionError(SGLangClientError):
-    """Nobody answers, after all retries."""
+    """The server is unreachable after all retries."""
 
 
 class SGLangDecodingError(SGLangClientError):
-    """What it answers is no reply; here that is :class:`SGLangHTTPError`."""
+    """The response cannot be decoded. Never raised here: see :class:`SGLangHTTPError`."""
 
 
 # -- the client -------------------------------------------------------------------------------------------------------
 
 
 class SGLangClient:
-    """A name for the policy of one server. ``max_connections`` and ``retry_delay`` are read and not needed."""
+    """A client of one server, over its shared policy; ``max_connections`` and ``retry_delay`` are ignored."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class SGLangClient:
         return True
 
     async def model_info(self) -> dict[str, Any] | None:
-        """What the server says of itself; ``None`` where nobody answers."""
+        """The server's description of itself; ``None`` if it does not answer."""
         try:
             return attrs.asdict(await self.policy.describe())
         except EndpointError:
@@ -157,7 +157,7 @@ class SGLangClient:
         return False
 
     async def close(self) -> None:
-        """Its connections are shared, and closed with the event loop."""
+        """Do nothing: connections are shared, and close with the event loop."""
 
     async def __aenter__(self) -> SGLangClient:
         return self
@@ -172,7 +172,7 @@ get_client = functools.cache(SGLangClient)
 
 
 def get_client_from_slime_args(args: Any, **options: Any) -> SGLangClient:
-    """The client of slime's router: one, however often it is asked for."""
+    """The shared client of slime's router."""
     return get_client(f"http://{args.sglang_router_ip}:{args.sglang_router_port}", **options)
 
 
@@ -184,10 +184,10 @@ _PARSERS = {"hermes": "hermes", "qwen_xml": "qwen3_coder", "glm": "glm", "kimi_k
 
 
 def get_tool_parser(name: str) -> Dialect:
-    """The dialect that strands-sglang calls so.
+    """The dialect with strands-sglang's name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the name is unknown.
     """
     if name not in _PARSERS:
         raise ConfigError.of("tool_parser", name, f"one of {', '.join(_PARSERS)}")
@@ -203,19 +203,19 @@ KimiK2ToolParser = functools.partial(get_tool_parser, "kimi_k2")
 
 
 class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is installed
-    """A model of one conversation of a Strands agent.
+    """A model for one conversation of a Strands agent.
 
     Args:
-        client: where.
+        client: the server.
         tokenizer: a transformers tokenizer, or the name or folder to load one from.
-        tool_parser: how calls are written, by name or as :func:`get_tool_parser` gives it; by default what the
-            tokenizer's chat template teaches.
-        **config: ``sampling_params``, ``enable_thinking``; of the first generation ``params`` and ``model_id``.
+        tool_parser: the dialect of tool calls: a name, or a value of :func:`get_tool_parser`; by default that of the
+            tokenizer's chat template.
+        **config: ``sampling_params``, ``enable_thinking``; in the first API version ``params`` and ``model_id``.
     """
 
     def __init__(self, *, client: SGLangClient, tokenizer: Any, tool_parser: Any = None, **config: Any) -> None:
         if config.get("return_routed_experts"):
-            raise ConfigError.of("SGLangModel.return_routed_experts", True, "False: they are not kept here")
+            raise ConfigError.of("SGLangModel.return_routed_experts", True, "False: they are not stored")
         self.client = client
         self.tokenizer = tokenizer
         self.config = dict(config)
@@ -225,17 +225,17 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         if config.get("enable_thinking") is not None:
             options["template_kwargs"] = {"enable_thinking": config["enable_thinking"]}
         self._renderer = renderer_for(tokenizer, **options)
-        self._sampling()  # refused here, if it is
+        self._sampling()  # raises early for unknown parameters
         self.reset()
 
     def _sampling(self) -> SamplingParams:
         return sampling_of(self.config.get("sampling_params") or self.config.get("params") or {})
 
     def reset(self) -> None:
-        """Begin another conversation."""
+        """Start another conversation."""
         self._episode: Episode | None = None
         self._seen: list[Any] = []
-        self._unsound: dict[str, ToolCall] = {}
+        self._broken_calls: dict[str, ToolCall] = {}
         self.processed_messages = 0
         self.tool_parse_errors: dict[str, int] = {}
 
@@ -246,7 +246,7 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
 
     @property
     def token_manager(self) -> Rollout:
-        """The older name of ``rollout``; to set it is to begin anew."""
+        """The older name of ``rollout``; an assignment calls :meth:`reset`."""
         return self.rollout
 
     @token_manager.setter
@@ -260,7 +260,7 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         return self.config
 
     def structured_output(self, *arguments: Any, **options: Any) -> Any:
-        raise ConfigError("structured_output: not kept in the rollout, and not offered here")
+        raise ConfigError("structured_output: not supported, since it would not be part of the rollout")
 
     async def stream(
         self, messages: Any, tool_specs: Any = None, system_prompt: str | None = None, **options: Any
@@ -270,10 +270,10 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         try:
             if self._episode is None:
                 self._renderer.self_test(tools).raise_if_refused()
-                self._episode = self._begun()
+                self._episode = self._new_episode()
                 await self._episode.open_conversation(opening_of(messages, system_prompt), tools)
             else:
-                await self._episode.append_messages(self._new(messages), tools)
+                await self._episode.append_messages(self._new_messages(messages), tools)
             reply, reason = await self._episode.request_reply(0, tools)
         except ContextOverflow as error:
             raise ContextWindowOverflowException(str(error)) from error
@@ -286,10 +286,12 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         self._seen = list(messages)
         self.processed_messages = len(messages) + 1
         call = self._episode.trajectory.completions[-1]
-        for event in reply_events(self._marked(reply), (call.start, call.stop - call.start), cut=reason is not None):
+        for event in reply_events(
+            self._with_valid_names(reply), (call.start, call.stop - call.start), cut=reason is not None
+        ):
             yield event
 
-    def _begun(self) -> Episode:
+    def _new_episode(self) -> Episode:
         return Episode(
             Prompt(""),
             self.client.policy,
@@ -300,28 +302,28 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
             on_step=None,
         )
 
-    def _new(self, messages: list[Any]) -> list[Message]:
-        """What came since the last reply; calls that could not be read are answered with what is wrong with them."""
+    def _new_messages(self, messages: list[Any]) -> list[Message]:
+        """The messages since the last reply; the result of an unreadable tool call becomes its parse error."""
         assert self._episode is not None
         seen = len(self._seen)
         if list(messages[:seen]) != self._seen or len(messages) < seen + 2 or messages[seen]["role"] != "assistant":
             raise ConfigError(
-                "SGLangModel: the conversation was changed behind the model's back; expected what it has seen, its "
-                "reply, and something new (NullConversationManager, and reset() before another conversation)"
+                "SGLangModel: the earlier conversation was changed; expected the messages of the last request, the "
+                "reply, and new messages (NullConversationManager, and reset() before another conversation)"
             )
         new = []
         for entry in messages[seen + 1 :]:
             for message in from_strands(entry, self._episode.trajectory.messages):
-                call = self._unsound.get(message.tool_call_id or "")
+                call = self._broken_calls.get(message.tool_call_id or "")
                 new.append(message if call is None else attrs.evolve(message, content=f"Error: {call.error}"))
         return new
 
-    def _marked(self, reply: Message) -> Message:
-        """Calls that cannot run get the name of no tool, so that none of theirs runs."""
+    def _with_valid_names(self, reply: Message) -> Message:
+        """The reply with each unreadable call renamed to ``unknown_tool``, so that no tool runs for it."""
         calls = []
         for call in reply.tool_calls:
             if call.error is not None:
-                self._unsound[call.id] = call
+                self._broken_calls[call.id] = call
                 name = call.name or UNKNOWN_TOOL_NAME
                 self.tool_parse_errors[name] = self.tool_parse_errors.get(name, 0) + 1
                 call = attrs.evolve(call, name=UNKNOWN_TOOL_NAME, arguments={})

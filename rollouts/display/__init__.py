@@ -1,1 +1,1 @@
-"""What a run shows in a terminal."""
+"""Terminal output of runs and samples."""

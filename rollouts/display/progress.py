@@ -1,7 +1,7 @@
-"""What a run shows while it runs and when it has ended.
+"""Progress of a run on the terminal, its summary at the end, and the tables of stored groups and samples.
 
-Invariant: it only reads; a run with no display is the same run. On a terminal one panel is redrawn in place; elsewhere
-a plain line is written every few seconds.
+Invariant: the display only reads; a run without it is the same run. On a terminal one panel is redrawn in place;
+elsewhere a plain line is printed every few seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINE_SECONDS = 5.0
 
 
 async def watch(manager: AsyncRolloutManager, *, batches: int, console: Console) -> None:
-    """Show a run until cancelled."""
+    """Display the progress of a run until cancelled."""
     if not console.is_terminal:
         while True:
             await anyio.sleep(_LINE_SECONDS)
@@ -43,7 +43,7 @@ async def watch(manager: AsyncRolloutManager, *, batches: int, console: Console)
 
 
 def panel(manager: AsyncRolloutManager, *, batches: int) -> Panel:
-    """The state of a run as it is redrawn."""
+    """The state of a run as a panel."""
     counts, numbers = manager.accounting, manager.run_metrics
     size = manager.config.batch_size
     bar = Table.grid(padding=(0, 2), expand=True)
@@ -74,7 +74,7 @@ def panel(manager: AsyncRolloutManager, *, batches: int) -> Panel:
 
 
 def plain_line(manager: AsyncRolloutManager, *, batches: int) -> str:
-    """The same in one line."""
+    """The state of a run in one line."""
     counts, numbers = manager.accounting, manager.run_metrics
     waits = manager.waiting_for()
     return " · ".join(
@@ -93,7 +93,7 @@ def plain_line(manager: AsyncRolloutManager, *, batches: int) -> str:
 
 
 def summary(result: RunResult, writer: RunWriter) -> Text:
-    """The end of a run: where every prompt went, what the batches are like, where they lie, what to type next."""
+    """The summary of a run: accounting of the prompts, metrics of each batch, files, next commands."""
     numbers = result.run_metrics
     colour = {"finished": "bold green", "stopped": "bold yellow"}.get(result.status, "bold red")
     text = Text()
@@ -121,7 +121,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
 
 
 def _faulty_calls(batch: Mapping[str, float]) -> str:
-    """The calls that did not run, by what was wrong with them; nothing where all ran."""
+    """The tool calls that did not run, by error kind; an empty string if all ran."""
     malformed, unknown = "episode/malformed_tool_calls/", "episode/unknown_tool_calls"
     faults = {name.removeprefix(malformed): mean for name, mean in batch.items() if name.startswith(malformed)}
     faults |= {"unknown tool": batch[unknown]} if unknown in batch else {}
@@ -130,7 +130,7 @@ def _faulty_calls(batch: Mapping[str, float]) -> str:
 
 
 def groups_table(groups: Sequence[Sequence[Row]]) -> Table:
-    """One row a group: which, where, its prompt, rewards, spread and lengths."""
+    """One row per group: index, outcome, prompt, rewards, their standard deviation, and lengths in tokens."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("group", justify="right")
     table.add_column("outcome")
@@ -156,7 +156,7 @@ def groups_table(groups: Sequence[Sequence[Row]]) -> Table:
 
 
 def samples_table(rows: Sequence[Row]) -> Table:
-    """One row a sample of a group."""
+    """One row per sample of a group."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("sample", "reward", "status", "turns", "tokens", "trained", "logprob"):
         table.add_column(name, justify="left" if name == "status" else "right")

@@ -1,8 +1,8 @@
-"""A sample to look at: what the model was shown, what it sampled (coloured, token by token), and the numbers beside it.
+"""A sample as a transcript: context, sampled tokens coloured by logprob, and the metrics of each completion.
 
-Invariant: the text shown is decoded from the stored tokens, never from the messages, wherever the tokenizer is at hand;
-control characters of a model, a server or a file do not reach the terminal, and none of their words is markup. Trained
-tokens are green where they were likely, yellow where not, red where the model surprised itself.
+Invariant: the text is decoded from the stored tokens, and taken from the messages only without a tokenizer. Control
+characters of a model, a server or a file do not reach the terminal, and foreign text is never markup. Sampled tokens
+are green from probability 0.5, yellow from 0.05, red below.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ Decode = Callable[[Any], str]
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _LONGEST_CHARACTER = 8
-"""Tokens that one character may be spelled in, at most."""
+"""Most tokens that spell one character."""
 
 LIKELY, UNLIKELY = math.log(0.5), math.log(0.05)
 
 
 @attrs.frozen
 class Piece:
-    """Positions ``start`` to ``stop``: one reply (with its call), or what was shown between two."""
+    """Token positions ``start`` to ``stop`` of a sample: one reply with its completion, or the context between two."""
 
     start: int
     stop: int
-    call: CompletionRecord | None
+    completion: CompletionRecord | None
 
 
-def pieces_of(calls: Sequence[CompletionRecord], length: int) -> Iterator[Piece]:
-    """Cut a sequence at its replies."""
+def pieces_of(completions: Sequence[CompletionRecord], length: int) -> Iterator[Piece]:
+    """Split a sequence of ``length`` tokens into replies and the context between them."""
     position = 0
-    for call in calls:
-        if call.start > position:
-            yield Piece(position, call.start, None)
-        yield Piece(call.start, call.stop, call)
-        position = call.stop
+    for completion in completions:
+        if completion.start > position:
+            yield Piece(position, completion.start, None)
+        yield Piece(completion.start, completion.stop, completion)
+        position = completion.stop
     if length > position:
         yield Piece(position, length, None)
 
 
 def transcript(sample: Sample, decode: Decode | None) -> RenderableType:
-    """A sample with its numbers; without ``decode`` its messages are shown instead of its tokens."""
+    """A sample with its metrics; without ``decode`` its messages are shown instead of its tokens."""
     logprobs = sample.logprob_column
     if decode is None or not len(sample):
         return Lines(heading(sample), _messages(sample), _failure(sample))
@@ -78,25 +78,25 @@ def pieces_table(
     versions: Sequence[VersionSpan],
     decode: Decode,
 ) -> Table:
-    """One row a piece: whose it is, its text, its numbers."""
+    """One row per piece: origin, text, metrics."""
     table = Table.grid(padding=(0, 2, 1, 0), expand=True)
     table.add_column(width=8)
     table.add_column(ratio=1)
     table.add_column(width=26)
     for piece in pieces:
         ids = tokens[piece.start : piece.stop]
-        if piece.call is None:
-            who = "prompt" if piece.start == 0 else "context"
-            table.add_row(Text(who, "dim"), Text(visible(decode(ids)), "dim"), Text(f"{len(ids)} tokens", "dim"))
+        if piece.completion is None:
+            origin = "prompt" if piece.start == 0 else "context"
+            table.add_row(Text(origin, "dim"), Text(visible(decode(ids)), "dim"), Text(f"{len(ids)} tokens", "dim"))
             continue
-        numbers = logprobs[piece.start : piece.stop]
-        text = _coloured(ids, numbers, decode)
-        table.add_row(Text("sampled", "bold green"), text, _call_numbers(piece.call, numbers, versions))
+        own = logprobs[piece.start : piece.stop]
+        text = _coloured(ids, own, decode)
+        table.add_row(Text("sampled", "bold green"), text, _completion_metrics(piece.completion, own, versions))
     return table
 
 
 def heading(sample: Sample) -> Text:
-    """One line: which sample, its reward, how it ended, how long it is."""
+    """One line: group and sample index, reward, status and stop reason, tokens."""
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     why = f" ({sample.stop_reason.value})" if sample.stop_reason else ""
     trained = int(sample.mask_column.sum())
@@ -109,16 +109,16 @@ def heading(sample: Sample) -> Text:
 
 
 def visible(text: str) -> str:
-    """Text with its control characters made visible, line ends and tabs apart: as it may go to a terminal.
+    """Text that is safe for a terminal: control characters are replaced, except line ends and tabs.
 
-    Controls of ASCII become their pictures. Those above it (U+009B begins an escape sequence), characters that change
-    the direction or the end of a line, and lone surrogates (which cannot be printed) become their numbers.
+    ASCII controls become their Unicode pictures. C1 controls (U+009B begins an escape sequence), characters that change
+    the direction or the end of a line, and lone surrogates (which cannot be printed) become ``<U+XXXX>``.
     """
-    return _CONTROL.sub(_shown, text)
+    return _CONTROL.sub(_replacement, text)
 
 
-def _shown(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _replacement(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<U+{code:04X}>"
 
 
@@ -140,12 +140,14 @@ def _messages(sample: Sample) -> Table:
     return table
 
 
-def _call_numbers(call: CompletionRecord, logprobs: npt.NDArray[np.float32], versions: Sequence[VersionSpan]) -> Text:
-    names = dict.fromkeys(span.version for span in versions if span.start < call.stop and span.stop > call.start)
-    lines = [f"{call.stop - call.start} tokens, {call.finish_reason}"]
+def _completion_metrics(
+    record: CompletionRecord, logprobs: npt.NDArray[np.float32], versions: Sequence[VersionSpan]
+) -> Text:
+    names = dict.fromkeys(span.version for span in versions if span.start < record.stop and span.stop > record.start)
+    lines = [f"{record.stop - record.start} tokens, {record.finish_reason}"]
     if len(logprobs):
         lines.append(f"logprob {statistics.fmean(logprobs.tolist()):.3f}, min {logprobs.min():.2f}")
-    lines.append(f"cached {call.cached_tokens}/{call.start}, {call.seconds:.2f} s")
+    lines.append(f"cached {record.cached_tokens}/{record.start}, {record.seconds:.2f} s")
     lines.append(f"version {', '.join(names)}")
     return Text(visible("\n".join(lines)), "cyan")
 
@@ -158,7 +160,7 @@ def _coloured(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], 
         text.append(visible(piece), "green" if logprob >= LIKELY else "yellow" if logprob >= UNLIKELY else "red")
     if text.plain == Text(visible(whole)).plain:
         return text
-    return Text(visible(whole), "green")  # this tokenizer's parts are not the whole
+    return Text(visible(whole), "green")  # token by token this tokenizer decodes to another text
 
 
 def _spelled(

@@ -1,4 +1,4 @@
-"""Rollouts in other processes, on this machine or on many: their groups are shared out, everything else stays one."""
+"""Rollouts in worker processes, on one machine or many: groups are distributed; manager and journal stay here."""
 
 from rollouts.distributed.dispatch import Dispatcher
 from rollouts.distributed.processes import in_processes

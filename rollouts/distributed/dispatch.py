@@ -1,10 +1,11 @@
-"""The manager's side: shares groups out among workers, and replaces workers that die.
+"""The manager's side: distribute groups among worker processes, and replace workers that die.
 
-Invariant: the rollouts of one group go to one worker. Every rollout that is asked for comes back once, or fails: one
-whose worker died fails as :class:`~rollouts.errors.GenerateFailure` and is tried again as the config says. Where a
-worker cannot be replaced, the others do its work. Scheduling, accounting, filter and journal are the manager's.
+Invariant: the rollouts of one group go to one worker. Every requested rollout returns once or fails: one whose worker
+died fails with :class:`~rollouts.errors.GenerateFailure`, and the config's failure policy retries it. If a worker
+cannot be replaced, the others do its work. Scheduling, accounting, filter and journal belong to the manager.
 
-This module knows no transport; :mod:`workers` and :mod:`ray` bring one each.
+This module knows no transport: :mod:`processes` and :mod:`ray` each provide one. "Worker" means a process or actor that
+plays rollouts, never an inference server or a thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import attrs
 from anyio.abc import TaskGroup
 
 from rollouts.agent.turn_log import TurnLog, claim_turn_log
-from rollouts.distributed.messages import Request, order, read_records, returned
+from rollouts.distributed.messages import Request, order, read_records, received_sample
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns, turn_of
@@ -31,25 +32,25 @@ from rollouts.training.types import Sample
 __all__ = ["Connect", "Dispatcher", "Link", "LinkLost"]
 
 _DEATHS_WITHOUT_RESULT = 3
-"""Deaths in a row, of one worker and those that took its place, without a single record from any."""
+"""Deaths in a row in one slot, without a record from any of its workers, after which the run fails."""
 _NEXT_START_SECONDS = 10.0
-"""Between attempts to replace a worker while others are at work."""
-_WAY_SECONDS = 60.0
-"""Of a rollout's deadline here, for the way to its worker and back."""
+"""Pause between attempts to replace a worker while others are alive."""
+_TRANSIT_SECONDS = 60.0
+"""Added to a rollout's deadline, for the messages to its worker and back."""
 
 
 class LinkLost(RolloutsError):
-    """The worker at the other end is gone."""
+    """The worker at the other end has ended."""
 
 
 class Link(Protocol):
-    """The way to one worker that is ready."""
+    """A connection to one worker that is ready."""
 
     async def send(self, message: bytes) -> None:
-        """Raises LinkLost."""
+        """Send a message; raises LinkLost."""
 
     async def receive(self) -> bytes:
-        """Raises LinkLost, which says why."""
+        """Wait for a message; raises LinkLost, whose text gives the reason."""
         ...
 
     async def aclose(self) -> None:
@@ -57,44 +58,44 @@ class Link(Protocol):
 
 
 Connect: TypeAlias = Callable[[int], Awaitable[Link]]
-"""Starts the worker of a number; raises ConfigError if it cannot start."""
+"""Starts the worker with a number; raises ConfigError if it cannot start."""
 
 Record: TypeAlias = tuple[dict[str, Any], Columns | None]
 
 
 @attrs.define(eq=False)
-class _Call:
-    """One rollout that is played elsewhere."""
+class _PendingRequest:
+    """The records of one request that a worker plays."""
 
     error: RolloutsError | None = None
     _records: deque[Record] = attrs.field(factory=deque)
-    _news: anyio.Event = attrs.field(factory=anyio.Event)
+    _changed: anyio.Event = attrs.field(factory=anyio.Event)
 
     def put(self, record: Record) -> None:
         self._records.append(record)
-        self._news.set()
+        self._changed.set()
 
     def fail(self, error: RolloutsError) -> None:
         self.error = error
-        self._news.set()
+        self._changed.set()
 
     async def next(self) -> Record:
         while not self._records:
             if self.error is not None:
                 raise self.error
-            self._news = anyio.Event()
-            await self._news.wait()
+            self._changed = anyio.Event()
+            await self._changed.wait()
         return self._records.popleft()
 
 
 @attrs.define(eq=False)
-class _Worker:
-    """The place of one worker, whoever holds it now."""
+class _Slot:
+    """One of the worker positions: the worker that fills it now, and its requests."""
 
     number: int
-    calls: dict[int, _Call] = attrs.field(factory=dict)
+    pending: dict[int, _PendingRequest] = attrs.field(factory=dict)
     requests: dict[int, bytes] = attrs.field(factory=dict)
-    """Not sent yet."""
+    """Encoded requests that are not sent yet."""
     cancelled: list[int] = attrs.field(factory=list)
     wanted: anyio.Event = attrs.field(factory=anyio.Event)
     started: anyio.Event = attrs.field(factory=anyio.Event)
@@ -102,7 +103,7 @@ class _Worker:
     deaths_without_result: int = 0
 
     async def orders(self) -> bytes:
-        """Wait for something to say, and take all there is."""
+        """Wait for requests or cancellations; return all of them as one message."""
         while not (self.requests or self.cancelled):
             self.wanted = anyio.Event()
             await self.wanted.wait()
@@ -110,28 +111,28 @@ class _Worker:
         cancelled, self.cancelled = self.cancelled, []
         return order(list(requests.values()), cancelled)
 
-    def ask(self, number: int, request: bytes) -> _Call:
+    def submit(self, number: int, request: bytes) -> _PendingRequest:
         self.requests[number] = request
-        self.calls[number] = call = _Call()
+        self.pending[number] = pending = _PendingRequest()
         self.wanted.set()
-        return call
+        return pending
 
-    def leave(self, number: int, *, ended: bool) -> None:
-        """Nobody waits for this call any more."""
-        call = self.calls.pop(number)
-        if self.requests.pop(number, None) is None and not ended and call.error is None:
+    def release(self, number: int, *, ended: bool) -> None:
+        """Forget a request; cancel it in the worker unless it ended."""
+        pending = self.pending.pop(number)
+        if self.requests.pop(number, None) is None and not ended and pending.error is None:
             self.cancelled.append(number)
             self.wanted.set()
 
     def fail(self, error: RolloutsError) -> None:
-        """Fail all calls."""
-        for call in self.calls.values():
-            call.fail(error)
+        """Fail all pending requests."""
+        for pending in self.pending.values():
+            pending.fail(error)
         self.cancelled.clear()
 
 
 class Dispatcher:
-    """Plays rollouts in workers while its context lasts.
+    """Plays rollouts in workers while its context is open.
 
     ::
 
@@ -141,13 +142,13 @@ class Dispatcher:
 
     Args:
         connect: starts a worker.
-        workers: how many.
+        workers: number of workers.
 
     Attributes:
-        rollouts: that came back.
-        messages: that they came in.
-        bytes: that those held.
-        deaths: of workers.
+        rollouts: number of rollouts that workers returned.
+        messages: number of messages received.
+        bytes: size of those messages.
+        deaths: number of workers that died.
 
     Raises:
         ConfigError: on entering, if a worker cannot start.
@@ -157,9 +158,9 @@ class Dispatcher:
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ConfigError.of("workers", workers, "an integer >= 1")
         self._connect = connect
-        self._workers = [_Worker(number) for number in range(workers)]
-        self._homes: dict[int, _Worker] = {}
-        self._members: Counter[int] = Counter()
+        self._slots = [_Slot(number) for number in range(workers)]
+        self._group_slots: dict[int, _Slot] = {}
+        self._group_counts: Counter[int] = Counter()
         self._numbers = itertools.count()
         self._tasks: TaskGroup | None = None
         self._broken: RolloutsError | None = None
@@ -169,16 +170,16 @@ class Dispatcher:
         self.deaths = 0
 
     def __repr__(self) -> str:
-        loads = ", ".join(str(len(worker.calls)) for worker in self._workers)
-        return f"<Dispatcher: {loads} rollouts in {len(self._workers)} workers, {self.deaths} deaths>"
+        loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
+        return f"<Dispatcher: {loads} rollouts in {len(self._slots)} workers, {self.deaths} deaths>"
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
         try:
-            for worker in self._workers:
-                self._tasks.start_soon(self._keep, worker)
-            for worker in self._workers:
-                await worker.started.wait()
+            for slot in self._slots:
+                self._tasks.start_soon(self._supervise, slot)
+            for slot in self._slots:
+                await slot.started.wait()
             if self._broken is not None:
                 raise self._broken
         except BaseException:
@@ -195,124 +196,124 @@ class Dispatcher:
         await tasks.__aexit__(None, None, None)
 
     def config(self, config: RolloutConfig) -> RolloutConfig:
-        """The same config, whose rollouts are generated and scored in the workers.
+        """The config with generation and reward in the workers.
 
-        A reward that scores whole groups is called here, as the filter is.
+        A reward that scores whole groups runs in this process, as the filter does.
         """
-        seconds = config.rollout_seconds + _WAY_SECONDS + (0.0 if config.group_rm else config.reward_seconds)
+        seconds = config.rollout_seconds + _TRANSIT_SECONDS + (0.0 if config.group_rm else config.reward_seconds)
         reward_fn = config.reward_fn if config.group_rm else None
         return attrs.evolve(config, generate_fn=self.generate, reward_fn=reward_fn, rollout_seconds=seconds)
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Play one rollout for each prompt, one after the other; the ``generate_fn`` of :meth:`config`.
+        """Play one rollout per prompt, in sequence; the ``generate_fn`` of :meth:`config`.
 
         Raises:
-            GenerateFailure: its worker died.
-            ConfigError: no rollout can survive what a worker said, or workers cannot start.
+            GenerateFailure: the worker died.
+            ConfigError: a worker reported a config error, or workers cannot start.
             TokenMismatchError: a law was broken in a worker.
         """
         log = await claim_turn_log()
-        return [sample for prompt in prompts for sample in await self._played(prompt, log)]
+        return [sample for prompt in prompts for sample in await self._play(prompt, log)]
 
-    async def _played(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
+    async def _play(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
         if self._tasks is None:
-            raise RuntimeError("workers play while their context lasts")
+            raise RuntimeError("Dispatcher.generate: workers play only while the context is open")
         if self._broken is not None:
             raise self._broken
         number, ended = next(self._numbers), False
         request = Request(number, prompt, log is not None, log.turns if log is not None else ()).to_bytes()
-        with self._home(prompt.group_index) as worker:
-            call = worker.ask(number, request)
+        with self._slot_for(prompt.group_index) as slot:
+            pending = slot.submit(number, request)
             try:
-                samples = await _answer(call, prompt, log)
+                samples = await _receive_samples(pending, prompt, log)
                 ended = True
             finally:
-                worker.leave(number, ended=ended)
+                slot.release(number, ended=ended)
         self.rollouts += 1
         return samples
 
     @contextlib.contextmanager
-    def _home(self, group: int | None) -> Iterator[_Worker]:
-        """The worker of a group while it has rollouts in work; the one with the fewest for a new group."""
-        worker = self._homes.get(group) if group is not None else None
-        if worker is None or not worker.alive:
-            worker = min(self._workers, key=lambda one: (not one.alive, len(one.calls)))
+    def _slot_for(self, group: int | None) -> Iterator[_Slot]:
+        """The slot of a group with rollouts in flight; for a new group the one with the fewest requests."""
+        slot = self._group_slots.get(group) if group is not None else None
+        if slot is None or not slot.alive:
+            slot = min(self._slots, key=lambda one: (not one.alive, len(one.pending)))
         if group is None:
-            yield worker
+            yield slot
             return
-        self._homes[group] = worker
-        self._members[group] += 1
+        self._group_slots[group] = slot
+        self._group_counts[group] += 1
         try:
-            yield worker
+            yield slot
         finally:
-            self._members[group] -= 1
-            if not self._members[group]:
-                del self._members[group], self._homes[group]
+            self._group_counts[group] -= 1
+            if not self._group_counts[group]:
+                del self._group_counts[group], self._group_slots[group]
 
-    # -- keeping workers --
+    # -- supervision --
 
-    async def _keep(self, worker: _Worker) -> None:
-        """Have a worker in this place, and another when it dies."""
+    async def _supervise(self, slot: _Slot) -> None:
+        """Keep a worker in this slot: start one, and another when it dies."""
         try:
             while self._broken is None:
-                link = await self._started(worker)
+                link = await self._connected(slot)
                 if link is None:
                     continue
-                worker.alive = True
-                worker.started.set()
+                slot.alive = True
+                slot.started.set()
                 try:
-                    lost = await self._serve(worker, link)
+                    lost = await self._serve(slot, link)
                 finally:
-                    worker.alive = False
+                    slot.alive = False
                 self.deaths += 1
-                worker.deaths_without_result += 1
-                if worker.deaths_without_result >= _DEATHS_WITHOUT_RESULT:
+                slot.deaths_without_result += 1
+                if slot.deaths_without_result >= _DEATHS_WITHOUT_RESULT:
                     raise ConfigError(
-                        f"{worker.deaths_without_result} workers in a row died before a rollout came back: {lost}"
+                        f"{slot.deaths_without_result} workers in a row died before they returned a rollout: {lost}"
                     )
-                worker.fail(GenerateFailure(str(lost)))
+                slot.fail(GenerateFailure(str(lost)))
         except RolloutsError as error:
             self._break(error)
-        except Exception as error:  # noqa: BLE001 - a bug of ours, raised where somebody waits, not by the task group
-            broken = TokenMismatchError(f"keeping worker {worker.number} raised {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - a bug of ours: raised to the callers, not by the task group
+            broken = TokenMismatchError(f"supervising worker {slot.number} raised {type(error).__name__}: {error}")
             broken.__cause__ = error
             self._break(broken)
         finally:
-            worker.started.set()
+            slot.started.set()
 
-    async def _started(self, worker: _Worker) -> Link | None:
-        """A worker for this place; ``None``, after a pause, if there is none now and others can do its work."""
+    async def _connected(self, slot: _Slot) -> Link | None:
+        """Start a worker for this slot; ``None``, after a pause, if that fails and others can do its work."""
         try:
-            return await self._connect(worker.number)
+            return await self._connect(slot.number)
         except ConfigError as error:
-            if not any(other.alive for other in self._workers) or not worker.started.is_set():
+            if not any(other.alive for other in self._slots) or not slot.started.is_set():
                 raise
-            worker.fail(GenerateFailure(str(error)))
+            slot.fail(GenerateFailure(str(error)))
             await anyio.sleep(_NEXT_START_SECONDS)
             return None
 
     def _break(self, error: RolloutsError) -> None:
         self._broken = self._broken or error
-        for worker in self._workers:
-            worker.fail(self._broken)
+        for slot in self._slots:
+            slot.fail(self._broken)
 
-    async def _serve(self, worker: _Worker, link: Link) -> LinkLost:
-        """Send and receive until the worker is gone; why it is."""
+    async def _serve(self, slot: _Slot, link: Link) -> LinkLost:
+        """Send and receive until the worker has ended; return the reason."""
         lost: list[LinkLost] = []
 
         async def send() -> None:
             try:
                 while True:
-                    await link.send(await worker.orders())
+                    await link.send(await slot.orders())
             except LinkLost:
-                return  # the receiver finds out why
+                return  # receive() reports the reason
 
         async def receive() -> None:
             try:
                 while True:
-                    self._read(worker, await link.receive())
+                    self._read(slot, await link.receive())
             except LinkLost as error:
-                worker.alive = False  # no new group comes here from now on
+                slot.alive = False  # before the cleanup: no new group may come here
                 lost.append(error)
                 tasks.cancel_scope.cancel()
 
@@ -325,30 +326,30 @@ class Dispatcher:
                 await link.aclose()
         return lost[0]
 
-    def _read(self, worker: _Worker, message: bytes) -> None:
+    def _read(self, slot: _Slot, message: bytes) -> None:
         self.messages += 1
         self.bytes += len(message)
-        worker.deaths_without_result = 0
+        slot.deaths_without_result = 0
         for fields, columns in read_records(message):
-            call = worker.calls.get(fields["number"])
-            if call is not None:  # else its caller has given up
-                call.put((fields, columns))
+            pending = slot.pending.get(fields["number"])
+            if pending is not None:  # else its caller was cancelled
+                pending.put((fields, columns))
 
 
-async def _answer(call: _Call, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
-    """The samples of a call; its turns go into the log as they come."""
+async def _receive_samples(pending: _PendingRequest, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
+    """Wait for the samples of a request; save its turns in the log as they arrive."""
     samples: list[Sample] = []
     while True:
-        fields, columns = await call.next()
+        fields, columns = await pending.next()
         match fields["kind"]:
             case "turn" if log is not None and columns is not None:
                 await log.save(turn_of(fields["of"], columns))
             case "reset" if log is not None:
-                await log.claim()  # by a second episode, which ends the keeping
+                await log.claim()  # a second claim ends the logging of this rollout
             case "broken":
                 raise _BROKEN.get(fields["error"], TokenMismatchError)(fields["message"])
             case "sample" if columns is not None:
-                samples.append(returned(fields["sample"], columns, prompt))
+                samples.append(received_sample(fields["sample"], columns, prompt))
                 if len(samples) == fields["branches"]:
                     return samples
 

@@ -1,8 +1,10 @@
-"""What the process with the manager and its workers say to each other.
+"""Messages between the manager's process and its worker processes.
 
-Invariant: samples and turns travel as the journal holds them (``training/records.py``): columns bit for bit, fields as
-plain data. What a sample has from its prompt unchanged is not sent back, and is the prompt's own again. Requests are
-pickled: a label may be anything that pickle takes. A message holds any number of requests, or of records.
+A worker receives orders (pickled :class:`Request` objects and cancellations) and sends records: samples, turns, errors.
+
+Invariant: samples and turns are encoded as in the journal (``runs/record_bytes.py``): columns bit for bit, fields as
+plain data. Fields that a sample shares unchanged with its prompt are not sent back; :func:`received_sample` restores
+them. A label may be any value that pickle accepts. A message contains any number of requests, or of records.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ __all__ = [
     "order",
     "read_order",
     "read_records",
+    "received_sample",
     "reset_record",
-    "returned",
     "sample_records",
     "turn_record",
 ]
@@ -34,18 +36,18 @@ __all__ = [
 
 @attrs.frozen(eq=False)
 class Request:
-    """One rollout to be played once."""
+    """A request to a worker: one attempt at one rollout."""
 
     number: int
-    """Of the request; what comes back is marked with it."""
+    """Identifies the request; each record of the worker names it."""
     prompt: Prompt
-    keeps_turns: bool
-    """Whether turns are wanted as they end."""
+    logs_turns: bool
+    """Whether the worker sends each turn when it ends."""
     turns: tuple[Turn, ...] = ()
-    """Those that an earlier process left."""
+    """Turns of the rollout that an earlier process logged."""
 
     def to_bytes(self) -> bytes:
-        """As a worker reads it.
+        """Encode the request for a worker.
 
         Raises:
             ConfigError: the prompt cannot be sent to another process.
@@ -57,18 +59,18 @@ class Request:
 
 
 def order(requests: Sequence[bytes], cancelled: Sequence[int] = ()) -> bytes:
-    """What a worker is told at once: rollouts to play, and the numbers of those that nobody wants any more."""
+    """A message to a worker: encoded requests, and the numbers of requests to cancel."""
     return pickle.dumps((list(requests), list(cancelled)), protocol=5)
 
 
 def read_order(message: bytes) -> tuple[list[Request], list[int]]:
-    """What :func:`order` said."""
+    """Decode a message of :func:`order`."""
     requests, cancelled = pickle.loads(message)
     return [pickle.loads(request) for request in requests], cancelled
 
 
 def sample_records(number: int, prompt: Prompt, samples: Sequence[Sample]) -> bytes:
-    """The rollout of a request, ended: all its branches."""
+    """Records of a finished rollout, one per branch."""
     return b"".join(
         _record(
             {"number": number, "kind": "sample", "branches": len(samples), "sample": _fields(sample, prompt)},
@@ -79,23 +81,23 @@ def sample_records(number: int, prompt: Prompt, samples: Sequence[Sample]) -> by
 
 
 def turn_record(number: int, turn: Turn) -> bytes:
-    """One more turn of a rollout."""
+    """The record of a turn that has ended."""
     fields = {"number": number, "kind": "turn", "of": {"number": turn.number, "turn": turn.fields}}
     return _record(fields, Columns.of(turn))
 
 
 def reset_record(number: int) -> bytes:
-    """The turns of a rollout so far are worth nothing."""
+    """The record that discards the turns of a rollout so far."""
     return _record({"number": number, "kind": "reset"}, None)
 
 
 def broken_record(number: int, error: Exception) -> bytes:
-    """A broken law, or a config that no rollout survives."""
+    """The record of a broken law, or of a config error that fails every rollout."""
     return _record({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
 
 
 def read_records(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | None]]:
-    """The records of a message, in order."""
+    """Decode the records of a message, in order."""
     rest = memoryview(message)
     while rest:
         (size,) = LENGTH.unpack_from(rest)
@@ -103,8 +105,8 @@ def read_records(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | Non
         rest = rest[LENGTH.size + size :]
 
 
-def returned(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:
-    """A sample that came back, with what it has from its prompt."""
+def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:
+    """The sample of a record, with the fields that it shares with its prompt."""
     own = {"prompt": prompt.prompt, "label": prompt.label}
     if "metadata" not in fields:
         own["metadata"] = dict(prompt.metadata)

@@ -1,7 +1,7 @@
-"""Workers that are processes of this machine, each with its own event loop and interpreter.
+"""Workers as processes of this machine, each with its own interpreter and event loop.
 
-Invariant: a worker ends with the context that started it, and with its parent, however that dies: its end of the socket
-closes. A Ctrl-C at the terminal does not reach it.
+Invariant: a worker ends with the context that started it, and with its parent, however the parent dies, because the
+socket closes. Ctrl-C at the terminal does not reach it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost
-from rollouts.distributed.worker import ConfigFactory, Player, made
+from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
 
 __all__ = ["in_processes"]
@@ -28,9 +28,9 @@ __all__ = ["in_processes"]
 _SIZE = struct.Struct("<Q")
 _CHUNK = 1 << 20
 _READY = b"ready"
-_A_MESSAGE = 32
+_ROLLOUTS_A_MESSAGE = 32
 _LINGER_SECONDS = 0.02
-"""How long what has ended waits for company: each message wakes the one parent."""
+"""Longest wait of a finished rollout for others in its message: each message wakes the parent."""
 _START_SECONDS = 300.0
 _END_SECONDS = 10.0
 
@@ -40,8 +40,8 @@ async def in_processes(factory: ConfigFactory, workers: int) -> AsyncIterator[Di
     """Start workers on this machine; they end with the context.
 
     Args:
-        factory: makes the config in each worker: :class:`RecipeConfig`, a function of a module, or a partial of one.
-        workers: how many processes.
+        factory: creates the config in each worker: :class:`RecipeConfig`, a module-level function, or a partial of one.
+        workers: number of processes.
 
     Raises:
         ConfigError: the factory cannot be pickled, or fails in a worker.
@@ -51,16 +51,16 @@ async def in_processes(factory: ConfigFactory, workers: int) -> AsyncIterator[Di
 
 
 class _Socket:
-    """Messages over a stream socket."""
+    """Length-prefixed messages over a stream socket."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._name = name
-        self._read = bytearray()
+        self._buffer = bytearray()
 
     async def send(self, message: bytes) -> None:
-        """Raises LinkLost."""
+        """Send a message; raises LinkLost."""
         for part in (_SIZE.pack(len(message)), message):
             rest = memoryview(part)
             while rest:
@@ -72,15 +72,15 @@ class _Socket:
                     raise LinkLost(f"{self._name} is gone: {error}") from error
 
     async def receive(self) -> bytes:
-        """Raises LinkLost."""
-        size = _SIZE.unpack(await self._take(_SIZE.size))[0]
-        return await self._take(size)
+        """Wait for a message; raises LinkLost."""
+        size = _SIZE.unpack(await self._read_exactly(_SIZE.size))[0]
+        return await self._read_exactly(size)
 
     def close(self) -> None:
         self._connection.close()
 
-    async def _take(self, size: int) -> bytes:
-        while len(self._read) < size:
+    async def _read_exactly(self, size: int) -> bytes:
+        while len(self._buffer) < size:
             await anyio.wait_readable(self._connection)
             try:
                 data = self._connection.recv(_CHUNK)
@@ -90,9 +90,9 @@ class _Socket:
                 raise LinkLost(f"{self._name} is gone: {error}") from error
             if not data:
                 raise LinkLost(f"{self._name} is gone")
-            self._read += data
-        taken = bytes(self._read[:size])
-        del self._read[:size]
+            self._buffer += data
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return taken
 
 
@@ -132,25 +132,25 @@ async def _start(factory: ConfigFactory, number: int) -> Link:
     process = multiprocessing.get_context("spawn").Process(target=_main, args=(theirs, factory), name=name)
     try:
         await anyio.to_thread.run_sync(process.start)
-    except Exception as error:  # what pickle raises is anything
+    except Exception as error:  # pickle raises any type
         ours.close()
         raise ConfigError.of("the factory of workers", factory, f"one that can be pickled ({error})") from error
     finally:
         theirs.close()
     link = _Process(name, process, _Socket(ours, name))
-    said = b""
+    answer = b""
     try:
         with anyio.move_on_after(_START_SECONDS):
-            said = await link.receive()
+            answer = await link.receive()
     except LinkLost as error:
-        said = str(error).encode()
+        answer = str(error).encode()
     finally:
-        if said != _READY:
+        if answer != _READY:
             with anyio.CancelScope(shield=True):
                 process.kill()
                 await link.aclose()
-    if said != _READY:
-        raise ConfigError(f"{name} cannot start: {said.decode() or f'not ready within {_START_SECONDS:g} s'}")
+    if answer != _READY:
+        raise ConfigError(f"{name} cannot start: {answer.decode() or f'not ready within {_START_SECONDS:g} s'}")
     return link
 
 
@@ -158,7 +158,7 @@ async def _start(factory: ConfigFactory, number: int) -> Link:
 
 
 def _main(connection: socket.socket, factory: ConfigFactory) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what a Ctrl-C ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     uvloop = importlib.util.find_spec("uvloop") is not None
     anyio.run(_work, _Socket(connection, "the parent"), factory, backend_options={"use_uvloop": uvloop})
 
@@ -166,15 +166,19 @@ def _main(connection: socket.socket, factory: ConfigFactory) -> None:
 async def _work(pipe: _Socket, factory: ConfigFactory) -> None:
     with contextlib.suppress(LinkLost):
         try:
-            player = Player(await anyio.to_thread.run_sync(made, factory), at_least=_A_MESSAGE, linger=_LINGER_SECONDS)
+            player = Player(
+                await anyio.to_thread.run_sync(create_config, factory),
+                at_least=_ROLLOUTS_A_MESSAGE,
+                linger=_LINGER_SECONDS,
+            )
         except ConfigError as error:
             await pipe.send(str(error).encode())
             return
         await pipe.send(_READY)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(player.run)
-            tasks.start_soon(_give_back, player, pipe)
-            await player.at_work.wait()
+            tasks.start_soon(_send_records, player, pipe)
+            await player.started.wait()
             try:
                 while True:
                     player.submit(await pipe.receive())
@@ -182,7 +186,7 @@ async def _work(pipe: _Socket, factory: ConfigFactory) -> None:
                 tasks.cancel_scope.cancel()
 
 
-async def _give_back(player: Player, pipe: _Socket) -> None:
+async def _send_records(player: Player, pipe: _Socket) -> None:
     with contextlib.suppress(LinkLost):
         while True:
             await pipe.send(await player.collect())

@@ -1,9 +1,9 @@
-"""The worker's side: plays the rollouts that it is sent, and gives back what has ended, many in one message.
+"""The worker's side: play the requested rollouts, and return finished ones, many in one message.
 
-Invariant: every request is answered once, with its samples or with the law that broke, unless it was cancelled. A
-player holds no group, no batch and no journal: those stay with whoever sends the requests.
+Invariant: every request gets one result, its samples or the error of a broken law, unless it is cancelled. A player
+has no groups, batches or journal: those stay in the manager's process.
 
-This module knows no transport: messages go in by :meth:`Player.submit` and come out by :meth:`Player.collect`.
+This module knows no transport: messages enter by :meth:`Player.submit` and leave by :meth:`Player.collect`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rollouts.recipe_files import build, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import attempt
 
-__all__ = ["ConfigFactory", "Player", "RecipeConfig", "made"]
+__all__ = ["ConfigFactory", "Player", "RecipeConfig", "create_config"]
 
 ConfigFactory: TypeAlias = Callable[[], RolloutConfig]
-"""Makes the config in the worker; a function of a module, or a ``functools.partial`` of one: it is pickled."""
+"""Creates the config in the worker: a module-level function or a ``functools.partial`` of one (it is pickled)."""
 
 
 @attrs.frozen
 class RecipeConfig:
-    """The config of a recipe file, made where it is called."""
+    """A factory of the config of a recipe file, which is loaded where the factory is called."""
 
     recipe: Path
     endpoint: Endpoint
@@ -46,18 +46,18 @@ class RecipeConfig:
         return build(load_recipe(self.recipe), self.endpoint, self.options).config
 
 
-def made(factory: ConfigFactory) -> RolloutConfig:
-    """The config of a factory.
+def create_config(factory: ConfigFactory) -> RolloutConfig:
+    """Call a factory and check its config.
 
     Raises:
-        ConfigError: it raised, or gave something else.
+        ConfigError: the factory raised, or returned something else.
     """
     try:
         config = factory()
     except Exception as error:
-        raise ConfigError(f"the config cannot be made in a worker: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the config cannot be created in a worker: {type(error).__name__}: {error}") from error
     if not isinstance(config, RolloutConfig):
-        raise ConfigError.of("what the factory returned in a worker", config, "a RolloutConfig")
+        raise ConfigError.of("the value that the factory returned in a worker", config, "a RolloutConfig")
     return config
 
 
@@ -65,9 +65,9 @@ class Player:
     """Plays rollouts of one config.
 
     Args:
-        config: its ``generate_fn``, ``reward_fn`` and deadlines are used.
-        at_least: rollouts that a message waits for,
-        linger: but no longer than so many seconds, nor when nothing else is in work.
+        config: provides ``generate_fn``, ``reward_fn`` and deadlines.
+        at_least: finished rollouts that a message waits for.
+        linger: the longest wait for them, in seconds; a message never waits when no rollout is in flight.
     """
 
     def __init__(self, config: RolloutConfig, *, at_least: int = 1, linger: float = 0.0) -> None:
@@ -78,28 +78,28 @@ class Player:
         self._playing: dict[int, anyio.CancelScope] = {}
         self._records: list[bytes] = []
         self._ended = 0
-        self._news = anyio.Event()
-        self.at_work = anyio.Event()
-        """Set while rollouts can be submitted."""
+        self._changed = anyio.Event()
+        self.started = anyio.Event()
+        """Set once rollouts can be submitted."""
 
     def __repr__(self) -> str:
-        return f"<Player: {len(self._playing)} rollouts in work, {self._ended} ended and not collected>"
+        return f"<Player: {len(self._playing)} rollouts in flight, {self._ended} finished and not collected>"
 
     async def run(self) -> None:
-        """Be at work until cancelled, or stopped; rollouts in work are cancelled then."""
-        with calm_collector():  # as a run of one process has it
+        """Play submitted rollouts until cancelled or stopped, which cancels rollouts in flight."""
+        with calm_collector():  # as a run in one process does
             async with anyio.create_task_group() as self._tasks:
-                self.at_work.set()
+                self.started.set()
                 await watch_pauses(shared_policies)
 
     def stop(self) -> None:
-        """Let :meth:`run` end."""
+        """End :meth:`run`."""
         if self._tasks is not None:
             self._tasks.cancel_scope.cancel()
 
     def submit(self, message: bytes) -> None:
-        """Begin what a message asks for, and stop what it no longer wants."""
-        assert self._tasks is not None, "the player is at work"
+        """Start the requests of a message, and cancel those that it names."""
+        assert self._tasks is not None, "run() is active"
         requests, cancelled = read_order(message)
         for request in requests:
             self._playing[request.number] = anyio.CancelScope()
@@ -109,12 +109,12 @@ class Player:
                 self._playing[number].cancel()
 
     async def collect(self) -> bytes:
-        """Wait for records, and take all there are."""
+        """Wait for records; return all of them as one message."""
         while not self._records:
-            await self._news.wait()
-        with anyio.move_on_after(self._linger):  # a linger of 0 passes at the first wait
+            await self._changed.wait()
+        with anyio.move_on_after(self._linger):  # a linger of 0 ends at the first await
             while self._ended < self._at_least and self._playing:
-                await self._news.wait()
+                await self._changed.wait()
         records, self._records, self._ended = self._records, [], 0
         return b"".join(records)
 
@@ -122,26 +122,26 @@ class Player:
         number, prompt = request.number, request.prompt
         with self._playing[number] as scope:
             try:
-                log = TurnLog(functools.partial(self._keep, number), request.turns) if request.keeps_turns else None
+                log = TurnLog(functools.partial(self._log_turn, number), request.turns) if request.logs_turns else None
                 with at(f"group {prompt.group_index} · rollout {prompt.index}"):
                     samples = await attempt(self.config, prompt, log)
                 record = sample_records(number, prompt, samples)
-            except Exception as error:  # noqa: BLE001 - a broken law; raised where the manager is
+            except Exception as error:  # noqa: BLE001 - a broken law; raised in the manager's process
                 record = broken_record(number, error)
         del self._playing[number]
         if scope.cancelled_caught:
-            self._tell()
+            self._notify()
             return
         self._ended += 1
         self._put(record)
 
-    async def _keep(self, number: int, turn: Turn | None) -> None:
+    async def _log_turn(self, number: int, turn: Turn | None) -> None:
         self._put(reset_record(number) if turn is None else turn_record(number, turn))
 
     def _put(self, record: bytes) -> None:
         self._records.append(record)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

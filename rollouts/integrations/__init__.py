@@ -1,1 +1,1 @@
-"""Doors to trainers: each folder or file speaks one trainer's language, and imports it only when it is used."""
+"""Integrations: one trainer or agent framework per folder or file, imported only when it is used."""

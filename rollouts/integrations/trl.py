@@ -1,11 +1,11 @@
-"""TRL 1.16: our rollouts in its two trainers that take foreign ones.
+"""TRL 1.16: rollouts for the two trainers that accept external ones.
 
-``GRPOTrainer(rollout_func=RolloutFunc(...))`` asks for one completion a prompt and waits for it.
-``AsyncGRPOTrainer(rollout_worker=RolloutWorker(...), weight_transfer=WeightTransfer(...))`` drains a queue that a
-stream of batches fills, however many rows a rollout has.
+``GRPOTrainer(rollout_func=RolloutFunc(...))`` requests one completion per prompt and waits for it.
+``AsyncGRPOTrainer(rollout_worker=RolloutWorker(...), weight_transfer=WeightTransfer(...))`` reads a queue that a stream
+of batches fills, with any number of rows per rollout.
 
-Invariant: a row's mask is the sample's, so TRL's loss holds no token that the policy did not sample; a row's version is
-that of the oldest weights that sampled any of it. trl is imported nowhere here: its contracts are shapes.
+Invariant: a row's mask is the sample's, so TRL's loss contains only tokens that the policy sampled; a row's version is
+that of the oldest weights that sampled one of its tokens. This module never imports trl.
 """
 
 from __future__ import annotations
@@ -45,28 +45,27 @@ _FULL_SECONDS = 0.05
 
 
 def dataset_rows(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
-    """Prompts as rows of a data set for TRL: ``datasets.Dataset.from_list(dataset_rows(prompts))``."""
+    """Convert prompts to rows of a data set for TRL: ``datasets.Dataset.from_list(dataset_rows(prompts))``."""
     return [{"prompt": [message.to_chat() for message in prompt.messages]} for prompt in prompts]
 
 
 def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], **others: Any) -> list[float | None]:
-    """The reward function to give ``GRPOTrainer``: what the rollouts were scored with. ``None`` is no score."""
+    """The reward function for ``GRPOTrainer``: it returns the rewards of the rollouts; ``None`` for a failed one."""
     return list(env_reward)
 
 
 class RolloutFunc:
-    """The ``rollout_func`` of a ``GRPOTrainer``; a context manager, since it keeps an event loop in a thread.
+    """The ``rollout_func`` of a ``GRPOTrainer``; a context manager that runs an event loop in a thread.
 
-    ``tools=`` of the trainer must stay unset, or TRL runs a tool loop of its own over what comes back. A rollout that
-    failed for good comes back as one token that is not trained, with no reward: TRL leaves such a row out of its
-    group's mean.
+    ``tools=`` of the trainer must stay unset, or TRL runs its own tool loop over the completions. A rollout that fails
+    all attempts becomes one untrained token without a reward: TRL excludes such a row from its group's mean.
 
     Args:
-        config: whose ``generate_fn``, ``reward_fn`` and deadlines to use. TRL makes the groups, so it needs no sizes.
-        prompts: what the data set holds, with labels and metadata: TRL hands over the text alone.
-        endpoint: the server to hand new weights to before each generation; ``None`` leaves it as it is.
-        folder: where weights are written for it; the server must be able to read there.
-        pad_token_id: the one token of a rollout that failed.
+        config: provides ``generate_fn``, ``reward_fn`` and deadlines. TRL forms the groups, so sizes are not used.
+        prompts: the prompts of the data set, with labels and metadata, because TRL passes only the text.
+        endpoint: the server that gets new weights before each generation; ``None`` for no weight updates.
+        folder: where weights are written for the server, which must be able to read it.
+        pad_token_id: the one token of a failed rollout.
 
     Attributes:
         served: the trainer's step whose weights the server has; ``None`` before the first generation.
@@ -82,7 +81,7 @@ class RolloutFunc:
         pad_token_id: int = 0,
     ) -> None:
         if endpoint is not None and folder is None:
-            raise ConfigError.of("RolloutFunc.folder", None, "a folder for the weights, since endpoint is given")
+            raise ConfigError.of("RolloutFunc.folder", None, "a folder for the weights, since endpoint is set")
         self.config = config
         self.endpoint = endpoint
         self.folder = None if folder is None else Path(folder)
@@ -103,18 +102,22 @@ class RolloutFunc:
         self._stack.close()
 
     def __call__(self, prompts: Sequence[str | Sequence[ChatDict]], trainer: Any) -> dict[str, Any]:
-        """One completion for each prompt, in order; TRL has repeated each prompt for its group already.
+        """Generate one completion per prompt, in order; TRL has already repeated each prompt for its group.
+
+        Returns:
+            Columns with one entry per prompt: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` (lists
+            over tokens), ``env_reward``.
 
         Raises:
-            ConfigError: a prompt that was not given, or rollouts that fork, for which this slot has no room.
+            ConfigError: a prompt is not one of ``prompts``, or a rollout forks, which ``rollout_func`` cannot return.
         """
         if self._portal is None:
             raise RuntimeError("a RolloutFunc is a context manager: with RolloutFunc(...) as rollout_func")
-        known = [self._known(prompt) for prompt in prompts]
-        self._hand_over(trainer)
+        known = [self._find(prompt) for prompt in prompts]
+        self._update_weights(trainer)
         samples = self._portal.call(self._play, known)
         if len(samples) != len(prompts):
-            raise ConfigError.of("rollout_func", f"{len(samples)} rows", f"{len(prompts)}, one a prompt: no forks here")
+            raise ConfigError.of("rollout_func", f"{len(samples)} rows", f"{len(prompts)}, one per prompt: no forks")
         columns: dict[str, list[Any]] = {
             "prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "env_reward": []
         }  # fmt: skip
@@ -126,13 +129,13 @@ class RolloutFunc:
     async def _play(self, prompts: Sequence[Prompt]) -> list[Sample]:
         return await run_evaluation(self.config, prompts, 1)
 
-    def _known(self, prompt: str | Sequence[ChatDict]) -> Prompt:
-        found = self._prompts.get(_chat_key(Prompt(prompt).messages))
-        if found is None:
-            raise ConfigError.of("rollout_func(prompts)", prompt, "a prompt that RolloutFunc was given")
-        return found
+    def _find(self, prompt: str | Sequence[ChatDict]) -> Prompt:
+        known = self._prompts.get(_chat_key(Prompt(prompt).messages))
+        if known is None:
+            raise ConfigError.of("rollout_func(prompts)", prompt, "one of RolloutFunc's prompts")
+        return known
 
-    def _hand_over(self, trainer: Any) -> None:
+    def _update_weights(self, trainer: Any) -> None:
         step = int(trainer.state.global_step)
         if self.endpoint is None or self.folder is None or self._portal is None or step == self.served:
             return
@@ -159,7 +162,7 @@ class RolloutFunc:
 
 
 def _chat_key(messages: object) -> str:
-    """Names a prompt by its messages; TRL fills columns of a data set with ``None``, which are no part of it."""
+    """A key of a prompt's messages, without the ``None`` that TRL fills columns of a data set with."""
     return task_key(messages, None)
 
 
@@ -168,7 +171,7 @@ def _chat_key(messages: object) -> str:
 
 @attrs.frozen(eq=False)
 class RolloutRow:
-    """What the trainer takes from the queue: the fields of TRL's ``RolloutSample``."""
+    """One row of the trainer's queue: the fields of TRL's ``RolloutSample``; columns are as wide as ``input_ids``."""
 
     prompt: list[ChatDict]
     completion: list[ChatDict]
@@ -185,10 +188,10 @@ class RolloutRow:
 
 
 def to_row(sample: Sample, advantage: float) -> RolloutRow:
-    """One sample as a row.
+    """Convert a sample to a row.
 
     Raises:
-        ConfigError: it lacks logprobs, or its policy version is no number.
+        ConfigError: the sample lacks logprobs or a group, or a policy version is not a number.
     """
     if sample.logprob_column is None or sample.group_index is None:
         raise ConfigError.of("to_row(sample)", sample, "a sample with logprobs and a group")
@@ -212,13 +215,13 @@ def to_row(sample: Sample, advantage: float) -> RolloutRow:
 class RolloutWorker:
     """The ``rollout_worker`` of an ``AsyncGRPOTrainer``: fills its queue from a stream, in a thread of this process.
 
-    How far generation runs ahead of training is bounded by ``rows_ahead`` and the config's ``over_sampling_factor``;
-    rows that are too old all the same are dropped by TRL (``max_staleness`` of its config).
+    ``rows_ahead`` and the config's ``over_sampling_factor`` bound how far generation runs ahead of training; TRL drops
+    rows that are still too old (``max_staleness`` of its config).
 
     Args:
         config: as for :class:`~rollouts.training.AsyncRolloutManager`.
-        data_buffer: where prompts come from; the trainer's own data set is not read.
-        rows_ahead: rows that may wait in the queue.
+        data_buffer: the source of prompts; the trainer's own data set is not read.
+        rows_ahead: most rows in the queue.
     """
 
     def __init__(self, config: RolloutConfig, data_buffer: DataBuffer, *, rows_ahead: int = 256) -> None:
@@ -231,7 +234,7 @@ class RolloutWorker:
         self._alive_at = time.monotonic()
 
     def start(self) -> None:
-        """Begin to generate."""
+        """Start generation."""
         portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal())
         self._alive_at = time.monotonic()
         self._work = portal.start_task_soon(self._fill)
@@ -243,22 +246,22 @@ class RolloutWorker:
         self._stack.close()
 
     def update_model_version(self, model_version: int) -> None:
-        """The trainer says what is served now; rows carry what the server itself said when it sampled them."""
+        """Store the trainer's current version; rows carry the versions that the server reported with the tokens."""
         self.model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if generation has ended, or has given nothing for so many seconds.
+        """Raise if generation has ended, or has produced no row for ``stale_after_s`` seconds.
 
         Raises:
-            RuntimeError: the cause is what ended it.
+            RuntimeError: its cause is the error that ended generation.
         """
         if self._work is not None and self._work.done():
             error = None if self._work.cancelled() else self._work.exception()
-            raise RuntimeError(f"generation has ended: {error or 'it was stopped, or the data ran dry'}") from error
+            raise RuntimeError(f"generation has ended: {error or 'it was stopped, or data is exhausted'}") from error
         silent = time.monotonic() - self._alive_at
         if silent > stale_after_s:
             waiting = "; ".join(self.manager.waiting_for(3)) or "nothing"
-            raise RuntimeError(f"generation has given nothing for {silent:.0f} s; it waits for {waiting}")
+            raise RuntimeError(f"generation has produced no row for {silent:.0f} s; it waits for {waiting}")
 
     async def _fill(self) -> None:
         async with self.manager, contextlib.aclosing(self.manager.stream()) as batches:
@@ -279,15 +282,15 @@ class RolloutWorker:
 
 
 class WeightTransfer:
-    """The ``weight_transfer`` of an ``AsyncGRPOTrainer``: weights to a server of SGLang's protocol, through a folder.
+    """The ``weight_transfer`` of an ``AsyncGRPOTrainer``: sends weights to SGLang-protocol servers through a folder.
 
-    Requests that run when weights change are read anew under them, so each token's logprob is that of its version.
-    Versions are numbered as the trainer numbers them, from 1.
+    The prefix of a request that is in flight during an update is computed again with the new weights, so each token's
+    logprob is that of its version. Versions are the trainer's numbers, from 1.
 
     Args:
-        endpoint: the server or workers.
-        model: the folder that the model was loaded from: its config stands beside the new weights.
-        folder: where they are written; the server must be able to read there.
+        endpoint: the server or servers.
+        model: the folder that the model was loaded from: its config is copied next to the new weights.
+        folder: where weights are written; the server must be able to read it.
     """
 
     def __init__(self, endpoint: Endpoint, model: str | Path, folder: str | Path) -> None:
@@ -297,22 +300,22 @@ class WeightTransfer:
         self.version = 0
 
     def init_weight_transfer(self) -> None:
-        """Nothing is kept open between two transfers."""
+        """Do nothing: no resource stays open between two transfers."""
 
     def pause(self) -> None:
-        """The update itself pauses the server, for as long as it takes and no longer."""
+        """Do nothing: the update itself pauses the server."""
 
     def resume(self) -> None:
-        """See :meth:`pause`."""
+        """Do nothing; see :meth:`pause`."""
 
     def destroy(self) -> None:
-        """See :meth:`init_weight_transfer`."""
+        """Do nothing; see :meth:`init_weight_transfer`."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Serve these weights from now on, as the next version.
+        """Load these weights into the server, as the next version.
 
         Raises:
-            EndpointError: a server did not take them, or could not flush its cache.
+            EndpointError: a server refused the weights, or could not flush its cache.
         """
         from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""``rollouts check``: verdicts, an example with its mask, and what an endpoint says it was sent."""
+"""``rollouts check``: verdicts, an example with its mask, and the echo of an endpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def printed(**subject: object) -> tuple[bool, str]:
 
 
 async def test_an_exact_model_passes_with_an_example() -> None:
-    """Each step, the dialect, and what is trained in another colour than what is not."""
+    """Each step, the dialect, and trained tokens in another colour than context."""
     good, text = await printed(model=DEMO)
     assert good
     assert "dialect hermes" in text
@@ -62,7 +62,7 @@ def recipe(endpoint):
 
 
 async def test_the_verdict_says_whether_calls_are_read(tmp_path: Path) -> None:
-    """``read`` passes; ``not read`` is refused with its reason, unless the user or the recipe asked for plain text."""
+    """``read`` passes; ``not read`` is refused with its reason, unless user or recipe chose the dialect ``plain``."""
     template, recipe = tmp_path / "chat.jinja", tmp_path / "sums.py"
     template.write_text(UNREAD)
     recipe.write_text(NAMES_A_DIALECT)
@@ -80,7 +80,7 @@ async def test_the_verdict_says_whether_calls_are_read(tmp_path: Path) -> None:
 
 
 async def test_a_template_that_forks_does_not_pass(tmp_path: Path) -> None:
-    """It says where, and what became of what; the exit code of the command is 1."""
+    """The output names the step and the change."""
     file = tmp_path / "chat.jinja"
     file.write_text(FORKS)
     good, text = await printed(model=DEMO, template=file)
@@ -89,7 +89,7 @@ async def test_a_template_that_forks_does_not_pass(tmp_path: Path) -> None:
 
 
 def test_the_command_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 exact, 1 not exact, 2 for what is not there."""
+    """0 exact, 1 not exact, 2 for a missing file or model."""
     file = tmp_path / "chat.jinja"
     file.write_text(FORKS)
     assert main(["check", "--model", DEMO]) == 0
@@ -99,8 +99,8 @@ def test_the_command_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureF
     assert "--model" in capsys.readouterr().err
 
 
-async def test_a_recipe_gives_its_tools_and_its_choice_of_history() -> None:
-    """The tools that the model would be told of are those that are tested."""
+async def test_a_recipe_supplies_tools_and_history() -> None:
+    """The self-test uses the tools of the recipe's environment."""
     good, text = await printed(model=DEMO, recipe=ROOT / "configs/calculator.py", options={"history": "fork"})
     assert good
     assert "4 tools · history: fork" in text
@@ -109,7 +109,7 @@ async def test_a_recipe_gives_its_tools_and_its_choice_of_history() -> None:
 
 
 async def test_an_endpoint_echoes_the_ids(tmp_path: Path) -> None:
-    """The ids that a server scored are those that were sent, each of them; the second time it knows them."""
+    """A server scores exactly the ids that were sent; the second request hits its prefix cache."""
     async with engine_process(DEMO_MODEL, tmp_path / "log") as engine:
         good, text = await printed(model=DEMO, endpoint=engine.url)
         assert good
@@ -123,8 +123,8 @@ async def test_an_endpoint_echoes_the_ids(tmp_path: Path) -> None:
         assert named
 
 
-async def test_an_endpoint_that_is_not_there_is_told() -> None:
-    """EndpointUnavailable, with the URL."""
+async def test_an_unreachable_endpoint_is_an_error() -> None:
+    """EndpointUnavailable names the URL."""
     with pytest.raises(EndpointUnavailable, match=r"127\.0\.0\.1:9"):
         await echo("http://127.0.0.1:9", [ExamplePart("opening", packed_tokens([1, 2]), False)])
 

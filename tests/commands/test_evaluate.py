@@ -1,4 +1,4 @@
-"""Evaluations on disk: gone on with, kept apart, and compared."""
+"""Evaluations on disk: resumed, separated, and compared."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def rows(path: Path) -> list[bytes]:
     return (path / "rollouts.jsonl").read_bytes().splitlines()
 
 
-def test_an_evaluation_that_was_stopped_is_gone_on_with(engine_url: str, tmp_path: Path) -> None:
-    """What is on disk stays and is not played again, but for a line that was cut off; the rest is added."""
+def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
+    """Rollouts on disk stay and are not played again, except one whose line was cut off; the rest is added."""
     out = tmp_path / "exam"
     line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2", "--out", str(out)]
     assert main(line) == 0
@@ -41,7 +41,7 @@ def test_an_evaluation_that_was_stopped_is_gone_on_with(engine_url: str, tmp_pat
 def test_another_sampling_is_another_evaluation(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rollouts at another temperature do not go into the same folder."""
+    """A folder never mixes rollouts of two temperatures."""
     out = tmp_path / "exam"
     line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "1", "--out", str(out)]
     assert main(line) == 0
@@ -51,7 +51,7 @@ def test_another_sampling_is_another_evaluation(
 
 
 def store(path: Path, rewards: dict[str, list[float]]) -> Path:
-    """An evaluation as it lies on disk."""
+    """Write an evaluation as it is stored on disk."""
     path.mkdir()
     samples = [Sample(prompt=prompt, reward=reward) for prompt, group in rewards.items() for reward in group]
     lines = [
@@ -62,8 +62,8 @@ def store(path: Path, rewards: dict[str, list[float]]) -> Path:
     return path
 
 
-def test_two_evaluations_are_compared_on_what_they_share(tmp_path: Path) -> None:
-    """Tasks of one alone do not count; better and worse are counted by task."""
+def test_two_evaluations_are_compared_on_their_common_tasks(tmp_path: Path) -> None:
+    """Tasks of only one do not count; better and worse count tasks."""
     before = store(tmp_path / "before", {"a": [0, 0], "b": [1, 0], "only before": [1, 1]})
     after = store(tmp_path / "after", {"a": [1, 1], "b": [0, 0], "only after": [0, 0]})
     console = Console(width=200, record=True)
@@ -74,7 +74,7 @@ def test_two_evaluations_are_compared_on_what_they_share(tmp_path: Path) -> None
 
 
 def test_names_of_folders_and_tasks_are_text(tmp_path: Path) -> None:
-    """Not markup, and no colour of an emoji: the heads of the columns are what was typed."""
+    """Not markup or emoji codes: the column headers are the paths as typed."""
     before, after = (store(tmp_path / name, {"[/INST] a": [0, 1]}) for name in ("[x]", ":smile:"))
     console = Console(width=400, record=True)
     compare_evaluations(before, after, (1,), console)
@@ -84,7 +84,7 @@ def test_names_of_folders_and_tasks_are_text(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
-    """With what is expected there."""
+    """The error names the expected file."""
     with pytest.raises(ConfigError, match=r"it holds eval\.json"):
         load_evaluation(tmp_path)
 
@@ -96,7 +96,7 @@ def test_a_folder_without_an_evaluation_is_refused(tmp_path: Path) -> None:
 def test_an_evaluation_is_not_written_into_a_run(
     tmp_path: Path, inside: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its engine's log would take the place of the run's; refused before a server is asked."""
+    """Its engine's log would replace the run's; the error comes before the first request."""
     RunWriter(tmp_path / "run").finish("finished")
     before = sorted((tmp_path / "run").rglob("*"))
     out = tmp_path / "run" / inside

@@ -1,4 +1,4 @@
-"""The command line, end to end on the embedded engine: what is printed, which exit code, what is left behind."""
+"""The command line, end to end on the embedded engine: output, exit codes, files and processes that remain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def command(*arguments: str, **options: object) -> subprocess.Popen[str]:
 
 
 def line_with(process: subprocess.Popen[str], text: str) -> str:
-    """Read standard output up to a line that holds ``text``."""
+    """Read standard output up to a line that contains ``text``."""
     assert process.stdout is not None
     for line in process.stdout:
         if text in line:
@@ -70,7 +70,7 @@ def run_folder(server: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_against_a_server_is_whole(run_folder: Path, server: str) -> None:
-    """Two batches of whole groups; run.json says recipe, server, options and versions; every law holds."""
+    """Two batches of whole groups; run.json contains recipe, server, options and versions; every law holds."""
     info = read_info(run_folder)
     assert (info["status"], info["recipe"], info["batches"]) == ("finished", "calculator", 2)
     assert info["endpoint"]["base_url"] == [server]
@@ -82,7 +82,7 @@ def test_a_run_against_a_server_is_whole(run_folder: Path, server: str) -> None:
 
 
 def test_a_run_starts_its_own_engine(tmp_path: Path) -> None:
-    """Without --endpoint the embedded engine serves the run, and is gone with it."""
+    """Without --endpoint the embedded engine serves the run, and ends with it."""
     process = command("run", CALCULATOR, "--out", str(tmp_path / "run"), *SMALL)
     out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, "")
@@ -110,7 +110,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_ends_the_run_and_costs_nothing(tmp_path: Path) -> None:
-    """When the engine is killed under a run, the run says so, exits 1, and keeps what is finished."""
+    """If the engine is killed, the run reports it, exits with 1, and keeps finished groups."""
     path = tmp_path / "run"
     process = command("run", CALCULATOR, "--out", str(path), "--batches", "100000", *SMALL)
     line_with(process, " kept")
@@ -172,7 +172,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
 def test_bad_input_is_one_clear_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, what and where and what was expected in one line, nothing on standard output, no folder made."""
+    """Exit code 2, one line with field, value and expectation, nothing on standard output, no folder created."""
     code = main([str(tmp_path / "run") if argument == "OUT" else argument for argument in arguments])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
@@ -183,7 +183,7 @@ def test_bad_input_is_one_clear_line(
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The GSM8K recipe says which file is not there."""
+    """The error of the GSM8K recipe names the missing file."""
     recipe = str(ROOT / "configs" / "gsm8k.py")
     arguments = ["--endpoint", server, "--data", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "run")]
     assert main(["run", recipe, *arguments]) == 2
@@ -196,7 +196,7 @@ def test_a_run_is_not_written_over(run_folder: Path, server: str, capsys: pytest
     assert "--overwrite replaces it" in capsys.readouterr().err
 
 
-def test_an_old_run_survives_a_server_that_is_not_there(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_run_survives_an_unreachable_server(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--overwrite deletes nothing before the new run can start."""
     arguments = ["--endpoint", "http://127.0.0.1:9", "--model", str(DEMO_MODEL), "--out", str(run_folder)]
     assert main(["run", CALCULATOR, *arguments, "--overwrite"]) == 2
@@ -221,7 +221,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_the_words_of_a_server_do_not_steer_the_terminal(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_of_a_server_does_not_control_the_terminal(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Escape sequences, C1 controls and bidirectional overrides of an error are shown, in its traceback too."""
     try:
         raise ValueError("cause \x1b]0;title\x07 \x9b31m")
@@ -249,7 +249,7 @@ def test_a_recorded_run_is_replayed_without_its_server(tmp_path: Path, capsys: p
 
 
 def test_a_run_is_rescored_without_its_server(run_folder: Path, tmp_path: Path) -> None:
-    """``rescore`` makes a run of other batches, which holds the laws."""
+    """``rescore`` writes a run of other batches, which keeps the laws."""
     options = ["--set", "batch_size=1", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
     assert main(["rescore", str(run_folder), "--recipe", CALCULATOR, "--out", str(tmp_path / "new"), *options]) == 0
     assert verify_run(tmp_path / "new").violations == []
@@ -260,7 +260,7 @@ def test_a_run_is_rescored_without_its_server(run_folder: Path, tmp_path: Path) 
 
 
 def test_show_lists_the_groups(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table of groups with prompt, rewards and outcome, and what to type next."""
+    """A table of groups with prompt, rewards and outcome, and the next command."""
     assert main(["show", str(run_folder)]) == 0
     out = capsys.readouterr().out
     assert "batch 0" in out
@@ -268,7 +268,7 @@ def test_show_lists_the_groups(run_folder: Path, capsys: pytest.CaptureFixture[s
     assert f"rollouts show {run_folder} --group" in out
 
 
-def test_show_gives_a_transcript(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_transcript(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One sample, by its number in a group or by its index: the tokens as text, with their numbers."""
     sample = load_run(run_folder)[1]
     assert main(["show", str(run_folder), "--group", str(sample.group_index), "--sample", "1"]) == 0
@@ -282,16 +282,16 @@ def test_show_gives_a_transcript(run_folder: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("arguments", [["--group", "99999"], ["--sample", "99999"]])
-def test_show_names_what_is_not_there(
+def test_show_names_a_missing_group_or_sample(
     run_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A group or sample that the run does not hold is bad input."""
+    """A group or sample that the run does not contain is bad input."""
     assert main(["show", str(run_folder), *arguments]) == 2
     assert f"{arguments[0]}: got 99999" in capsys.readouterr().err
 
 
-def test_verify_says_how_much_it_checked(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a law, with samples, calls and tokens; exit code 0."""
+def test_verify_prints_how_much_it_checked(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line per law, with samples, completions and tokens; exit code 0."""
     assert main(["verify", str(run_folder)]) == 0
     out, err = capsys.readouterr()
     assert [line[:5] for line in out.splitlines()[:5]] == [f"law {law}" for law in range(1, 6)]
@@ -323,7 +323,7 @@ def test_play_shows_an_episode(server: str, capsys: pytest.CaptureFixture[str]) 
 # -- the words themselves --
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """--version prints it and exits 0."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -333,7 +333,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("verb", ["run", "show", "play", "verify", "export", "replay", "rescore", "serve"])
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """--help says what it does and shows one command to type."""
+    """--help describes the verb and shows an example command."""
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
     assert ended.value.code == 0

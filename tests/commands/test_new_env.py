@@ -1,4 +1,4 @@
-"""``rollouts new-env``: what it writes passes its own tests and the check, and nothing is overwritten."""
+"""``rollouts new-env``: the written files pass their own tests and the check; nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_new_environment_passes_its_own_tests(tmp_path: Path) -> None:
 
 
 def test_a_new_environment_runs_on_the_embedded_engine(engine_url: str, tmp_path: Path) -> None:
-    """As its README says."""
+    """With the commands of its README."""
     new_environment("atlas_game", tmp_path)
     recipe, out = str(tmp_path / "atlas_game" / "recipe.py"), tmp_path / "run"
     options = {"keep": "all", "batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 16}
@@ -41,15 +41,15 @@ def test_a_new_environment_runs_on_the_embedded_engine(engine_url: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["", "Wordle", "word-game", "2048", "class", "a/b", ".."])
-def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
-    """Before anything is written."""
+def test_an_invalid_name_is_refused(name: str, tmp_path: Path) -> None:
+    """Before a file is written."""
     with pytest.raises(ConfigError, match=r"NAME: got .*a Python name in lower case"):
         new_environment(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """A folder that is there stays as it is; one to write into must exist."""
+    """An existing folder stays unchanged; the parent folder must exist."""
     (tmp_path / "wordle").mkdir()
     with pytest.raises(ConfigError, match="a folder that does not exist yet"):
         new_environment("wordle", tmp_path)

@@ -1,4 +1,4 @@
-"""A run from a command line, and how it goes on: on which server, with which model, and in whose folder."""
+"""``rollouts run`` and ``--resume``: server, model and folder of a resumed run."""
 
 from __future__ import annotations
 
@@ -42,81 +42,81 @@ MODEL = str(DEMO_MODEL)
 
 
 def a_server(model: str = MODEL) -> StubServer:
-    """A server that records who asks it, and names this model."""
+    """A server that records its requests and reports this model."""
     return StubServer(model_info={"model_path": model, "weight_version": "v1"})
 
 
 @pytest.fixture
-def aim(tmp_path: Path) -> RunTarget:
+def target(tmp_path: Path) -> RunTarget:
     (tmp_path / "small.py").write_text(RECIPE)
     return RunTarget(recipe=tmp_path / "small.py", batches=1)
 
 
-async def play(aim: RunTarget, out: Path, **options: Any) -> RunResult:
-    result = await launch(aim, out, "jsonl", options.pop("overwrite", False), Console(file=io.StringIO()), **options)
+async def play(target: RunTarget, out: Path, **options: Any) -> RunResult:
+    result = await launch(target, out, "jsonl", options.pop("overwrite", False), Console(file=io.StringIO()), **options)
     assert result is not None
     assert result.error is None, result.error
     return result
 
 
-async def go_on(out: Path, **fields: Any) -> RunResult:
-    """Resume for one batch more, with a command line that says nothing but ``fields``."""
+async def resume(out: Path, **fields: Any) -> RunResult:
+    """Resume for one more batch, with a command line that contains only ``fields``."""
     batches = int(read_info(out)["batches"]) + 1
     return await play(RunTarget(recipe=None, batches=batches, **fields), out, resume=True)
 
 
 def without_urls(info: dict[str, Any]) -> None:
-    """Make ``run.json`` what earlier versions wrote."""
+    """Turn ``run.json`` into that of an earlier version."""
     del info["command"]["endpoint"]
     del info["vocab_size"]
 
 
-# -- the server of a run that goes on --
+# -- the server of a resumed run --
 
 
-async def test_a_resumed_run_asks_the_servers_that_it_asked_before(aim: RunTarget, tmp_path: Path) -> None:
-    """All of them, without being given again; no engine is started."""
+async def test_a_resumed_run_uses_its_stored_servers(target: RunTarget, tmp_path: Path) -> None:
+    """All of them, without ``--endpoint``; no engine is started."""
     async with a_server() as one, a_server() as other:
-        await play(attrs.evolve(aim, urls=(one.url, other.url), batches=3), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(one.url, other.url), batches=3), tmp_path / "run")
         assert read_info(tmp_path / "run")["command"]["endpoint"] == [one.url, other.url]
         before = len(one.requests), len(other.requests)
         assert resumed_target(RunTarget(recipe=None), tmp_path / "run").urls == (one.url, other.url)
-        await go_on(tmp_path / "run")
+        await resume(tmp_path / "run")
         assert len(one.requests) + len(other.requests) > sum(before)
     assert not (tmp_path / "run" / "engine.log").exists()
 
 
-async def test_an_endpoint_on_the_command_line_replaces_the_stored_one(aim: RunTarget, tmp_path: Path) -> None:
-    """Only the new server is asked, and it is the one that the next resume asks."""
+async def test_an_endpoint_on_the_command_line_replaces_the_stored_one(target: RunTarget, tmp_path: Path) -> None:
+    """Only the new server gets requests, and the next resume uses it again."""
     async with a_server() as one, a_server() as other:
-        await play(attrs.evolve(aim, urls=(one.url,)), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(one.url,)), tmp_path / "run")
         before = len(one.requests)
-        await go_on(tmp_path / "run", urls=(other.url,))
+        await resume(tmp_path / "run", urls=(other.url,))
         first = len(other.requests)
-        await go_on(tmp_path / "run")
+        await resume(tmp_path / "run")
         assert (len(one.requests), before) == (before, before)
         assert 0 < first < len(other.requests)
     info = read_info(tmp_path / "run")
     assert info["endpoint"]["base_url"] == info["command"]["endpoint"] == [other.url]
 
 
-async def test_a_run_of_an_earlier_version_goes_on_at_its_endpoint(aim: RunTarget, tmp_path: Path) -> None:
-    """Its command holds no URLs; those of its endpoint are asked, also where an engine left its log."""
+async def test_a_run_of_an_earlier_version_resumes_at_its_endpoint(target: RunTarget, tmp_path: Path) -> None:
+    """Its command contains no URLs; those of its endpoint are used, even if the folder contains an engine's log."""
     async with a_server() as server:
-        await play(attrs.evolve(aim, urls=(server.url,)), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,)), tmp_path / "run")
         edit_info(tmp_path / "run", without_urls)
         before = len(server.requests)
-        await go_on(tmp_path / "run")
+        await resume(tmp_path / "run")
         assert len(server.requests) > before
         (tmp_path / "run" / "engine.log").touch()
         edit_info(tmp_path / "run", lambda info: (without_urls(info), info["endpoint"].update(model="Qwen/Qwen3-8B")))
         assert resumed_target(RunTarget(recipe=None), tmp_path / "run").urls == (server.url,)
 
 
-async def test_an_embedded_run_of_an_earlier_version_stays_embedded(aim: RunTarget, tmp_path: Path) -> None:
-    """Its endpoint names a port that its engine had; with the engine's log and its model, that is no server."""
+async def test_an_embedded_run_of_an_earlier_version_stays_embedded(target: RunTarget, tmp_path: Path) -> None:
+    """Its endpoint is the URL of its old engine: the engine's log and the model show that."""
     async with a_server() as server:
-        await play(attrs.evolve(aim, urls=(server.url,)), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,)), tmp_path / "run")
     edit_info(tmp_path / "run", without_urls)
     (tmp_path / "run" / "engine.log").touch()
     assert resumed_target(RunTarget(recipe=None), tmp_path / "run").urls == ()
@@ -124,60 +124,60 @@ async def test_an_embedded_run_of_an_earlier_version_stays_embedded(aim: RunTarg
     assert resumed_target(RunTarget(recipe=None), tmp_path / "run").urls == ("http://host:30000",)
 
 
-async def test_a_server_that_is_gone_is_named(aim: RunTarget, tmp_path: Path) -> None:
-    """A run does not go on elsewhere because its server does not answer."""
+async def test_a_server_that_is_gone_is_named(target: RunTarget, tmp_path: Path) -> None:
+    """A run never moves to another server because its own does not answer."""
     async with a_server() as server:
-        await play(attrs.evolve(aim, urls=(server.url,)), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,)), tmp_path / "run")
     before = (tmp_path / "run" / "run.json").read_bytes()
     with pytest.raises(EndpointUnavailable, match=f"no server answers at {server.url}"):
-        await go_on(tmp_path / "run")
+        await resume(tmp_path / "run")
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("given", ["again", "stored"])
 @pytest.mark.parametrize("model", [None, MODEL])
 async def test_a_server_of_another_model_is_refused(
-    aim: RunTarget, tmp_path: Path, given: str, model: str | None
+    target: RunTarget, tmp_path: Path, given: str, model: str | None
 ) -> None:
-    """By name, before a token is asked for and before the folder is touched, with --model and without."""
+    """The error comes before a token request and before the folder changes, with --model and without."""
     async with a_server() as server, a_server("Qwen/Qwen3-8B") as other:
-        await play(attrs.evolve(aim, urls=(server.url,), model=model), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,), model=model), tmp_path / "run")
         urls = (other.url,) if given == "again" else ()
         if given == "stored":
             edit_info(tmp_path / "run", lambda info: info["command"].update(endpoint=[other.url]))
         before = (tmp_path / "run" / "run.json").read_bytes()
         words = rf"--resume, server\.model: got 'Qwen/Qwen3-8B' at {other.url}; expected '{MODEL}'"
         with pytest.raises(ConfigError, match=words):
-            await go_on(tmp_path / "run", urls=urls)
+            await resume(tmp_path / "run", urls=urls)
         assert other.requests == []
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
-async def test_a_server_that_no_longer_names_its_model_is_refused(aim: RunTarget, tmp_path: Path) -> None:
-    """What cannot be seen to be the same is not taken for the same."""
+async def test_a_server_that_no_longer_names_its_model_is_refused(target: RunTarget, tmp_path: Path) -> None:
+    """A model that cannot be compared is not accepted."""
     async with a_server() as server, StubServer(model_info={"weight_version": "v1"}) as silent:
-        await play(attrs.evolve(aim, urls=(server.url,), model=MODEL), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,), model=MODEL), tmp_path / "run")
         with pytest.raises(ConfigError, match=r"--resume, server\.model: got None at .*; expected '"):
-            await go_on(tmp_path / "run", urls=(silent.url,))
+            await resume(tmp_path / "run", urls=(silent.url,))
 
 
-async def test_an_embedded_run_does_not_go_on_with_another_model(aim: RunTarget, tmp_path: Path) -> None:
+async def test_an_embedded_run_does_not_resume_with_another_model(target: RunTarget, tmp_path: Path) -> None:
     """Refused before the engine is started."""
     async with a_server("/models/first") as server:
-        await play(attrs.evolve(aim, urls=(server.url,), model=MODEL), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,), model=MODEL), tmp_path / "run")
     edit_info(tmp_path / "run", lambda info: info["command"].update(endpoint=[], model=None))
     words = rf"--resume, server\.model: got '{MODEL}' in the embedded engine; expected '/models/first'"
     for model in (None, MODEL):
         with pytest.raises(ConfigError, match=words):
-            await go_on(tmp_path / "run", model=model)
+            await resume(tmp_path / "run", model=model)
     assert not (tmp_path / "run" / "engine.log").exists()
 
 
-async def test_an_embedded_run_does_not_go_on_with_other_weights(aim: RunTarget, tmp_path: Path) -> None:
+async def test_an_embedded_run_does_not_resume_with_other_weights(target: RunTarget, tmp_path: Path) -> None:
     """The weights in the folder have changed; a copy of the same weights elsewhere is the same model."""
     model = tmp_path / "first"
     shutil.copytree(DEMO_MODEL, model)
-    await play(attrs.evolve(aim, model=str(model)), tmp_path / "run")
+    await play(attrs.evolve(target, model=str(model)), tmp_path / "run")
     model.rename(tmp_path / "second")
     result = await launch(
         RunTarget(recipe=None, model=str(tmp_path / "second"), batches=2),
@@ -192,51 +192,51 @@ async def test_an_embedded_run_does_not_go_on_with_other_weights(aim: RunTarget,
     weights = tmp_path / "second" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(ConfigError, match=r"--resume, weights: got [0-9a-f]{8} in .*second; expected [0-9a-f]{8}"):
-        await go_on(tmp_path / "run")
+        await resume(tmp_path / "run")
 
 
-async def test_another_vocabulary_is_refused(aim: RunTarget, tmp_path: Path) -> None:
-    """A server of the same name with a tokenizer of another size would give ids of another meaning."""
+async def test_another_vocabulary_is_refused(target: RunTarget, tmp_path: Path) -> None:
+    """With a tokenizer of another size the same ids would have another meaning."""
     async with a_server() as server:
-        await play(attrs.evolve(aim, urls=(server.url,)), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(server.url,)), tmp_path / "run")
         assert read_info(tmp_path / "run")["vocab_size"] == 509
         edit_info(tmp_path / "run", lambda info: info.update(vocab_size=151_936))
         before = len(server.requests)
         with pytest.raises(ConfigError, match="--resume, vocab_size: got 509; expected 151936"):
-            await go_on(tmp_path / "run")
+            await resume(tmp_path / "run")
         assert len(server.requests) == before
 
 
-async def test_a_password_of_a_url_is_asked_for_again(aim: RunTarget, tmp_path: Path) -> None:
-    """It is not stored, so the run does not go on without it."""
+async def test_a_password_of_a_url_is_required_again(target: RunTarget, tmp_path: Path) -> None:
+    """It is not stored, so the run does not resume without it."""
     async with a_server() as server:
         url = server.url.replace("//", "//me:secret@")
-        await play(attrs.evolve(aim, urls=(url,)), tmp_path / "run")
+        await play(attrs.evolve(target, urls=(url,)), tmp_path / "run")
         assert b"secret" not in (tmp_path / "run" / "run.json").read_bytes()
         before = len(server.requests)
         with pytest.raises(ConfigError, match=r"--endpoint: got .*; expected the URL with its user name and password"):
-            await go_on(tmp_path / "run")
+            await resume(tmp_path / "run")
         assert len(server.requests) == before
-        await go_on(tmp_path / "run", urls=(url,))
+        await resume(tmp_path / "run", urls=(url,))
         assert len(server.requests) > before
         resumed = resumed_target(RunTarget(recipe=None), tmp_path / "run")
-        assert stored_recipe(resumed, tmp_path / "run").endpoint.base_url == (server.url,), "a replay asks no server"
+        assert stored_recipe(resumed, tmp_path / "run").endpoint.base_url == (server.url,), "a replay needs no server"
 
 
-async def test_workers_of_a_resumed_run_ask_its_endpoint(aim: RunTarget, tmp_path: Path) -> None:
-    """The recipe that is played elsewhere is aimed at the stored servers."""
+async def test_workers_of_a_resumed_run_use_its_endpoint(target: RunTarget, tmp_path: Path) -> None:
+    """The recipe that workers play has the stored servers."""
     aimed_at: list[tuple[str, ...]] = []
 
     @contextlib.asynccontextmanager
-    async def elsewhere(aim: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
-        assert aim.recipe == tmp_path / "small.py"
+    async def elsewhere(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+        assert target.recipe == tmp_path / "small.py"
         aimed_at.append(recipe.endpoint.base_url)
         yield recipe.config
 
-    spread: Distribute = elsewhere
+    distribute: Distribute = elsewhere
     async with a_server() as server:
-        await play(attrs.evolve(aim, urls=(server.url,)), tmp_path / "run")
-        await play(RunTarget(recipe=None, batches=2), tmp_path / "run", resume=True, spread=spread)
+        await play(attrs.evolve(target, urls=(server.url,)), tmp_path / "run")
+        await play(RunTarget(recipe=None, batches=2), tmp_path / "run", resume=True, distribute=distribute)
         assert aimed_at == [(server.url,)]
 
 
@@ -244,11 +244,11 @@ async def test_workers_of_a_resumed_run_ask_its_endpoint(aim: RunTarget, tmp_pat
 
 
 @pytest.mark.parametrize("option", ["--out", "--resume"])
-async def test_a_live_run_is_left_alone(aim: RunTarget, tmp_path: Path, option: str) -> None:
-    """Neither replaced nor resumed: refused before a server is asked or an engine's log is written."""
+async def test_a_live_run_is_left_alone(target: RunTarget, tmp_path: Path, option: str) -> None:
+    """It is neither replaced nor resumed: the error comes before a request and before an engine's log is written."""
     async with a_server() as server:
-        aim = attrs.evolve(aim, urls=(server.url,))
-        await play(aim, tmp_path / "run")
+        target = attrs.evolve(target, urls=(server.url,))
+        await play(target, tmp_path / "run")
         before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
         asked = len(server.asked)
         how = {"resume": True} if option == "--resume" else {"overwrite": True}
@@ -256,6 +256,6 @@ async def test_a_live_run_is_left_alone(aim: RunTarget, tmp_path: Path, option: 
             Journal(tmp_path / "run" / "journal"),
             pytest.raises(ConfigError, match=f"{option}: got .*; expected a run that no other process is writing to"),
         ):
-            await play(attrs.evolve(aim, batches=2), tmp_path / "run", **how)
+            await play(attrs.evolve(target, batches=2), tmp_path / "run", **how)
         assert len(server.asked) == asked
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

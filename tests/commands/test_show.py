@@ -1,4 +1,4 @@
-"""Looking at a run while it goes on, after it was killed, and when it is finished: all three say what there is."""
+"""``rollouts show`` and the other readers on a run that is running, killed, or finished: each shows its groups."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.stored_runs import some_sample, spread, store_run
 
 STATES = ("goes on", "killed", "finished")
 FIRST = set(range(8))
-"""Groups that are settled before anybody looks."""
+"""Groups that are settled before the first look."""
 
 
 @attrs.frozen
 class Seen:
-    """What can be learned of a run."""
+    """The results of all readers of a run."""
 
     shown: str
     broken: list[str]
@@ -71,7 +71,7 @@ def look(path: Path) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """One run, looked at in its midst, after a kill there (inside a write), and at its end."""
+    """One run, read while it runs, after a kill at that point (inside a write), and at its end."""
     return anyio.run(_seen, tmp_path_factory.mktemp("runs"))
 
 
@@ -116,14 +116,14 @@ async def _seen(folder: Path) -> dict[str, Seen]:
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_run_verifies_in_every_state(seen: dict[str, Seen], state: str) -> None:
-    """What is there keeps the laws; what cannot be compared yet is said."""
+    """Stored groups keep the laws; a note names the comparison that is not possible yet."""
     assert seen[state].broken == []
     assert any("is active or was killed" in note for note in seen[state].notes) == (state != "finished")
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_run_is_shown_and_exported_in_every_state(seen: dict[str, Seen], state: str) -> None:
-    """Every group that was settled, whether a file or only the journal has it; of a torn line, nothing."""
+    """Every settled group, whether a file or only the journal contains it; nothing of a torn line."""
     assert seen[state].groups >= FIRST
     assert (seen[state].groups == FIRST) == (state != "finished")
     assert "batch 0" in seen[state].shown

@@ -1,4 +1,4 @@
-"""A server that spells in its own way, and calls an adder until it has been answered often enough."""
+"""A stub server whose replies use unusual token ids, and call an adder twice before the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenSage's workflow on a toy benchmark: exact tokens, and everything launched is closed however it ends."""
+"""OpenSage's workflow on a toy benchmark: exact tokens, and the sandbox closes however the session ends."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def args_of(server: StubServer) -> Namespace:
     )
 
 
-def asked(**fields: Any) -> Any:
+def requested_sample(**fields: Any) -> Any:
     return records().sample(**{"index": 0, "group_index": 0, "prompt": "5 + 3?", "label": "8", **fields})
 
 
@@ -107,11 +107,11 @@ def guide(asset: Callable[[str], Path]) -> str:
 
 
 async def test_the_workflow_of_the_guide_runs(asset: Any, server: StubServer) -> None:
-    """As it stands there but for the import: exact tokens, the benchmark's reward, one sandbox for the session."""
+    """Unchanged but for the import: exact tokens, the benchmark's reward, one sandbox for the session."""
     names: dict[str, Any] = {}
     exec(compile(guide(asset), "the guide", "exec"), names)
     results: list[Any] = []
-    samples = [asked(index=index) for index in range(2)]
+    samples = [requested_sample(index=index) for index in range(2)]
     await names["workflow"](args_of(server), samples, SAMPLING, results)
     assert results == samples
     assert [sample.reward for sample in results] == [1.0, 1.0]
@@ -131,7 +131,7 @@ async def test_the_workflow_of_the_guide_runs(asset: Any, server: StubServer) ->
 async def test_a_session_is_an_asynchronous_block_too(server: StubServer, benchmark: str) -> None:
     """For sandboxes of either kind."""
     async with opensage.create("vul_agent", benchmark).init_session() as session:
-        sample = await session.slime_generate(args_of(server), asked(), SAMPLING)
+        sample = await session.slime_generate(args_of(server), requested_sample(), SAMPLING)
     assert sample.reward == 1.0
     assert (EVENTS[0], EVENTS[-1]) == ("launched", "cleaned up")
 
@@ -142,25 +142,25 @@ async def test_a_session_that_is_cancelled_cleans_up(benchmark: str) -> None:
     async with StubServer(faults=["hang"]) as server:
         with anyio.move_on_after(1) as scope:
             async with opensage.create("vul_agent", benchmark).init_session() as session:
-                await session.slime_generate(args_of(server), asked(), SAMPLING)
+                await session.slime_generate(args_of(server), requested_sample(), SAMPLING)
     assert scope.cancelled_caught
     assert EVENTS == ["launched", "agent closed", "cleaned up"]
 
 
 async def test_a_failure_is_left_out_of_the_loss_with_its_reason(server: StubServer) -> None:
-    """A reward that raises, and a server that refuses; the session goes on."""
+    """A reward that raises, and a server that refuses; the session stays usable."""
     with opensage.create("vul_agent", "secodeplt").init_session() as session:
-        lost = await session.slime_generate(args_of(server), asked(label="raise"), SAMPLING)
-        kept = await session.slime_generate(args_of(server), asked(), SAMPLING)
+        lost = await session.slime_generate(args_of(server), requested_sample(label="raise"), SAMPLING)
+        kept = await session.slime_generate(args_of(server), requested_sample(), SAMPLING)
     assert (lost.remove_sample, lost.reward) == (True, 0.0)
     assert "no referee" in lost.metadata["failure"]
     assert (kept.remove_sample, kept.reward) == (False, 1.0)
 
 
-async def test_what_is_not_there_says_why() -> None:
-    """An agent, a benchmark, a package that it needs, and a session that is not open."""
-    with pytest.raises(ValueError, match=r"agent: got 'nobody'.*vul_agent"):
-        opensage.create("nobody", "secodeplt")
+async def test_an_unavailable_object_is_an_error_with_its_reason() -> None:
+    """An agent, a benchmark, a missing package, and a session that is not open."""
+    with pytest.raises(ValueError, match=r"agent: got 'unknown'.*vul_agent"):
+        opensage.create("unknown", "secodeplt")
     with pytest.raises(ValueError, match="benchmark: got 'nothing'"):
         opensage.create("vul_agent", "nothing")
     with pytest.raises(ConfigError, match=r"unavailable because ModuleNotFoundError.*no_such_package_here"):
@@ -169,7 +169,7 @@ async def test_what_is_not_there_says_why() -> None:
     with pytest.raises(ConfigError, match="async with"):
         opensage.create("vul_agent", "launched").init_session().__enter__()
     with pytest.raises(ConfigError, match="not open"):
-        await opensage.create("vul_agent", "secodeplt").init_session().slime_generate(None, asked(), {})
+        await opensage.create("vul_agent", "secodeplt").init_session().slime_generate(None, requested_sample(), {})
 
 
 def test_a_path_names_an_agent_and_a_benchmark_too() -> None:

@@ -1,4 +1,4 @@
-"""strands-env's names: the code of its guide runs with other import lines, and each generation means the same."""
+"""strands-env's API: the code of its guide runs with other import lines, in each version of its names."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def run_guide(asset: Any, url: str, tokenizer: Any, **sampling: Any) -> tu
 
 
 async def test_the_code_of_the_guide_runs_and_is_exact(asset: Any, server: StubServer, demo_tokenizer: Any) -> None:
-    """With a server that spells in its own way: every request is a prefix of the tokens, the columns fit."""
+    """With a server whose token ids no tokenizer would choose: every request is a prefix of the tokens."""
     sample, reward = await run_guide(asset, server.url, demo_tokenizer)
     assert reward == 1.0
     assert len(server.requests) == 3
@@ -91,7 +91,7 @@ async def test_the_code_of_the_guide_runs_and_is_exact(asset: Any, server: StubS
 async def test_the_code_of_the_guide_runs_on_the_embedded_engine(
     asset: Any, engine_url: str, demo_tokenizer: Any
 ) -> None:
-    """With a model that says what it likes."""
+    """With a real model, whose replies are arbitrary."""
     sample, _ = await run_guide(asset, engine_url, demo_tokenizer, max_new_tokens=300)
     assert sum(sample.loss_mask) > 0
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
@@ -118,10 +118,10 @@ async def test_the_newer_names_mean_the_same(server: StubServer, demo_tokenizer:
 
 
 @pytest.mark.parametrize("limit", [{"max_tool_iters": 1}, {"max_tool_iterations": 1}], ids=["new", "old"])
-async def test_what_ends_an_episode_is_a_reason_with_its_error(
+async def test_an_error_that_ends_an_episode_becomes_its_reason(
     server: StubServer, demo_tokenizer: Any, limit: dict[str, int]
 ) -> None:
-    """A limit keeps its tokens; a server that is gone is a connection error."""
+    """A limit keeps the tokens; an unreachable server is a connection error."""
     environment = Adding(model_factory=factory(server, demo_tokenizer), **limit)
     result = await environment.step(Action(message="5 + 3?", task_context=TaskContext()))
     assert result.termination_reason is TerminationReason.MAX_TOOL_ITERATIONS_REACHED
@@ -132,8 +132,8 @@ async def test_what_ends_an_episode_is_a_reason_with_its_error(
     assert (lost.termination_reason, lost.error is None) == (TerminationReason.CONNECTION_ERROR, False)
 
 
-async def test_a_conversation_is_gone_on_with(server: StubServer, demo_tokenizer: Any) -> None:
-    """The history of a task is shown, and is not among the new messages."""
+async def test_a_conversation_history_is_continued(server: StubServer, demo_tokenizer: Any) -> None:
+    """The model sees the history of a task; the result contains only new messages."""
     history = [{"role": "user", "content": [{"text": "Hello."}]}, {"role": "assistant", "content": [{"text": "Hi."}]}]
     environment = Adding(model_factory=factory(server, demo_tokenizer))
     result = await environment.step(Action(message="5 + 3?", task_context=TaskContext(conversation_history=history)))
@@ -141,7 +141,7 @@ async def test_a_conversation_is_gone_on_with(server: StubServer, demo_tokenizer
     assert "Hi." in demo_tokenizer.decode(result.rollout.token_ids)
 
 
-def test_options_that_are_not_known_are_refused() -> None:
-    """By name."""
+def test_unknown_options_are_refused() -> None:
+    """The error names them."""
     with pytest.raises(ConfigError, match="max_turns"):
         Environment(model_factory=lambda: None, max_turns=3)

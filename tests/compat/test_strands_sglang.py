@@ -1,4 +1,4 @@
-"""strands-sglang's names, of every generation, around a real Strands agent: exact tokens whatever they are called."""
+"""strands-sglang's API, of all its versions, around a real Strands agent: exact tokens under every name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def causes(error: BaseException | None) -> list[type[BaseException]]:
 
 
 async def test_the_tokens_are_those_of_the_requests_and_the_replies(server: StubServer, demo_tokenizer: Any) -> None:
-    """Under the old name and the new one; the mask is what was sampled, and prompts have no logprob to speak of."""
+    """Under the old name and the new one; the mask marks sampled tokens, and context tokens have logprob 0."""
     model = model_of(server, demo_tokenizer, sampling_params={"max_new_tokens": 200, "skip_special_tokens": False})
     await agent_of(model).invoke_async("What is 5 + 3?")
     rollout = model.rollout
@@ -101,7 +101,7 @@ async def test_the_tokens_are_those_of_the_requests_and_the_replies(server: Stub
 
 
 async def test_a_call_that_cannot_be_read_is_answered_and_no_tool_runs(demo_tokenizer: Any) -> None:
-    """Nothing is repaired: the model is told what is wrong."""
+    """Nothing is repaired: the model gets an error message."""
     said = ['<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>', "Done."]
 
     def reply(input_ids: list[int], sampling_params: dict[str, Any]) -> list[int]:
@@ -140,7 +140,7 @@ async def test_limits_end_the_loop_before_a_tool_runs_for_nothing(
 
 
 async def test_calls_beyond_the_parallel_limit_are_answered(demo_tokenizer: Any) -> None:
-    """The first runs; the second is told that it did not."""
+    """The first runs; the result of the second is an error."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
     said = [call + call, "Done."]
 
@@ -153,8 +153,8 @@ async def test_calls_beyond_the_parallel_limit_are_answered(demo_tokenizer: Any)
     assert (limiter.cancelled_tool_call_count, RAN) == (1, [1])
 
 
-async def test_what_the_server_says_is_an_error_by_its_old_name(demo_tokenizer: Any) -> None:
-    """An abort is no answer, an overflow and a cut are Strands' own errors, and nobody is a connection error."""
+async def test_errors_of_the_server_have_their_old_names(demo_tokenizer: Any) -> None:
+    """An abort is an error, an overflow and a cut are Strands' own errors, no server is a connection error."""
     for fault, kind in (("abort", SGLangClientError), ("error_context", ContextWindowOverflowException)):
         async with StubServer(faults=[fault]) as server:
             with pytest.raises(Exception, match=r".") as raised:
@@ -170,10 +170,10 @@ async def test_what_the_server_says_is_an_error_by_its_old_name(demo_tokenizer: 
 
 
 async def test_a_conversation_that_was_changed_is_refused(server: StubServer, demo_tokenizer: Any) -> None:
-    """And after ``reset`` another one begins."""
+    """After ``reset`` another one starts."""
     model = model_of(server, demo_tokenizer)
     await agent_of(model).invoke_async("What is 5 + 3?")
-    with pytest.raises(ConfigError, match="behind the model's back"):
+    with pytest.raises(ConfigError, match="the earlier conversation was changed"):
         await agent_of(model).invoke_async("Something else.")
     model.reset()
     assert len(model.rollout) == 0
@@ -188,8 +188,8 @@ def test_clients_are_shared() -> None:
     assert SGLangClient.from_slime_args(args).base_url == "http://127.0.0.1:9"
 
 
-def test_what_is_not_known_is_refused(demo_tokenizer: Any) -> None:
-    """Parsers, sampling parameters and what is not kept, by name."""
+def test_unknown_options_are_refused(demo_tokenizer: Any) -> None:
+    """Parsers, sampling parameters and unsupported options; the error names them."""
     with pytest.raises(ConfigError, match="tool_parser"):
         get_tool_parser("llama")
     with pytest.raises(ConfigError, match="repetition"):
@@ -201,7 +201,7 @@ def test_what_is_not_known_is_refused(demo_tokenizer: Any) -> None:
 
 
 def test_every_name_is_there() -> None:
-    """Of the first generation, the second and the last."""
+    """Those of the first version, the second and the last."""
     for name in strands_sglang.__all__:
         assert getattr(strands_sglang, name) is not None
     parsers = [getattr(strands_sglang, name)().name for name in ("HermesToolParser", "QwenXMLToolParser")]

@@ -1,4 +1,4 @@
-"""What is shown: the numbers of the run, and nothing that changes it."""
+"""Progress display: it shows the metrics of the run and does not change it."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ async def test_the_panel_shows_where_the_groups_are(manager: AsyncRolloutManager
         assert part in text
 
 
-async def test_a_plain_line_says_the_same(manager: AsyncRolloutManager) -> None:
-    """Without a terminal one line has all of it."""
+async def test_a_plain_line_has_the_same_fields(manager: AsyncRolloutManager) -> None:
+    """Without a terminal one line contains all of them."""
     line = plain_line(manager, batches=2)
     assert "\n" not in line
     assert f"{manager.accounting.dropped} dropped · {manager.accounting.failed} failed" in line
 
 
 async def test_the_live_panel_is_drawn_on_a_terminal(manager: AsyncRolloutManager) -> None:
-    """On a terminal the panel appears at once, and the cursor is given back when it is cancelled."""
+    """On a terminal the panel appears at once, and the cursor is restored when it is cancelled."""
     console = Console(file=io.StringIO(), force_terminal=True, width=90)
     async with anyio.create_task_group() as tasks:
 
@@ -73,8 +73,8 @@ async def test_the_live_panel_is_drawn_on_a_terminal(manager: AsyncRolloutManage
     assert console.file.getvalue().endswith("\x1b[2K") or "\x1b[?25h" in console.file.getvalue()
 
 
-async def test_the_summary_adds_up_and_says_what_next(tmp_path: Path) -> None:
-    """The end says the sum, the batches' rewards, the folder, and two commands to type."""
+async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -> None:
+    """It contains the accounting, the batches' rewards, the folder, and two commands."""
     recipe = a_recipe()
     writer = RunWriter(tmp_path / "run", recipe.describe())
     result = await run(recipe, writer)
@@ -86,7 +86,7 @@ async def test_the_summary_adds_up_and_says_what_next(tmp_path: Path) -> None:
 
 
 async def test_the_summary_names_the_faults_of_calls(tmp_path: Path) -> None:
-    """The commonest first; nothing is said where all calls ran."""
+    """The most frequent first; no line if all calls ran."""
     with anyio.fail_after(60):
         writer = RunWriter(tmp_path / "run", {})
         result = await run(a_recipe(batches=1), writer=writer)
@@ -111,7 +111,7 @@ SHOWN = "[/INST] [x] :smile: ␛[2J<U+009B><U+202E>"
 
 
 async def test_a_prompt_is_text_and_not_markup(manager: AsyncRolloutManager, tmp_path: Path) -> None:
-    """Tags of Mistral's and Llama's templates are shown; nothing of a stored row steers the terminal."""
+    """Tags of Mistral's and Llama's templates are shown; no stored text controls the terminal."""
     (row, *_) = read_rows(tmp_path / "run", "all")
     for prompt in (HOSTILE, [{"role": "user", "content": HOSTILE}]):
         hostile = attrs.evolve(row, data={**row.data, "prompt": prompt, "batch": HOSTILE})

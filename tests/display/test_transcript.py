@@ -1,4 +1,4 @@
-"""Transcripts: the stored tokens as text, each reply in colour, its numbers beside it."""
+"""Transcripts: the stored tokens as text, each reply in colour with its metrics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ids(renderer: Renderer, text: str) -> list[int]:
 
 
 def test_the_text_is_decoded_from_the_stored_tokens(renderer: Renderer) -> None:
-    """What is shown is what the tokens say, not what the messages say; the numbers stand beside it."""
+    """The text is that of the tokens, not of the messages; the metrics follow it."""
     reply = [*ids(renderer, " The answer is 3."), *renderer.stop_token_ids[:1]]
     text = shown(transcript(played(renderer, reply, [-0.5] * len(reply)), renderer.decode))
     assert "The answer is 3.<|im_end|>" in text
@@ -69,7 +69,7 @@ def test_the_text_is_decoded_from_the_stored_tokens(renderer: Renderer) -> None:
 
 
 def test_trained_tokens_are_coloured_by_their_logprob(renderer: Renderer) -> None:
-    """A likely token is green, an unlikely one yellow, a surprise red; context has no colour of these."""
+    """A likely token is green, a less likely one yellow, an unlikely one red; context has none of these colours."""
     reply = ids(renderer, " The answer is 3.")
     logprobs = [-0.01] * len(reply)
     logprobs[0], logprobs[1] = -1.5, -6.0
@@ -80,7 +80,7 @@ def test_trained_tokens_are_coloured_by_their_logprob(renderer: Renderer) -> Non
     assert "\x1b[32m" in text
 
 
-def test_messages_stand_in_where_there_is_no_tokenizer(renderer: Renderer) -> None:
+def test_messages_replace_tokens_without_a_tokenizer(renderer: Renderer) -> None:
     """Without a decoder the conversation is shown as text."""
     reply = ids(renderer, " The answer is 3.")
     text = shown(transcript(played(renderer, reply, [-0.5] * len(reply)), None))
@@ -89,13 +89,13 @@ def test_messages_stand_in_where_there_is_no_tokenizer(renderer: Renderer) -> No
 
 
 def test_a_sample_without_tokens_shows_its_failure() -> None:
-    """A rollout that failed at once has its reason."""
+    """The transcript of a rollout that failed at once is its failure."""
     sample = Sample(prompt="q", failure=Failure.of(EnvironmentFailure("no world")))
     assert "EnvironmentFailure at here: no world" in shown(transcript(sample, None))
 
 
 def test_pieces_cover_a_sequence_without_a_gap(renderer: Renderer) -> None:
-    """Replies and what stands between them follow each other from the first token to the last."""
+    """Replies and context follow each other from the first token to the last."""
     sample = played(renderer, ids(renderer, " yes"), [-0.1] * len(ids(renderer, " yes")))
     pieces = list(pieces_of(sample.completions, len(sample) + 5))
     assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
@@ -113,7 +113,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     + [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))],
     ids=lambda character: f"{ord(character):04X}",
 )
-def test_what_steers_a_terminal_or_the_order_of_a_line_is_shown_by_its_number(character: str) -> None:
+def test_a_character_that_controls_the_terminal_is_shown_by_its_number(character: str) -> None:
     """C1 controls (U+009B begins an escape sequence), bidirectional controls, line separators, lone surrogates."""
     assert visible(f"a{character}b") == f"a<U+{ord(character):04X}>b"
 
@@ -128,8 +128,8 @@ HOSTILE = "[/b] [x] :smile: \x1b[2J \x9b31m \u202e"
 SHOWN = "[/b] [x] :smile: ␛[2J <U+009B>31m <U+202E>"
 
 
-def test_nothing_foreign_in_a_transcript_is_markup_or_steers_the_terminal() -> None:
-    """Role, content and call of a message; label; kind, place and words of a failure; finish reason and version."""
+def test_foreign_text_in_a_transcript_is_neither_markup_nor_control() -> None:
+    """Role, content and call of a message; label; kind, place and text of a failure; finish reason and version."""
     failure = Failure(HOSTILE, f"words {HOSTILE}", f"place {HOSTILE}", "")
     call = {"function": {"name": HOSTILE}}
     messages = [

@@ -1,4 +1,4 @@
-"""Configs that tests play in workers: made by functions of a module, so that they can be pickled."""
+"""Configs that tests play in workers, created by module-level functions, which can be pickled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def reward(sample: Sample) -> float:
-    """Knows the label as it was given: a tuple, which MessagePack has not."""
+    """Check that the label is still a tuple, a type that MessagePack lacks."""
     assert isinstance(sample.label, tuple)
     return float(sample.tokens[-1] % 2)
 
@@ -67,14 +67,14 @@ def failing() -> RolloutConfig:
 
 
 def deadly(tombs: Path) -> RolloutConfig:
-    """Whoever first plays rollout 5 or 18 kills its process, after the rest of its group is finished."""
+    """The first worker that plays rollout 5 or 18 kills its process, after the rest of its group is finished."""
 
     async def generate_or_die(prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
         tomb = tombs / str(prompt.index)
         if prompt.index in (5, 18) and not tomb.exists():
             tomb.touch()
-            await anyio.sleep(0.2)  # so that what is finished has been sent
+            await anyio.sleep(0.2)  # until finished rollouts have been sent
             os.kill(os.getpid(), signal.SIGKILL)
         return await generate(prompts)
 
@@ -89,7 +89,7 @@ def deadly(tombs: Path) -> RolloutConfig:
 
 
 def stillborn(tombs: Path) -> RolloutConfig:
-    """The first process that asks for it dies at once, as with its node."""
+    """The first process that calls this dies at once, as if its node died."""
     tomb = tombs / "stillborn"
     if not tomb.exists():
         tomb.touch()
@@ -98,7 +98,7 @@ def stillborn(tombs: Path) -> RolloutConfig:
 
 
 def located(folder: Path) -> RolloutConfig:
-    """Leaves a file named after each node of a Ray cluster that plays."""
+    """Creates a file named after each Ray node that plays."""
 
     async def generate_somewhere(prompts: Sequence[Prompt]) -> list[Sample]:
         import ray
@@ -110,7 +110,7 @@ def located(folder: Path) -> RolloutConfig:
 
 
 def slow() -> RolloutConfig:
-    """Groups of four whose last rollout takes four seconds; tried as often as need be."""
+    """Groups of four whose last rollout takes four seconds, with five attempts each."""
 
     async def generate_slowly(prompts: Sequence[Prompt]) -> list[Sample]:
         await anyio.sleep(4.0 if (prompts[0].index or 0) % 4 == 3 else 0.05)
@@ -122,7 +122,7 @@ def slow() -> RolloutConfig:
 
 
 async def batches(config: RolloutConfig, count: int = 2) -> tuple[list[Sample], AsyncRolloutManager]:
-    """Samples of so many batches."""
+    """Play ``count`` batches; return their samples and the manager."""
     samples: list[Sample] = []
     async with AsyncRolloutManager(config, DataBuffer(PROMPTS)) as manager:
         for _ in range(count):

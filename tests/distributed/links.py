@@ -1,4 +1,4 @@
-"""Workers in the process of the test: real players behind links that a test can cut."""
+"""Workers inside the test's process: real players behind links that a test can cut."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class LocalLink:
         self.back.close()
 
     def cut(self) -> None:
-        """Let the worker die."""
+        """Kill the worker."""
         self.scope.cancel()
 
 
 @attrs.define(eq=False)
 class Local:
-    """Starts players, and keeps all that it ever started."""
+    """Starts players and records their links."""
 
     tasks: TaskGroup
     config: RolloutConfig
@@ -59,10 +59,10 @@ class Local:
 
     async def connect(self, number: int) -> LocalLink:
         if self.refuses:
-            raise ConfigError("there is no room")
-        there, back = anyio.create_memory_object_stream[bytes](100)
+            raise ConfigError("records is no room")
+        records, back = anyio.create_memory_object_stream[bytes](100)
         link = LocalLink(Player(self.config, **self.options), anyio.CancelScope(), back)
-        await self.tasks.start(_work, link, there)
+        await self.tasks.start(_work, link, records)
         self.links.append(link)
         return link
 
@@ -77,11 +77,11 @@ async def local_workers(config: RolloutConfig, count: int, **options: Any) -> As
         tasks.cancel_scope.cancel()
 
 
-async def _work(link: LocalLink, there: MemoryObjectSendStream[bytes], *, task_status: Any) -> None:
-    with there, link.scope:
+async def _work(link: LocalLink, records: MemoryObjectSendStream[bytes], *, task_status: Any) -> None:
+    with records, link.scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.player.run)
-            await link.player.at_work.wait()
+            await link.player.started.wait()
             task_status.started()
             while True:
-                await there.send(await link.player.collect())
+                await records.send(await link.player.collect())

@@ -1,4 +1,4 @@
-"""Sharing groups out: whoever plays them, the manager's laws hold."""
+"""Distribution of groups among workers: the manager's laws hold whichever worker plays them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed.links import local_workers
 
 
 async def test_the_rollouts_of_a_group_go_to_one_worker() -> None:
-    """And groups to all of them."""
+    """Groups are distributed over all workers."""
     where: dict[int, set[int]] = defaultdict(set)
     config = games.config()
     async with local_workers(config, 3) as (local, workers):
@@ -40,8 +40,8 @@ async def test_the_rollouts_of_a_group_go_to_one_worker() -> None:
     assert set.union(*where.values()) == {0, 1, 2}
 
 
-async def test_the_collector_is_calm_where_rollouts_are_played() -> None:
-    """A worker is a run of its own: a full collection does not walk what was there before it."""
+async def test_a_worker_freezes_the_garbage_collector() -> None:
+    """A full collection in a worker skips the objects that existed before its first rollout."""
     seen: list[int] = []
 
     async def note(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -74,7 +74,7 @@ async def test_a_dead_worker_costs_an_attempt_and_no_rollout() -> None:
 
 
 async def test_without_attempts_left_a_death_costs_the_group() -> None:
-    """And says so."""
+    """The error names the worker's death."""
     config = attrs.evolve(games.config(attempts=1), on_failure="stop")
     async with local_workers(config, 1) as (local, workers):
 
@@ -106,14 +106,14 @@ async def test_failures_keep_their_cause() -> None:
 
 
 async def test_a_law_that_breaks_in_a_worker_stops_the_run() -> None:
-    """As it does without workers."""
+    """The behaviour is the same without workers."""
     async with local_workers(games.lawless(), 2) as (_, workers):
         with pytest.raises(TokenMismatchError, match="not those that were sent"):
             await games.batches(workers.config(games.lawless()))
 
 
 async def test_workers_that_only_die_stop_the_run() -> None:
-    """Rather than being replaced for ever."""
+    """They are not replaced for ever."""
     async with local_workers(games.config(), 1) as (local, workers):
         async with anyio.create_task_group() as tasks:
 
@@ -130,7 +130,7 @@ async def test_workers_that_only_die_stop_the_run() -> None:
 
 
 async def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_the_others() -> None:
-    """The run goes on, and so do the groups that were at home there."""
+    """The run continues, with the groups of the dead worker."""
     async with local_workers(games.config(), 2) as (local, workers):
 
         async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -145,8 +145,8 @@ async def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_the_others() 
     assert (workers.deaths, len(local.links)) == (1, 2)
 
 
-async def test_what_nobody_waits_for_is_stopped_where_it_is_played() -> None:
-    """A manager that closes leaves nothing in work in a worker."""
+async def test_a_cancelled_rollout_is_cancelled_in_its_worker() -> None:
+    """A manager that closes leaves no rollout in flight in a worker."""
     begun = anyio.Event()
 
     async def hang(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -167,7 +167,7 @@ async def test_what_nobody_waits_for_is_stopped_where_it_is_played() -> None:
 
 
 async def test_many_samples_come_in_one_message() -> None:
-    """At least 32 where a player is told to wait for them, but for the last of all."""
+    """With ``at_least=32`` every message but the last has at least 32."""
     config = attrs.evolve(games.config(), batch_size=64, n_samples_per_prompt=4)
     async with local_workers(config, 1, at_least=32, linger=5.0) as (_, workers):
         samples, _ = await games.batches(workers.config(config), 1)
@@ -175,8 +175,8 @@ async def test_many_samples_come_in_one_message() -> None:
     assert workers.rollouts / workers.messages >= 32
 
 
-async def test_what_a_sample_brings_is_bounded() -> None:
-    """Nine bytes a token, the words of its messages, and at most 700 bytes beside: nothing twice."""
+async def test_the_bytes_of_a_sample_are_bounded() -> None:
+    """Nine bytes a token, the text of its messages, and at most 700 bytes more."""
     config = attrs.evolve(games.config(), batch_size=16, n_samples_per_prompt=4)
     async with local_workers(config, 1, at_least=32, linger=5.0) as (_, workers):
         samples, _ = await games.batches(workers.config(config), 1)
@@ -186,22 +186,22 @@ async def test_what_a_sample_brings_is_bounded() -> None:
 
 
 async def test_a_group_begins_with_one_message() -> None:
-    """Requests that are made in one turn of the loop travel together."""
+    """Requests of one event loop iteration travel together."""
     config = games.config()
     async with local_workers(config, 1) as (local, workers):
         await games.batches(workers.config(config), 1)
     assert local.links[0].orders <= 3
 
 
-async def test_a_prompt_that_cannot_travel_is_refused_by_name() -> None:
-    """Before it is sent."""
+async def test_a_prompt_that_cannot_be_pickled_is_an_error() -> None:
+    """It is raised before the request is sent."""
     async with local_workers(games.config(), 1) as (_, workers):
         with pytest.raises(ConfigError, match="can be pickled for a worker"):
             await workers.generate([Prompt("x", label=lambda: 0, group_index=0, index=0)])
 
 
 async def test_turns_of_a_worker_are_journaled_here(tmp_path: Path) -> None:
-    """Each as it ends; so a run that is killed goes on from the last turn of an episode."""
+    """Each when it ends, so a killed run resumes from the last turn of an episode."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         samples = await games.generate(prompts)

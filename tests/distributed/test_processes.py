@@ -1,4 +1,4 @@
-"""Workers that are processes: the same samples as without, whatever dies."""
+"""Workers as processes: the same samples as without workers, whichever process dies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def in_order(samples: list[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda sample: sample.index or 0)
 
 
-async def test_two_processes_give_what_one_gives() -> None:
-    """The same samples, field by field and token by token; only tuples come back as the lists that JSON has."""
+async def test_two_processes_produce_the_samples_of_one() -> None:
+    """Field by field and token by token."""
     alone, _ = await games.batches(games.config())
     async with in_processes(games.config, workers=2) as workers:
         shared, manager = await games.batches(workers.config(games.config()))
@@ -34,7 +34,7 @@ async def test_two_processes_give_what_one_gives() -> None:
 
 
 async def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    """What it had finished is kept, what it had in work is played again, and the numbers add up."""
+    """Its finished rollouts count, those in flight are played again, and the accounting adds up."""
     factory = functools.partial(games.deadly, tmp_path)
     async with in_processes(factory, workers=2) as workers:
         shared, manager = await games.batches(workers.config(factory()), 1)
@@ -48,8 +48,8 @@ async def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     assert {4, 6, 7, 16, 17, 19}.isdisjoint(again), "finished before the death"
 
 
-async def test_a_factory_that_fails_is_told_before_work() -> None:
-    """With what it raised; and so is one that cannot be pickled."""
+async def test_a_failing_factory_is_an_error_at_the_start() -> None:
+    """The message contains the factory's error. A factory that cannot be pickled is an error too."""
     with pytest.raises(ConfigError, match=r"worker 0 cannot start: .* ValueError: no data"):
         async with in_processes(games.broken, workers=1):
             pass
@@ -60,14 +60,14 @@ async def test_a_factory_that_fails_is_told_before_work() -> None:
 
 @pytest.mark.parametrize("workers", [0, True, 1.5])
 async def test_a_number_of_workers_is_checked(workers: int) -> None:
-    """Before anything is started."""
+    """Before a process starts."""
     with pytest.raises(ConfigError, match="workers: got"):
         async with in_processes(games.config, workers=workers):
             pass
 
 
 def test_a_recipe_runs_in_workers(tmp_path: Path, engine_url: str) -> None:
-    """The command plays a recipe in two processes with the rollouts, and the journal, that one process has."""
+    """``--workers 2`` yields the rollouts and the journal of one process."""
     line = ["run", str(ROOT / "configs" / "calculator.py"), "--endpoint", engine_url]
     sizes = ["batch_size=2", "n_samples_per_prompt=4", "over_sampling_factor=2.0"]
     line += [part for size in sizes for part in ("--set", size)]

@@ -1,4 +1,4 @@
-"""Workers that are Ray actors, on a real cluster of three nodes: the laws hold, whichever node dies."""
+"""Workers as Ray actors on a real cluster of three nodes: the laws hold, whichever node dies."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def cluster() -> Iterator[Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **_SMALL})
+        started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **_SMALL})
         for _ in range(2):
-            made.add_node(num_cpus=2, **_SMALL)
-        ray.init(address=made.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
-        yield made
+            started.add_node(num_cpus=2, **_SMALL)
+        ray.init(address=started.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+        yield started
         ray.shutdown()
-        made.shutdown()
+        started.shutdown()
 
 
 _SMALL = {"object_store_memory": 100 << 20}
@@ -61,7 +61,7 @@ def in_order(samples: list[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda sample: sample.index or 0)
 
 
-async def test_actors_on_two_nodes_give_what_one_process_gives(cluster: Any, tmp_path: Path) -> None:
+async def test_actors_on_two_nodes_produce_the_samples_of_one_process(cluster: Any, tmp_path: Path) -> None:
     """The same samples, field by field and token by token."""
     alone, _ = await games.batches(games.config())
     async with in_actors(functools.partial(games.located, tmp_path), 4) as workers:
@@ -73,7 +73,7 @@ async def test_actors_on_two_nodes_give_what_one_process_gives(cluster: Any, tmp
 
 
 async def test_a_run_on_actors_keeps_the_laws(cluster: Any, tmp_path: Path) -> None:
-    """Its folder and its journal pass every check, though an actor dies on the way."""
+    """The folder and the journal pass every check although an actor dies."""
     tombs = tmp_path / "tombs"
     tombs.mkdir()
     factory = functools.partial(games.deadly, tombs)
@@ -102,24 +102,23 @@ async def test_a_run_on_actors_keeps_the_laws(cluster: Any, tmp_path: Path) -> N
 
 
 async def test_a_node_that_dies_costs_no_rollout(cluster: Any) -> None:
-    """Actors of another node take the place of its actors, and its groups are played again."""
+    """Actors on another node replace its actors, and its groups are played again."""
     node = cluster.add_node(num_cpus=2, resources={"doomed": 2}, **_SMALL)
     some = anyio.Event()
     samples: list[Sample] = []
     async with in_actors(games.slow, 6) as workers:
 
         async def counted(prompts: Sequence[Prompt]) -> list[Sample]:
-            found = await workers.generate(prompts)
+            rollout = await workers.generate(prompts)
             if workers.rollouts >= 8:
                 some.set()
-            return found
+            return rollout
 
         config = attrs.evolve(workers.config(games.slow()), batch_size=12, generate_fn=counted)
         async with anyio.create_task_group() as tasks:
 
             async def play() -> None:
-                found, _ = await games.batches(config, 1)
-                samples.extend(found)
+                samples.extend((await games.batches(config, 1))[0])
 
             tasks.start_soon(play)
             await some.wait()
@@ -128,8 +127,8 @@ async def test_a_node_that_dies_costs_no_rollout(cluster: Any) -> None:
     assert workers.deaths == 2
 
 
-async def test_messages_are_of_many_samples(cluster: Any) -> None:
-    """At least 32 each, but for the last of each actor."""
+async def test_a_message_contains_many_samples(cluster: Any) -> None:
+    """At least 32, except the last message of each actor."""
     config = attrs.evolve(games.config(), batch_size=128)
     async with in_actors(games.config, 2) as workers:
         samples, _ = await games.batches(workers.config(config), 1)
@@ -137,16 +136,16 @@ async def test_messages_are_of_many_samples(cluster: Any) -> None:
     assert workers.messages <= workers.rollouts / 32 + 2
 
 
-async def test_an_actor_that_dies_at_its_start_has_a_successor(cluster: Any, tmp_path: Path) -> None:
-    """Ray may have chosen a node that is gone, and that it does not know to be."""
+async def test_an_actor_that_dies_at_its_start_is_replaced(cluster: Any, tmp_path: Path) -> None:
+    """Ray may have chosen a node whose death it has not detected yet."""
     async with in_actors(functools.partial(games.stillborn, tmp_path), 1) as workers:
         samples, _ = await games.batches(workers.config(games.config()), 1)
     assert (tmp_path / "stillborn").exists()
     assert len({sample.index for sample in samples}) == 12
 
 
-async def test_a_factory_that_fails_in_an_actor_is_told(cluster: Any) -> None:
-    """With what it raised."""
+async def test_a_failing_factory_in_an_actor_is_an_error(cluster: Any) -> None:
+    """The message contains the factory's error."""
     with pytest.raises(ConfigError, match=r"worker 0 cannot start: .*ValueError: no data"):
         async with in_actors(games.broken, 1):
             pass

@@ -1,16 +1,16 @@
-"""The door to slime: whole groups of trusted samples for its trainer, at each of its plug-in points.
+"""Integration with slime: whole groups of checked samples for its trainer, at each of its plug-in points.
 
-    --rollout-function-path            ....generate_rollout_batch   all that a user has to change
-    --custom-reward-post-process-path  ....normalise_rewards        groups by number, not by position
-    --data-source-path                 ....CheckpointedDataSource   saves groups that are under way
+    --rollout-function-path            ....generate_rollout_batch   the only flag that is required
+    --custom-reward-post-process-path  ....normalise_rewards        groups by group_index, not by position
+    --data-source-path                 ....CheckpointedDataSource   saves groups in flight
     --custom-generate-function-path    ....generate                 one rollout, in slime's own loop
-    --custom-rm-path                   ....reward                   the recipe's reward, likewise
+    --custom-rm-path                   ....reward                   the recipe's reward, in slime's own loop
     --dynamic-sampling-filter-path     ....filters.check_...
     --buffer-filter-path               ....filters.pop_...
 
-(each begins with ``rollouts.integrations.slime``)
+(``....`` stands for ``rollouts.integrations.slime.``)
 
-slime is imported nowhere when this package is; torch only where a file of its format is written.
+Importing this package does not import slime; torch is imported only to write a file in slime's format.
 """
 
 from rollouts.integrations.slime.convert import from_slime, to_slime

@@ -1,9 +1,9 @@
 """slime's data source as the manager's data buffer.
 
-Invariant: each group of slime's is out, in a batch, settled, or handed back, exactly once; what it looked like when it
-came is kept untouched until then. Groups that have to be played again come out before new ones.
+Invariant: each group of slime is in exactly one state: taken, in a batch, settled, or returned; its original samples
+stay unchanged until then. Groups that must be played again come out before new ones.
 
-It knows nothing of how groups are played; the numbers that slime gave its samples are put on again by who converts.
+This module does not know how groups are played; the converter restores slime's indices on the samples.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ __all__ = ["Taken", "TrainerBuffer"]
 
 @attrs.define(eq=False)
 class Taken:
-    """A group of slime's that was taken."""
+    """A group of slime's samples that was taken from the source."""
 
     group: list[Any]
-    """slime's samples, as they came."""
+    """slime's samples, unchanged."""
     begun: int = 0
-    """slime's number of the call that it was taken in."""
+    """slime's rollout_id of the call that took it."""
     sessions: dict[int, str] = attrs.field(factory=dict)
-    """By rollout: the routing key of its requests."""
+    """The routing key of each rollout's requests, by the rollout's position in the group."""
 
 
 class TrainerBuffer(DataBuffer):
-    """Takes groups from slime's data source, one prompt for each.
+    """Takes groups from slime's data source, as one prompt each.
 
     Args:
-        source: has ``get_samples(n)``, and ``add_samples(groups)`` where leftovers can go back.
-        n_samples_per_prompt: samples in each of its groups.
+        source: has ``get_samples(n)``, and ``add_samples(groups)`` if it accepts returned groups.
+        n_samples_per_prompt: samples in each group.
     """
 
     def __init__(self, source: Any, n_samples_per_prompt: int) -> None:
         self.source = source
         self.taken: dict[int, Taken] = {}
-        """Groups that are out, or settled and in no batch yet, by our group index."""
+        """Groups in flight, and settled groups that are in no batch yet, by our group index."""
         self.rollout_id = 0
-        """slime's number of the call that is under way."""
+        """slime's number of the current call."""
         self.on_new: Callable[[int, list[Any]], None] | None = None
-        """Called with each group that comes from the source, and the index that it gets here."""
+        """Called for each new group of the source, with its group index and its samples."""
         self._n = n_samples_per_prompt
         self._next = 0
         self._waiting: list[int] = []
@@ -55,22 +55,22 @@ class TrainerBuffer(DataBuffer):
 
     def __repr__(self) -> str:
         back = len(self._waiting) + len(self._again)
-        return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} handed back>"
+        return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
     def __len__(self) -> int:
         return len(self.source)
 
     def get_prompts(self, count: int) -> list[Prompt]:
-        """Take groups: what was handed back first.
+        """Take one prompt per group, returned groups first.
 
         Raises:
-            DataExhausted: the source has no more.
-            ConfigError: the source gave something else than groups of the size wanted.
+            DataExhausted: the source has no more groups.
+            ConfigError: the source returned something else than groups of ``n_samples_per_prompt``.
         """
         return [self._take() for _ in range(count)]
 
     def put_back(self, prompts: Iterable[Prompt]) -> None:
-        """Hand back prompts that came to nothing; they keep their group index."""
+        """Return prompts of unfinished groups; they keep their group index."""
         for prompt in prompts:
             if prompt.group_index not in self.taken or prompt.group_index in self._waiting:
                 raise ConfigError.of("put_back(prompts)", prompt, "prompts of this buffer that are out")
@@ -78,26 +78,26 @@ class TrainerBuffer(DataBuffer):
         self._waiting.sort()
 
     def settle(self, prompt: Prompt) -> None:
-        """Nothing to do: a group is kept until :meth:`pop`, since it has to be converted."""
+        """Do nothing: a group stays until :meth:`pop`, because it must still be converted."""
 
     def pop(self, group_index: int) -> Taken:
-        """Let go of a group that is in a batch, or lost; the source is told where it keeps count."""
+        """Remove a group that is in a batch or lost; call ``done`` of the source if it has that method."""
         taken = self.taken.pop(group_index)
         if hasattr(self.source, "done"):
             self.source.done([taken.group])
         return taken
 
     def play_again(self, group_index: int) -> None:
-        """Let go of a group that came to its end too late: its prompt comes out again under a new index."""
+        """Remove a group that finished too late: its prompt comes out again under a new index."""
         self._again.append(self.taken.pop(group_index).group)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The indices of groups that were handed back."""
+        """The indices of returned groups."""
         return tuple(self._waiting)
 
     def drain(self) -> list[tuple[int | None, list[Any]]]:
-        """Let go of everything that was handed back: our index, where it keeps one, and slime's group."""
+        """Remove all returned groups; return our group index (``None`` if it is played again) and slime's group."""
         waiting = [(index, self.taken.pop(index).group) for index in self._waiting]
         again = [(None, group) for group in self._again]
         self._waiting, self._again = [], []
@@ -116,7 +116,7 @@ class TrainerBuffer(DataBuffer):
         first = self.taken[index].group[0]
         prompt = Prompt(first.prompt, label=first.label, metadata=first.metadata or {}, group_index=index)
         for sample in self.taken[index].group:
-            if isinstance(sample.metadata, str):  # slime hands on what the row has, JSON text too
+            if isinstance(sample.metadata, str):  # slime passes the row's value, JSON text included
                 sample.metadata = dict(prompt.metadata)
         known = {name: value for name, value in prompt.metadata.items() if name != "start_rollout_id"}
         return attrs.evolve(prompt, metadata=known)

@@ -1,11 +1,11 @@
-"""Our sample to slime's and back.
+"""Conversion between our samples and slime's, and the checks of a batch for slime.
 
-Invariant: what :func:`to_slime` gives back trains exactly the tokens that the policy sampled: ``loss_mask`` and
+Invariant: a sample of :func:`to_slime` trains exactly the tokens that the policy sampled: ``loss_mask`` and
 ``rollout_log_probs`` are the last ``response_length`` entries of ours, and prompt and response have at least one token.
-A sample that slime would choke on is refused here by name, never repaired. ``check_training_batch`` is what every batch
-passes before slime sees it; what does not train (:func:`trains`) is held to slime's shapes only.
+A sample that slime cannot process raises an error with its name, and is never repaired. Every batch passes
+``check_training_batch``; samples that train no token (:func:`trains`) must only have slime's shapes.
 
-This module knows nothing of how samples come about.
+This module does not know how samples are generated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _TRAINABLE = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED)
-"""slime trains a sample whose generate function never set a status as well."""
+"""PENDING too: slime also trains a sample whose generate function never set a status."""
 
 
 def to_slime(
@@ -47,15 +47,15 @@ def to_slime(
     reward_key: str | None = None,
     scored: bool = True,
 ) -> Any:
-    """Make slime's sample of ours; the conversation goes along as its attribute ``messages``.
+    """Convert a sample to slime's; the conversation becomes its attribute ``messages``.
 
     Args:
         sample: finished and scored; its columns are as wide as its tokens.
-        template: slime's sample that the rollout came from: what it holds beside the rollout is kept.
-        mask_earlier_versions: train only what the sample's last policy version sampled.
-        session: the routing key that its requests were sent with.
-        reward_key: slime's ``--reward-key``: the reward is then a dict that has it.
-        scored: whether there has to be a reward.
+        template: slime's sample of this rollout; its other fields are copied.
+        mask_earlier_versions: train only the tokens of the sample's last policy version.
+        session: the routing key of its requests.
+        reward_key: slime's ``--reward-key``; if set, the reward becomes a dict with this key.
+        scored: whether a reward is required.
 
     Raises:
         ConfigError: no sampled token, no prompt token, no logprobs, or a reward that is not a finite number.
@@ -68,34 +68,34 @@ def to_slime(
     if mask_earlier_versions:
         mask = mask & _of_last_version(sample)
     kind = records().sample
-    made = kind() if template is None else copy.copy(template)
-    made.metadata = {**(made.metadata or {}), **sample.metadata}
-    made.prompt = made.prompt if template is not None else _plain_prompt(sample.prompt)
-    made.label = sample.label if template is None else made.label
-    made.group_index = sample.group_index if made.group_index is None else made.group_index
-    made.index = sample.index if made.index is None else made.index
-    made.rollout_id = made.index if made.rollout_id is None else made.rollout_id
-    made.tokens = sample.token_column.tolist()
-    made.response = sample.response
-    made.response_length = width
-    made.loss_mask = mask[-width:].astype(int).tolist()
-    made.rollout_log_probs = np.where(sample.mask_column, logprobs, 0.0)[-width:].tolist()
+    record = kind() if template is None else copy.copy(template)
+    record.metadata = {**(record.metadata or {}), **sample.metadata}
+    record.prompt = record.prompt if template is not None else _plain_prompt(sample.prompt)
+    record.label = sample.label if template is None else record.label
+    record.group_index = sample.group_index if record.group_index is None else record.group_index
+    record.index = sample.index if record.index is None else record.index
+    record.rollout_id = record.index if record.rollout_id is None else record.rollout_id
+    record.tokens = sample.token_column.tolist()
+    record.response = sample.response
+    record.response_length = width
+    record.loss_mask = mask[-width:].astype(int).tolist()
+    record.rollout_log_probs = np.where(sample.mask_column, logprobs, 0.0)[-width:].tolist()
     has_parts = reward_key is not None and sample.reward is not None
-    made.reward = {reward_key: sample.reward} if has_parts else sample.reward
-    made.status = kind.Status(sample.status.value)
-    made.weight_versions = _versions_of_completions(sample)
-    made.prefix_cache_info = kind.PrefixCacheInfo(
+    record.reward = {reward_key: sample.reward} if has_parts else sample.reward
+    record.status = kind.Status(sample.status.value)
+    record.weight_versions = _versions_of_completions(sample)
+    record.prefix_cache_info = kind.PrefixCacheInfo(
         cached_tokens=sum(call.cached_tokens for call in sample.completions),
         total_prompt_tokens=sum(call.start for call in sample.completions),
     )
-    made.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
-    made.messages = sample.messages
-    made.session_id = made.session_id or session or None
-    return made
+    record.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
+    record.messages = sample.messages
+    record.session_id = record.session_id or session or None
+    return record
 
 
 def check_trainable(sample: Sample) -> None:
-    """Check what must hold before a rollout is worth scoring.
+    """Check that a rollout can be trained on, before it is scored.
 
     Raises:
         ConfigError: no sampled token, no prompt token, or logprobs that are missing or not finite.
@@ -113,14 +113,14 @@ def check_trainable(sample: Sample) -> None:
 
 
 def from_slime(sample: Any, request: Any = None) -> Sample:
-    """Make our sample of slime's: its response columns widened over the prompt.
+    """Convert slime's sample to ours: its response columns are extended over the prompt.
 
     Args:
-        sample: slime's, as a custom generate function or a sample hook left it.
-        request: the prompt that it answers, for its numbers.
+        sample: slime's sample, from a custom generate function or a sample hook.
+        request: its prompt, for ``group_index`` and ``index``.
 
     Raises:
-        ConfigError: columns that do not fit the response.
+        ConfigError: a column is not as long as the response.
     """
     tokens = [int(token) for token in sample.tokens]
     width = int(sample.response_length)
@@ -149,17 +149,17 @@ def from_slime(sample: Any, request: Any = None) -> Sample:
 
 
 def trains(sample: Any) -> bool:
-    """Whether slime would train any token of its sample."""
+    """Whether slime would train a token of this sample."""
     if sample.remove_sample:
         return False
     return sample.response_length > 0 if sample.loss_mask is None else any(sample.loss_mask)
 
 
 def reward_number(reward: Any, key: str | None) -> float | None:
-    """The number that is trained on: the part that ``--reward-key`` names where a reward has parts.
+    """The trained number of a reward: the entry ``key`` if the reward is a dict.
 
     Returns:
-        ``None`` where there is no finite number.
+        ``None`` if there is no finite number.
     """
     value: Any = reward.get(key) if isinstance(reward, dict) and key is not None else reward
     try:
@@ -170,7 +170,7 @@ def reward_number(reward: Any, key: str | None) -> float | None:
 
 
 def leaves(groups: Any) -> Iterator[Any]:
-    """The samples of nested lists, in order."""
+    """Flatten nested lists of samples, in order."""
     if isinstance(groups, list):
         for entry in groups:
             yield from leaves(entry)
@@ -188,11 +188,11 @@ def trained_versions(samples: Sequence[Sample], *, mask_earlier_versions: bool =
 def check_training_batch(
     groups: Sequence[Any], *, groups_wanted: int, rollouts_in_group: int, reward_key: str | None = None
 ) -> None:
-    """Check a whole batch for what slime assumes and does not check.
+    """Check everything that slime assumes about a batch and does not check itself.
 
     Raises:
-        ConfigError: another number of groups, an unequal group, a shape that changes between groups, rollout ids that
-            are shared by two rollouts, or a sample that cannot be trained.
+        ConfigError: a wrong number of groups, a group of another size, groups of different nesting, a rollout id of two
+            rollouts, or a sample that cannot be trained.
     """
     if len(groups) != groups_wanted:
         raise ConfigError.of("batch", f"{len(groups)} groups", f"{groups_wanted} groups")
@@ -220,10 +220,10 @@ def check_training_batch(
 
 
 def check_shape(sample: Any, place: str) -> None:
-    """Check what slime's tensors need of every sample in a batch, trained or not.
+    """Check the shapes that slime's tensors need of every sample, trained or not.
 
     Raises:
-        ConfigError: columns of another length than the response, no prompt token, or a status that is none of slime's.
+        ConfigError: a column is not as long as the response, there is no prompt token, or the status is not slime's.
     """
     width = sample.response_length
     lengths = {
@@ -239,7 +239,7 @@ def check_shape(sample: Any, place: str) -> None:
 
 
 def _of_last_version(sample: Sample) -> Any:
-    """Where the sample's last version sampled: with no versions at all, everywhere."""
+    """A mask of the tokens of the sample's last policy version; all tokens if it has no versions."""
     if not sample.versions:
         return np.ones(len(sample), bool)
     last = np.zeros(len(sample), bool)
@@ -250,7 +250,7 @@ def _of_last_version(sample: Sample) -> Any:
 
 
 def _versions_of_completions(sample: Sample) -> list[str]:
-    """One entry for each completion and version, as slime appends them: a resumed completion has several."""
+    """One entry per completion and version, as slime appends them: a resumed completion has several."""
     spans = sample.versions
     return [
         span.version

@@ -1,10 +1,9 @@
-"""A data source that loses nothing: ``--data-source-path rollouts.integrations.slime.CheckpointedDataSource``.
+"""A data source with complete checkpoints: ``--data-source-path rollouts.integrations.slime.CheckpointedDataSource``.
 
-Invariant: every group that came from the data set and is in no batch yet is in the checkpoint, with the rollouts of it
-that are finished: those that wait in the buffer, and those that are out with the rollout function. slime's own keeps
-its cursor only.
+Invariant: every group that left the data set and is in no batch yet is in the checkpoint, with its finished rollouts:
+groups in the buffer, and groups in flight. slime's own data source saves its cursor only.
 
-It reads no prompts itself: slime's data source, or the one that ``args.rollouts_inner_data_source_path`` names, does.
+It reads no prompts itself: slime's data source, or the class of ``args.rollouts_inner_data_source_path``, does.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class CheckpointedDataSource:
     """slime's data source with a buffer that is saved.
 
     Attributes:
-        buffer: groups that were handed back.
-        in_progress: tells what a group that is out has come to; set by the rollout function.
+        buffer: returned groups.
+        in_progress: maps a group in flight to the group with its finished rollouts; the rollout function sets it.
     """
 
     def __init__(self, args: Any) -> None:
@@ -49,7 +48,7 @@ class CheckpointedDataSource:
         return getattr(self.inner, name)
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
-        """Groups from the buffer, then from the data set."""
+        """Take groups from the buffer first, then from the data set."""
         groups = self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
         if len(groups) < num_samples:
             groups = [*groups, *self.inner.get_samples(num_samples - len(groups))]
@@ -57,10 +56,10 @@ class CheckpointedDataSource:
         return groups
 
     def add_samples(self, samples: Sequence[list[Any]]) -> None:
-        """Take groups back.
+        """Put returned groups into the buffer.
 
         Raises:
-            ConfigError: a group that is not ``n_samples_per_prompt`` samples.
+            ConfigError: a group is not a list of ``n_samples_per_prompt`` samples.
         """
         size = self.args.n_samples_per_prompt
         for group in samples:
@@ -70,12 +69,12 @@ class CheckpointedDataSource:
         self.buffer += samples
 
     def done(self, groups: Sequence[list[Any]]) -> None:
-        """Say that groups are in a batch, or lost: a checkpoint need not bring them back."""
+        """Mark groups as in a batch or lost: checkpoints no longer contain them."""
         ended = {_key(group) for group in groups}
         self._out = [group for group in self._out if _key(group) not in ended]
 
     def save(self, rollout_id: int) -> None:
-        """Write the cursor of the data set, and every group that is in no batch yet."""
+        """Save the cursor of the data set, and every group that is in no batch yet."""
         import torch
 
         self.inner.save(rollout_id)
@@ -85,7 +84,7 @@ class CheckpointedDataSource:
         torch.save({"groups": [[sample.to_dict() for sample in group] for group in groups]}, path)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on where :meth:`save` left off; what was out comes out first."""
+        """Restore the state of :meth:`save`; groups that were in flight come out first."""
         import torch
 
         self.inner.load(rollout_id)
@@ -98,7 +97,7 @@ class CheckpointedDataSource:
 
 
 def _key(group: list[Any]) -> Any:
-    """What a group is known by: its number, or else itself."""
+    """The identity of a group: its ``group_index``, or else that of its first sample."""
     first = group[0]
     return ("object", id(first)) if first.group_index is None else ("group", first.group_index)
 

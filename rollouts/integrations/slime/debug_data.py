@@ -1,7 +1,7 @@
-"""A stored run as slime's debug data: what ``--load-debug-rollout-data`` and ``--load-forge-rollout-data`` read.
+"""A stored run as slime's debug data, for ``--load-debug-rollout-data`` and ``--load-forge-rollout-data``.
 
-Invariant: one file holds one batch of the run, flat, in the run's order; every sample in it can be trained on, and
-``Sample.from_dict`` of slime reads it. A run of several batches becomes several files, numbered as slime numbers them.
+Invariant: a file contains one batch of the run, flat, in the run's order; every sample can be trained on, and slime's
+``Sample.from_dict`` reads it. A run of several batches becomes several files, numbered by slime's ``rollout_id``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def export_run(run: str | Path, out: str | Path) -> list[Path]:
 
     Args:
         run: the run's folder.
-        out: the file; with ``{rollout_id}`` in it, one file for each batch, which is all that memory holds then; else
-            all batches go into the one, which is made in memory.
+        out: the file. With ``{rollout_id}`` in it, one file per batch, and one batch at a time in memory; else one file
+            with all batches, all in memory.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        ConfigError: no run there, no batch in it, a sample that cannot be trained on, a place among the files of a run,
-            or torch is not installed.
+        ConfigError: the run is missing or has no batch, a sample cannot be trained on, ``out`` is among the files of a
+            run, or torch is not installed.
     """
     template = str(out)
     check_outside(template, "OUT")
@@ -54,10 +54,10 @@ def export_run(run: str | Path, out: str | Path) -> list[Path]:
 
 
 def write_debug_data(samples: Sequence[Sample], path: Path, *, rollout_id: int = 0) -> Path:
-    """Write one file, whole or not at all.
+    """Write one file atomically.
 
     Raises:
-        ConfigError: a sample that cannot be trained on, or torch is not installed.
+        ConfigError: a sample cannot be trained on, or torch is not installed.
     """
     try:
         import torch

@@ -1,8 +1,8 @@
-"""A launch without a trainer: the demo model on the embedded engine, for whoever calls the door with ``args=None``.
+"""A launch without a trainer: the demo model on the embedded engine, for calls with ``args=None``.
 
-Invariant: everything between the data source and the batch is what a real launch runs; only the namespace is made here.
-It is what slime's own contract test meets, which puts an empty module in the place of transformers: so the engine is a
-process of its own, and the tokenizer is read without transformers.
+Invariant: all code between the data source and the batch is that of a real launch; only the namespace is created here.
+slime's own contract test calls it and replaces transformers with an empty module, so the engine runs in its own
+process, and the tokenizer is loaded without transformers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GROUPS, _EVAL_ROWS, _REPLY = 2, 4, 48
 
 
 def recipe(endpoint: Endpoint) -> Recipe:
-    """Calculator agents, scored by the exact final sentence."""
+    """The recipe of the demo: calculator agents, scored by the exact final sentence."""
     return Recipe(
         name="demo",
         config=RolloutConfig(
@@ -62,7 +62,7 @@ def _answered(sample: Sample) -> float:
 
 
 def args(data_source: Any) -> Namespace:
-    """slime's namespace for the demo; groups are as large as those of the data source."""
+    """slime's namespace for the demo; its group size is that of the data source."""
     url = urlsplit(_server())
     return Namespace(
         rollout_batch_size=_GROUPS,
@@ -93,7 +93,7 @@ def _server() -> str:
 
 
 class _DemoTokenizer:
-    """The demo model's tokenizer, with what a renderer asks of one."""
+    """The demo model's tokenizer, with the attributes that a renderer reads."""
 
     def __init__(self, folder: Path) -> None:
         config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())

@@ -1,7 +1,7 @@
-"""Evaluation: every prompt of every configured data set, as often as it asks for.
+"""Evaluation: play every prompt of every configured data set ``n_samples`` times.
 
-Invariant: the lists of a data set are equally long and in the order of its rows. A rollout that failed for good is left
-out and counted in the metrics, never given a number; where all failed, the evaluation raises.
+Invariant: the lists of a data set are equally long and in the order of its rows. A rollout that fails all attempts is
+left out and counted in the metrics, never given a reward; if all fail, the evaluation raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
 from rollouts.integrations.slime.pipeline import Pipeline
-from rollouts.integrations.slime.returned_samples import kept
+from rollouts.integrations.slime.returned_samples import slime_sample_of
 from rollouts.integrations.slime.settings import EvalSet, Settings
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
@@ -32,14 +32,14 @@ _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>\d*):(?P<stop>\d*)\]$")
 
 
 async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Play all data sets at once.
+    """Play all data sets concurrently.
 
     Returns:
-        By name ``rewards``, ``truncated`` and ``samples``; and metrics.
+        By data set the lists ``rewards``, ``truncated`` and ``samples``; and metrics.
 
     Raises:
         ConfigError: no data set is configured, or one cannot be read.
-        GenerateFailure: not one rollout of a data set succeeded.
+        GenerateFailure: all rollouts of a data set failed.
     """
     if not settings.eval_sets:
         raise ConfigError.of("args.eval_datasets", [], "at least one data set: --eval-prompt-data or --eval-config")
@@ -53,7 +53,7 @@ async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, di
                 with at(f"evaluation {entry.name}"):
                     prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
                     samples, failed = await _play(entry, prompts, pipeline)
-            except Exception as error:  # noqa: BLE001 - raised below as it is, in no exception group
+            except Exception as error:  # noqa: BLE001 - raised below, outside an exception group
                 errors.append(error)
                 sets.cancel_scope.cancel()
                 return
@@ -72,7 +72,7 @@ async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, di
 
 
 async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tuple[list[Sample], int]:
-    """Play the prompts; each rollout is a group, so a failure costs that rollout only."""
+    """Play the prompts; each rollout is its own group, so a failure costs only that rollout."""
     repeated = [prompt for prompt in prompts for _ in range(entry.n_samples)]
     failures: list[Group] = []
 
@@ -91,18 +91,18 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
     for sample in samples:
         assert sample.group_index is not None  # the buffer numbers its prompts
         row = sample.group_index // entry.n_samples
-        theirs = kept(sample)
-        if theirs is not None and theirs.group_index in (None, sample.group_index):
-            theirs.group_index = row
+        record = slime_sample_of(sample)
+        if record is not None and record.group_index in (None, sample.group_index):
+            record.group_index = row
         sample.group_index = row
     return samples, len(failures)
 
 
 def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
-    """Read a data set as slime's flags describe it.
+    """Load a data set as slime's flags describe it.
 
     Raises:
-        ConfigError: no such file, another format, or a row without its prompt.
+        ConfigError: the file is missing or of another format, or a row has no prompt.
     """
     as_chat = getattr(entry.source, "apply_chat_template", None)
     as_chat = settings.apply_chat_template if as_chat is None else as_chat
@@ -125,12 +125,12 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
 
 
 def _rows(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL or Parquet file; ``path@[a:b]`` takes a slice."""
-    found = _SLICE.match(path)
+    """The rows of a JSONL or Parquet file; ``path@[a:b]`` selects a slice."""
+    match = _SLICE.match(path)
     start, stop = None, None
-    if found is not None:
-        path = found["path"]
-        start, stop = (int(found[name]) if found[name] else None for name in ("start", "stop"))
+    if match is not None:
+        path = match["path"]
+        start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
     if not Path(path).is_file():
         raise ConfigError.of("eval data set", path, "a file that exists")
     return islice(_parquet_rows(path) if path.endswith(".parquet") else _json_rows(path), start, stop)

@@ -1,10 +1,10 @@
-"""Filters for slime's flags: ours as dynamic sampling filters, and orders in which waiting groups come out.
+"""Filters for slime's flags: our filters as dynamic sampling filters, and buffer filters that order waiting groups.
 
-Dynamic: ``--dynamic-sampling-filter-path rollouts.integrations.slime.filters.check_reward_nonzero_std``; groups that
-fan out are taken flat. Buffer: ``--buffer-filter-path rollouts.integrations.slime.filters.pop_stalest``.
+Dynamic: ``--dynamic-sampling-filter-path rollouts.integrations.slime.filters.check_reward_nonzero_std``; groups with
+forked rollouts are flattened. Buffer: ``--buffer-filter-path rollouts.integrations.slime.filters.pop_stalest``.
 
-Invariant of the buffer filters: what they return is removed from the buffer, at most ``num_samples`` groups, and the
-rest stays in its order.
+Invariant of the buffer filters: they remove and return at most ``num_samples`` groups of the buffer; the rest keeps its
+order.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ check_reward_nonzero_std = as_slime_filter(ours.check_reward_nonzero_std)
 
 
 def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """The groups that have waited longest."""
+    """Take the groups that have waited longest."""
     return _pop(buffer, num_samples, lambda group: 0)
 
 
 def pop_stalest(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """The groups that were begun in the earliest rollout, so that they are used before they are too old."""
+    """Take the groups that started in the earliest call, so that they are used before they are too old."""
     return _pop(buffer, num_samples, _begun)
 
 
 def pop_most_advanced(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """The groups with the most response tokens: they cost the least to finish."""
+    """Take the groups with the most response tokens: they cost the least to finish."""
     return _pop(buffer, num_samples, lambda group: -sum(sample.response_length for sample in leaves(group)))
 
 
 def pop_hardest(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """The groups with the lowest mean reward so far; ``metadata["difficulty"]`` counts where nothing is scored yet."""
+    """Take the groups with the lowest mean reward; unscored groups count 1 minus ``metadata["difficulty"]``."""
 
     def ease(group: list[Any]) -> float:
         rewards = [plain_reward(sample, args) for sample in leaves(group) if sample.reward is not None]

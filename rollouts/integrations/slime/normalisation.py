@@ -1,8 +1,8 @@
 """Group advantages by group, not by position: ``--custom-reward-post-process-path ...slime.normalise_rewards``.
 
-Invariant: a sample's group is what its ``group_index`` says and its rollout what its ``rollout_id`` says, wherever it
-stands in the batch; each rollout counts once, however many samples it forked into, and removed samples do not count.
-Where groups are equal and in order, the numbers are slime's own.
+Invariant: ``group_index`` determines a sample's group and ``rollout_id`` its rollout, at any position in the batch;
+each rollout counts once, however many samples it forked into, and removed samples do not count. For groups of equal
+size, in order, the results equal slime's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _EPSILON = 1e-6
 
 
 def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Rewards as they are, and as advantages.
+    """Compute the advantages of a batch.
 
     Args:
         args: slime's namespace: ``advantage_estimator``, ``rewards_normalization``, ``grpo_std_normalization``.
         samples: slime's samples, flat.
 
     Returns:
-        Two flat lists as long as ``samples``.
+        The raw rewards and the normalised ones: two lists as long as ``samples``.
 
     Raises:
-        ConfigError: some samples have a ``group_index`` and others have none.
+        ConfigError: only some samples have a ``group_index``.
     """
     raw = [float(plain_reward(sample, args)) for sample in samples]
     estimator = getattr(args, "advantage_estimator", "grpo")
@@ -56,7 +56,7 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
 
 
 def _statistics(group: Sequence[tuple[Any, float]]) -> tuple[np.float32, np.float32]:
-    """Mean and unbiased spread over the rollouts of a group; the spread of one rollout is taken as 1."""
+    """Mean and unbiased standard deviation over the rollouts of a group; the latter is 1 for a single rollout."""
     rollouts: dict[Any, list[float]] = {}
     for number, (sample, reward) in enumerate(group):
         if not sample.remove_sample:

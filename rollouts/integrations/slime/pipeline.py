@@ -1,11 +1,12 @@
-"""From a launch to a :class:`RolloutConfig`: who generates, who scores, who filters.
+"""From the settings of a launch to a :class:`RolloutConfig`: generate function, reward and filter.
 
-Invariant: a rollout leaves :meth:`Pipeline.generate` only if it can be trained on, or is not to be: what slime would
-choke on is a failure of that rollout, retried and counted like any other. The flags of the launch win over the recipe.
-slime's sample of a rollout is made once, when a function of slime's first asks for it or the rollout leaves; from then
-on it is that object.
+Invariant: a rollout leaves :meth:`Pipeline.generate` only if it can be trained on or is excluded from training: a
+sample that slime cannot process is a failed rollout, retried and counted like any other. Flags of the launch override
+the recipe. slime's sample of a rollout is created once, when a function of slime first needs it or the rollout leaves;
+the same object is used from then on.
 
-It schedules nothing, and talks to no server but through the policy that it is given.
+In this module ``record`` is slime's sample and ``sample`` is ours. It schedules nothing, and reaches servers only
+through its policy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.returned_samples import Kept, kept, view
+from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
 from rollouts.integrations.slime.settings import EvalSet, Settings, load_function
 from rollouts.integrations.slime.single_turn import generate_single_turn, generate_with_slime
@@ -42,7 +43,7 @@ _LOST = (Status.FAILED, Status.ABORTED)
 
 
 def find_recipe(settings: Settings) -> Recipe | None:
-    """The recipe that the launch names, made for the launch's endpoint.
+    """Build the recipe that the launch names, for the launch's endpoint.
 
     Raises:
         ConfigError: it cannot be loaded, or does not return a recipe.
@@ -67,13 +68,13 @@ def find_recipe(settings: Settings) -> Recipe | None:
 
 
 class Pipeline:
-    """What a launch asks for, as functions.
+    """The functions of a launch: generate, reward and filter.
 
     Args:
-        args: slime's namespace, for functions of slime's.
-        settings: the same, read.
-        policy: samples, for whatever goes through our agent loop.
-        taken: finds the group that a prompt came from.
+        args: slime's namespace, for functions of slime.
+        settings: parsed from ``args``.
+        policy: the policy of the agent loop.
+        taken: finds the taken group of a group index.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Pipeline:
             )
 
     def with_policy(self, policy: ResumablePolicy) -> Pipeline:
-        """The same pipeline over another policy, e.g. one that does not stop when training rollouts do."""
+        """A copy with another policy, e.g. one that does not pause when training rollouts do."""
         other = copy.copy(self)
         other.policy = policy
         return other
@@ -109,7 +110,7 @@ class Pipeline:
         if settings.max_attempts is not None:
             options["max_attempts"] = settings.max_attempts
         if settings.scored_by_slime:
-            reward = SlimeReward(self.args, settings.custom_rm, settings.reward_key, self.dress)
+            reward = SlimeReward(self.args, settings.custom_rm, settings.reward_key, self.record_of)
             options |= {"reward_fn": reward, "group_rm": settings.group_rm}
         elif settings.group_rm and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
@@ -118,13 +119,13 @@ class Pipeline:
         return attrs.evolve(base, **options) if base is not None else RolloutConfig(**options)
 
     def evaluation(self, data: EvalSet, prompts: int) -> RolloutConfig:
-        """The config of an evaluation: each rollout is a group of its own, and none is filtered."""
+        """The config of an evaluation: each rollout is its own group, and no group is filtered."""
         source = data.source
         path = getattr(source, "custom_rm_path", None) or self.settings.custom_rm
         reward: RewardFn | GroupRewardFn | None = None
         if self.settings.scored_by_slime or path is not None or getattr(source, "rm_type", None):
-            dress = functools.partial(self.dress, evaluation=True)
-            reward = SlimeReward(self.args, path, self.settings.eval_reward_key, dress)
+            record_of = functools.partial(self.record_of, evaluation=True)
+            reward = SlimeReward(self.args, path, self.settings.eval_reward_key, record_of)
         elif self.recipe is not None and not self.recipe.config.group_rm:
             reward = self.recipe.config.reward_fn
         return RolloutConfig(
@@ -142,7 +143,7 @@ class Pipeline:
     async def generate(
         self, prompts: Sequence[Prompt], *, evaluation: bool, data: EvalSet | None = None
     ) -> list[Sample]:
-        """Play one rollout: generate, see that it can be trained on, and run slime's sample hooks."""
+        """Play one rollout: generate, check that it can be trained on, and run slime's sample hooks."""
         (prompt,) = prompts
         taken, number = self._place(prompt, evaluation)
         with recorded_sessions() as sessions:
@@ -153,7 +154,7 @@ class Pipeline:
             return samples
         for branch, sample in enumerate(samples):
             try:
-                if kept(sample) is None:  # what slime's function returned was checked when it did
+                if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
                     check_trainable(sample)
                 if self.settings.sample_hooks:
                     samples[branch] = await self._hooked(sample, prompt, branch, evaluation)
@@ -162,7 +163,7 @@ class Pipeline:
         return samples
 
     def sampled_like(self, params: Mapping[str, Any]) -> GenerateFn:
-        """The generator with sampling parameters as slime hands them to a generate function."""
+        """The generate function with the sampling parameters that slime passes to a custom generate function."""
         stop = params.get("stop") or ()
         known = {name: params[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens") if params.get(name)}
         seed = params.get("sampling_seed")
@@ -171,39 +172,39 @@ class Pipeline:
             sampling = attrs.evolve(sampling, stop=(stop,) if isinstance(stop, str) else tuple(stop))
         return self._sampled(sampling, None)
 
-    def dress(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
-        """slime's sample of one of ours, made where there is none yet, and not scored then.
+    def record_of(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
+        """slime's sample of ours; created without a reward on the first call.
 
         Args:
-            sample: ours.
-            taken: its group, where the buffer does not have it any more.
-            evaluation: it belongs to no group.
+            sample: our sample.
+            taken: its group, if the buffer no longer has it.
+            evaluation: whether the sample belongs to an evaluation, which has no groups.
         """
-        theirs = kept(sample)
-        if theirs is None:
+        record = slime_sample_of(sample)
+        if record is None:
             if taken is None and not evaluation and sample.group_index is not None:
                 taken = self._taken(sample.group_index)
             number = (sample.index or 0) % self.settings.n_samples_per_prompt
-            theirs = to_slime(
+            record = to_slime(
                 sample,
                 template=None if taken is None else taken.group[number],
                 mask_earlier_versions=self.settings.mask_earlier_versions and not evaluation,
                 session="" if taken is None else taken.sessions.get(number, ""),
                 scored=False,
             )
-            theirs.reward = None
-            sample.metadata = theirs.metadata  # what either side writes from now on, both see
-            sample.trainer_record = Kept(theirs)
-        return theirs
+            record.reward = None
+            sample.metadata = record.metadata  # shared: both sides see later changes
+            sample.trainer_record = SlimeRecord(record)
+        return record
 
     def finished(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
-        """slime's sample of one of ours that is scored."""
-        theirs = self.dress(sample, taken, evaluation=evaluation)
-        parts = isinstance(theirs.reward, dict)
-        if not parts or reward_number(theirs.reward, self._reward_key(evaluation)) != sample.reward:
+        """slime's sample of ours, with the reward."""
+        record = self.record_of(sample, taken, evaluation=evaluation)
+        parts = isinstance(record.reward, dict)
+        if not parts or reward_number(record.reward, self._reward_key(evaluation)) != sample.reward:
             key = self.settings.reward_key
-            theirs.reward = sample.reward if key is None else {key: sample.reward}
-        return theirs
+            record.reward = sample.reward if key is None else {key: sample.reward}
+        return record
 
     def _reward_key(self, evaluation: bool) -> str | None:
         return self.settings.eval_reward_key if evaluation else self.settings.reward_key
@@ -214,13 +215,13 @@ class Pipeline:
         return self._taken(prompt.group_index), prompt.index % self.settings.n_samples_per_prompt
 
     def _template(self, prompt: Prompt, data: EvalSet | None) -> Any:
-        """slime's sample that a generate function is called with."""
+        """slime's sample that a custom generate function gets as argument."""
         taken, number = self._place(prompt, data is not None)
         if taken is not None:
             return taken.group[number]
-        asked = prompt.prompt if isinstance(prompt.prompt, str) else [message.to_chat() for message in prompt.messages]
+        chat = prompt.prompt if isinstance(prompt.prompt, str) else [message.to_chat() for message in prompt.messages]
         return records().sample(
-            prompt=asked,
+            prompt=chat,
             label=prompt.label,
             metadata=dict(prompt.metadata),
             index=prompt.index,
@@ -229,7 +230,7 @@ class Pipeline:
         )
 
     def _generator(self, data: EvalSet | None) -> GenerateFn:
-        """Who generates: the recipe, a custom generate function, or one reply to the prompt."""
+        """The generate function: the recipe's, a custom one, or a single reply to the prompt."""
         return self._sampled(self.settings.endpoint.sampling if data is None else data.sampling, data)
 
     def _sampled(self, sampling: SamplingParams, data: EvalSet | None) -> GenerateFn:
@@ -258,7 +259,7 @@ class Pipeline:
         )
 
     def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams) -> GenerateFn:
-        """The recipe's own, with our policy and the launch's sampling and context where it is our agent loop."""
+        """The recipe's generate function; if it accepts a policy, with ours and the launch's sampling and context."""
         if not isinstance(generate_fn, functools.partial) or not _takes_a_policy(generate_fn.func):
             return generate_fn
         options: dict[str, Any] = {"policy": self.policy, "sampling": sampling}
@@ -271,44 +272,44 @@ class Pipeline:
         return functools.partial(generate_fn, **options)
 
     async def _hooked(self, sample: Sample, prompt: Prompt, branch: int, evaluation: bool) -> Sample:
-        """Run the sample hooks; where they changed the tokens, the columns are theirs from now on."""
+        """Run the sample hooks; if they changed the tokens, return a sample with the changed columns."""
         sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
         sample.index = prompt.index if sample.index is None else sample.index
-        theirs = self.dress(sample, evaluation=evaluation)
-        rollout, before = sample.trainer_record.rollout, _columns(theirs)
+        record = self.record_of(sample, evaluation=evaluation)
+        rollout, before = sample.trainer_record.rollout, _columns(record)
         for path in self.settings.sample_hooks:
             hook = load_function(path)
             options = {"rollout_id": self.rollout_id, "evaluation": evaluation}
             parameters = inspect.signature(hook).parameters
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 options = {name: value for name, value in options.items() if name in parameters}
-            answer = hook(self.args, theirs, **options)
-            answer = await answer if inspect.isawaitable(answer) else answer
-            if answer is not None:
-                theirs = answer
-            if not isinstance(theirs, records().sample):
-                raise GenerateFailure(f"sample hook {function_name(hook)}: got {theirs!r}; expected a Sample or None")
+            result = hook(self.args, record, **options)
+            result = await result if inspect.isawaitable(result) else result
+            if result is not None:
+                record = result
+            if not isinstance(record, records().sample):
+                raise GenerateFailure(f"sample hook {function_name(hook)}: got {record!r}; expected a Sample or None")
         if rollout is not None:
-            rollout[branch] = theirs
+            rollout[branch] = record
         key = self._reward_key(evaluation)
-        changed = view(theirs, prompt, rollout, reward_key=key, evaluation=evaluation)
-        if before != _columns(theirs):
+        changed = view(record, prompt, rollout, reward_key=key, evaluation=evaluation)
+        if before != _columns(record):
             return changed
         sample.trainer_record = changed.trainer_record
-        sample.metadata = changed.metadata if theirs.metadata is None else theirs.metadata
-        sample.response, sample.label, sample.status = theirs.response, theirs.label, changed.status
-        sample.reward = sample.reward if theirs.reward is None else changed.reward
+        sample.metadata = changed.metadata if record.metadata is None else record.metadata
+        sample.response, sample.label, sample.status = record.response, record.label, changed.status
+        sample.reward = sample.reward if record.reward is None else changed.reward
         return sample
 
 
-def _columns(theirs: Any) -> tuple[list[Any], ...]:
-    """The columns of slime's sample, apart from it."""
-    columns = (theirs.tokens, theirs.loss_mask, theirs.rollout_log_probs)
+def _columns(record: Any) -> tuple[list[Any], ...]:
+    """A copy of the columns of slime's sample."""
+    columns = (record.tokens, record.loss_mask, record.rollout_log_probs)
     return tuple([] if column is None else list(column) for column in columns)
 
 
 @functools.lru_cache(maxsize=64)
 def _takes_a_policy(function: Callable[..., Any]) -> bool:
-    """Whether it passes ``policy`` and ``sampling`` on to our agent loop, as ``generate_rollout_batch`` does."""
+    """Whether a generate function accepts ``policy`` and ``sampling``, as ``generate_rollout_batch`` does."""
     parameters = inspect.signature(function).parameters
     return "policy" in parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())

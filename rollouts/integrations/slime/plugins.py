@@ -1,10 +1,10 @@
-"""One rollout at a time, for slime's own rollout function: its custom generate function and its custom reward.
+"""Plug-ins for slime's own rollout function: a custom generate function and a custom reward, one rollout at a time.
 
-Invariant: ``generate`` gives back samples that slime can score, filter and train on, whatever happened: a rollout that
-failed for good is one that slime removes from the loss, with its reason in ``metadata["failure"]``.
+Invariant: ``generate`` always returns samples that slime can score, filter and train on: a rollout that fails all
+attempts becomes a sample that slime removes from the loss, with the reason in ``metadata["failure"]``.
 
-It needs a recipe (``args.rollouts_recipe`` or the variable ``ROLLOUTS_RECIPE``); with ``generate_rollout_batch`` as the
-rollout function neither is needed.
+They need a recipe (``args.rollouts_recipe`` or the variable ``ROLLOUTS_RECIPE``). With ``generate_rollout_batch`` as
+the rollout function, these plug-ins are not needed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
     Args:
         args: slime's namespace.
-        sample: what slime took from its data source; ``prompt``, ``label`` and ``metadata`` are read.
-        sampling_params: slime's; temperature, top_p, top_k, max_new_tokens and stop count.
-        evaluation: whether it is for an evaluation.
+        sample: slime's sample from its data source; ``prompt``, ``label`` and ``metadata`` are read.
+        sampling_params: slime's; temperature, top_p, top_k, max_new_tokens, stop and sampling_seed are used.
+        evaluation: not used.
 
     Returns:
-        One sample, or a list where the rollout forks. The reward is set where the recipe has one for single samples.
+        One sample, or a list if the rollout forks. The reward is set if the recipe's reward scores single samples.
     """
     pipeline = _pipeline(args)
     config = _recipe(pipeline).config
@@ -56,7 +56,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         group_index=sample.group_index,
         index=sample.index,
     )
-    sample.metadata = dict(prompt.metadata)  # which may have come as JSON text
+    sample.metadata = dict(prompt.metadata)  # it may be JSON text
     samples: list[Sample] = []
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):
@@ -67,15 +67,15 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 failure = lost[0].failure
                 continue
             if any(entry.status is Status.ABORTED for entry in samples):
-                return _aborted(sample)  # slime itself stopped the engines: it will ask again
+                return _aborted(sample)  # slime stopped the engines, and will call again
             for entry in samples:
                 check_trainable(entry)
                 if config.reward_fn is not None and not config.group_rm:
                     await score(entry, config.reward_fn, seconds=config.reward_seconds)
-            return _answer(sample, samples, args)
+            return _to_records(sample, samples, args)
         except ConfigError as error:
             failure = Failure.of(GenerateFailure(str(error)))
-        except Exception as error:  # noqa: BLE001 - slime's loop would lose every rollout in flight to it
+        except Exception as error:  # noqa: BLE001 - an exception would end slime's loop and every rollout in flight
             failure = Failure.of(error)
     return removed_sample(sample, failure)
 
@@ -92,7 +92,7 @@ async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
     config = _recipe(_pipeline(args)).config
     ours = [from_slime(sample) for sample in samples]
     if config.reward_fn is None:
-        raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path asks for the recipe's")
+        raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path names the recipe's reward")
     if config.group_rm:
         await score_group(ours, config.reward_fn, seconds=config.reward_seconds)
     else:
@@ -105,19 +105,19 @@ _PIPELINES: weakref.WeakKeyDictionary[AbstractEventLoop, list[Pipeline]] = weakr
 
 
 def _pipeline(args: Any) -> Pipeline:
-    """What the launch asks for, made once for each event loop and each set of flags."""
+    """The pipeline of the launch, created once per event loop and set of flags."""
     if not hasattr(args, "sglang_router_ip"):
-        from rollouts.integrations.slime import demo  # here: it needs the extra "engine", and only this call does
+        from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
 
         args = demo.args(args)
     settings = Settings.from_args(args)
-    made = _PIPELINES.setdefault(get_running_loop(), [])
-    for pipeline in made:
+    pipelines = _PIPELINES.setdefault(get_running_loop(), [])
+    for pipeline in pipelines:
         if pipeline.settings == settings:
             return pipeline
     policy = ResumablePolicy(shared_policy(settings.endpoint), at_most=settings.at_most)
-    made.append(Pipeline(args, settings, policy, lambda index: None))
-    return made[-1]
+    pipelines.append(Pipeline(args, settings, policy, lambda index: None))
+    return pipelines[-1]
 
 
 def _recipe(pipeline: Pipeline) -> Recipe:
@@ -126,17 +126,17 @@ def _recipe(pipeline: Pipeline) -> Recipe:
     return pipeline.recipe
 
 
-def _answer(sample: Any, samples: list[Sample], args: Any) -> Any:
+def _to_records(sample: Any, samples: list[Sample], args: Any) -> Any:
     key = getattr(args, "reward_key", None)
-    made = [to_slime(entry, template=sample, reward_key=key, scored=False) for entry in samples]
-    if len(made) == 1:
-        return _onto(sample, made[0])
-    return made
+    converted = [to_slime(entry, template=sample, reward_key=key, scored=False) for entry in samples]
+    if len(converted) == 1:
+        return _copy_onto(sample, converted[0])
+    return converted
 
 
-def _onto(sample: Any, made: Any) -> Any:
-    """slime hands out one object for each rollout, and others may hold it."""
-    sample.__dict__.update(made.__dict__)
+def _copy_onto(sample: Any, converted: Any) -> Any:
+    """Update slime's own object of the rollout: other code may reference it."""
+    sample.__dict__.update(converted.__dict__)
     return sample
 
 
@@ -146,14 +146,14 @@ def _aborted(sample: Any) -> Any:
 
 
 def removed_sample(sample: Any, failure: Failure | None) -> Any:
-    """A rollout that failed: the smallest sample that slime can carry, out of the loss."""
+    """Turn slime's sample into that of a failed rollout: the smallest valid one, removed from the loss."""
     sample.tokens, sample.response, sample.response_length = [0, 0], "", 1
     sample.loss_mask, sample.rollout_log_probs = [0], [0.0]
     sample.reward, sample.remove_sample = 0.0, True
     sample.status = records().sample.Status.FAILED
-    sample.metadata = {**(sample.metadata or {}), "failure": _said(failure)}
+    sample.metadata = {**(sample.metadata or {}), "failure": _failure_text(failure)}
     return sample
 
 
-def _said(failure: Failure | None) -> str:
+def _failure_text(failure: Failure | None) -> str:
     return "" if failure is None else f"{failure.kind}: {failure.message}"

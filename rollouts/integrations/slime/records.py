@@ -1,9 +1,9 @@
-"""slime's own records where slime is installed, and records of the same shape where it is not.
+"""slime's own record classes where slime is installed, and stand-ins of the same shape elsewhere.
 
-Invariant: :class:`Sample` here has slime's fields, defaults, ``to_dict`` and ``from_dict``, so that what is written
-without slime is read by it. slime is imported by :func:`records` only, when it is called.
+Invariant: :class:`Sample` here has slime's fields, defaults, ``to_dict`` and ``from_dict``, so slime reads data that
+was written without it. Only a call of :func:`records` imports slime.
 
-The stand-in holds data; the methods with which slime's own rollout grows a sample are not part of it.
+The stand-in lacks the methods with which slime's own rollout extends a sample.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _PrefixCacheInfo:
 
 @dataclass
 class Sample:
-    """A sample as slime has it: ``loss_mask`` and ``rollout_log_probs`` are as long as the response."""
+    """slime's sample: ``loss_mask`` and ``rollout_log_probs`` are as long as the response."""
 
     Status = _Status
     SpecInfo = _SpecInfo
@@ -108,7 +108,7 @@ class Sample:
         return self.reward[key] if key else self.reward
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; attributes that somebody added come along."""
+        """Convert to plain data, including attributes that are not fields."""
         return {
             **self.__dict__,
             "status": self.status.value,
@@ -118,7 +118,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """The inverse of :meth:`to_dict`; ``status`` must be there."""
+        """The inverse of :meth:`to_dict`; ``status`` is required."""
         known = {entry.name for entry in fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
         values["status"] = _Status(data["status"])
@@ -131,7 +131,7 @@ class Sample:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """What a rollout function gives back for training: groups of samples, or groups of rollouts of samples."""
+    """The return value of a rollout function in training: groups of samples, or groups of rollouts of samples."""
 
     samples: list[Any]
     metrics: dict[str, Any] | None = None
@@ -139,7 +139,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What it gives back for evaluation, by data set: ``rewards``, ``truncated`` and ``samples``, equally long."""
+    """Its return value in evaluation: by data set ``rewards``, ``truncated`` and ``samples``, equally long."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
@@ -147,7 +147,7 @@ class RolloutFnEvalOutput:
 
 @dataclass
 class DynamicFilterOutput:
-    """What a dynamic sampling filter answers."""
+    """The return value of a dynamic sampling filter."""
 
     keep: bool
     reason: str | None = None
@@ -167,7 +167,7 @@ class Records:
 
 @functools.cache
 def records() -> Records:
-    """slime's classes if it can be imported, else the stand-ins; decided once a process."""
+    """slime's classes if it can be imported, else the stand-ins; decided once per process."""
     try:
         types = importlib.import_module("slime.utils.types")
         outputs = importlib.import_module("slime.rollout.base_types")

@@ -1,10 +1,10 @@
-"""slime's own samples as they are: what a function of slime's returned is checked, never rebuilt.
+"""Samples that a function of slime returned: checked, never rebuilt.
 
-Invariant: the object that a generate function or a sample hook returned is the object that rewards and filters see and
-that leaves in the batch, with whatever else stands on it. Only numbers that are missing are filled in, and the reward.
-Our :class:`Sample` of it is a view for the manager; its ``trainer_record`` is a :class:`Kept`.
+Invariant: the object that a generate function or a sample hook returned is the object that rewards and filters get and
+that the batch contains, with all its attributes. Only missing indices and the reward are set. Our :class:`Sample` of it
+is a view for the manager; its ``trainer_record`` is a :class:`SlimeRecord`.
 
-This module knows no server and no schedule.
+In this module ``record`` is slime's sample. It knows no server and no schedule.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from rollouts.integrations.slime.convert import (
 from rollouts.integrations.slime.records import records
 from rollouts.training.types import Sample, Status
 
-__all__ = ["Kept", "keep", "kept", "versions_of", "view"]
+__all__ = ["SlimeRecord", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
 
 _LOST = (Status.FAILED, Status.ABORTED)
 
 
 @attrs.define(eq=False)
-class Kept:
-    """slime's sample of one of ours."""
+class SlimeRecord:
+    """The link from our sample to slime's."""
 
     sample: Any
     rollout: list[Any] | None = None
-    """All samples of its rollout, where a generate function of slime's gave a list."""
+    """All samples of its rollout, if a generate function of slime returned a list."""
 
 
-def kept(sample: Sample) -> Any:
-    """slime's sample of one of ours, or ``None`` where none was made yet."""
-    record = sample.trainer_record
-    return record.sample if isinstance(record, Kept) else None
+def slime_sample_of(sample: Sample) -> Any:
+    """slime's sample of ours, or ``None`` if it does not exist yet."""
+    link = sample.trainer_record
+    return link.sample if isinstance(link, SlimeRecord) else None
 
 
-def keep(
-    made: Any, given: Any, request: Prompt, *, reward_key: str | None = None, evaluation: bool = False
+def views_of_rollout(
+    returned: Any, given: Any, request: Prompt, *, reward_key: str | None = None, evaluation: bool = False
 ) -> list[Sample]:
-    """Our views of what a generate function of slime's gave for one rollout.
+    """Our views of the samples that a generate function of slime returned for one rollout.
 
     Args:
-        made: a sample of slime's, or a list of them.
-        given: the sample that it was called with, for numbers that are missing on others.
+        returned: slime's sample, or a list of them.
+        given: the argument of the generate function; its indices fill missing ones.
         request: the prompt.
-        reward_key: the part of a reward that is its number.
-        evaluation: nothing of it will be trained.
+        reward_key: the entry of a dict reward that is trained on.
+        evaluation: whether the samples belong to an evaluation, which trains nothing.
 
     Raises:
-        ConfigError: something else than slime's samples, one of them twice, several rollout ids, or a sample that slime
-            cannot take.
+        ConfigError: an object that is no sample of slime, a sample listed twice, several rollout ids, or a sample that
+            slime cannot process.
     """
-    rollout = list(leaves(made)) if isinstance(made, list) else None
-    samples = [made] if rollout is None else rollout
+    rollout = list(leaves(returned)) if isinstance(returned, list) else None
+    samples = [returned] if rollout is None else rollout
     kind = records().sample
     index = request.index if given.index is None else given.index
     for sample in samples:
@@ -82,47 +82,47 @@ def keep(
 
 
 def view(
-    theirs: Any,
+    record: Any,
     request: Prompt | None,
     rollout: list[Any] | None = None,
     *,
     reward_key: str | None = None,
     evaluation: bool = False,
 ) -> Sample:
-    """Our sample of one of slime's, which is kept as it is.
+    """Our view of slime's sample, which stays unchanged.
 
     Raises:
         ConfigError: slime could not train on it.
     """
-    place = f"slime sample {theirs.index}"
-    if not isinstance(theirs.status, records().sample.Status):
-        raise ConfigError.of(f"{place}.status", theirs.status, "one of slime's Sample.Status")
-    status = Status(theirs.status.value)
-    if status in _LOST and theirs.remove_sample and (status is Status.FAILED or theirs.reward is not None):
-        status = Status.COMPLETED  # its function has dealt with the failure: it is out of the loss, and not tried again
+    place = f"slime sample {record.index}"
+    if not isinstance(record.status, records().sample.Status):
+        raise ConfigError.of(f"{place}.status", record.status, "one of slime's Sample.Status")
+    status = Status(record.status.value)
+    if status in _LOST and record.remove_sample and (status is Status.FAILED or record.reward is not None):
+        status = Status.COMPLETED  # its function handled the failure: it is out of the loss, and not retried
     if evaluation or status in _LOST:
-        ours = _unread(theirs, request, [])
+        ours = _untrained(record, request, [])
     else:
-        check_shape(theirs, place)
-        if trains(theirs):
-            ours = from_slime(theirs, request)
+        check_shape(record, place)
+        if trains(record):
+            ours = from_slime(record, request)
             check_trainable(ours)
         else:
-            ours = _unread(theirs, request, [int(token) for token in theirs.tokens])
+            ours = _untrained(record, request, [int(token) for token in record.tokens])
     ours.status = status
-    ours.reward = reward_number(theirs.reward, reward_key)
-    ours.trainer_record = Kept(theirs, rollout)
+    ours.reward = reward_number(record.reward, reward_key)
+    ours.trainer_record = SlimeRecord(record, rollout)
     return ours
 
 
-def _unread(theirs: Any, request: Prompt | None, tokens: list[int]) -> Sample:
-    """A view without anything to train."""
+def _untrained(record: Any, request: Prompt | None, tokens: list[int]) -> Sample:
+    """A view without trained tokens."""
     return Sample(
-        prompt=theirs.prompt,
-        response=theirs.response,
+        prompt=record.prompt,
+        response=record.response,
         tokens=tokens,
-        metadata=dict(theirs.metadata or {}),
-        label=theirs.label,
+        metadata=dict(record.metadata or {}),
+        label=record.label,
         group_index=None if request is None else request.group_index,
         index=None if request is None else request.index,
     )
@@ -131,11 +131,11 @@ def _unread(theirs: Any, request: Prompt | None, tokens: list[int]) -> Sample:
 def versions_of(sample: Sample, *, mask_earlier_versions: bool) -> list[str]:
     """The policy versions whose tokens a sample would train.
 
-    A generate function of slime's notes them without saying which tokens are whose: all of them count.
+    A sample of slime's function lists its versions without token positions, so all of them count.
     """
-    theirs = kept(sample)
-    if theirs is not None and not trains(theirs):
+    record = slime_sample_of(sample)
+    if record is not None and not trains(record):
         return []
-    if theirs is not None and not sample.versions:
-        return [str(version) for version in theirs.weight_versions]
+    if record is not None and not sample.versions:
+        return [str(version) for version in record.weight_versions]
     return trained_versions([sample], mask_earlier_versions=mask_earlier_versions)

@@ -1,7 +1,7 @@
 """``--rollout-function-path rollouts.integrations.slime.generate_rollout_batch``.
 
-Invariant: the signature is slime's to the letter. What lives between calls lives in one :class:`TrainerRollouts` for
-each process; it is made anew when the data source or what the launch asks for changes, and closed when Python exits.
+Invariant: the signature is exactly slime's. State between calls is one :class:`TrainerRollouts` per process; it is
+replaced when the data source or the settings of the launch change, and closed when Python exits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def generate_rollout_batch(args: Any, rollout_id: int, data_source: Any, evaluat
         args: slime's namespace; ``None`` plays the demo model on the embedded engine, for contract tests.
         rollout_id: slime's number of the call.
         data_source: slime's data source.
-        evaluation: play the configured data sets instead.
+        evaluation: whether to play the evaluation's data sets instead.
 
     Returns:
         ``RolloutFnTrainOutput`` with ``rollout_batch_size`` groups of ``n_samples_per_prompt`` rollouts, in order; or
         ``RolloutFnEvalOutput``. slime's classes where slime is installed, else classes of the same shape.
 
     Raises:
-        ConfigError: a flag or a recipe that cannot be served, named.
-        DataExhausted: the data source ran dry.
-        FilterFailure: the filter accepts nothing.
-        GenerateFailure: nothing but failures.
+        ConfigError: a flag or a recipe is not supported; the message names it.
+        DataExhausted: the data source has no more groups.
+        FilterFailure: the filter accepts no group.
+        GenerateFailure: every rollout fails.
     """
     if args is None:
         args = _demo_args(data_source)
@@ -46,7 +46,7 @@ def generate_rollout_batch(args: Any, rollout_id: int, data_source: Any, evaluat
 
 
 def close_rollouts() -> None:
-    """End what is in flight; groups go back to the data source. The next call starts anew."""
+    """Cancel rollouts in flight and return their groups to the data source. The next call starts with new state."""
     global _live
     with _LOCK:
         live, _live = _live, None
@@ -67,7 +67,7 @@ def _rollouts(args: Any, data_source: Any) -> TrainerRollouts:
 
 
 def _demo_args(data_source: Any) -> Namespace:
-    from rollouts.integrations.slime import demo  # here: it needs the extra "engine", and only this call does
+    from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
 
     return demo.args(data_source)
 

@@ -1,12 +1,13 @@
-"""The rollouts of one trainer: an event loop in a thread of its own, and one manager that lives from call to call.
+"""The rollouts of one trainer: an event loop in a thread, and one manager that persists between calls.
 
-Invariant: a batch holds tokens of the weights of its call only, unless the launch asks for older ones: what is left
-over when a batch is full is stopped, and its prompts come out first in the next call. With carrying over, what is in
-flight or accepted when a call returns serves the next one, and nothing finished is thrown away. Unless the launch asks
-for fully asynchronous rollouts, our policy samples nothing between two calls: replies are stopped between two tokens,
-and go on from their own ids. An error ends its call, and the next one starts sound.
+Invariant: without carry-over, a batch contains only tokens of the weights of its call: rollouts left over when a batch
+is full are cancelled, and their prompts come out first in the next call. With carry-over, groups in flight or ready
+when a call returns serve the next one, and no finished rollout is discarded. Unless rollouts are fully asynchronous,
+our policy samples nothing between two calls: replies pause between two tokens and resume from their own ids. An error
+ends its call; the next call works.
 
-It knows slime's data source and samples through the modules beside it, and neither Ray nor slime's engines.
+This module reaches slime's data source and samples through its sibling modules; it knows neither Ray nor slime's
+engines.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ __all__ = ["TrainerRollouts"]
 
 
 class TrainerRollouts:
-    """Serves the calls of one trainer; every public method is called from the trainer's thread.
+    """Serves the calls of one trainer; call every public method from the trainer's thread.
 
     Args:
         args: slime's namespace.
-        settings: the same, read.
+        settings: parsed from ``args``.
         data_source: slime's data source.
     """
 
@@ -52,7 +53,7 @@ class TrainerRollouts:
         self.settings = settings
         self.data_source = data_source
         self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt)
-        self.buffer.on_new = self._adopt
+        self.buffer.on_new = self._add_finished
         self._versions: list[str] = []
         """Every policy version seen so far, oldest first."""
         self._settled: list[Group] = []
@@ -60,10 +61,10 @@ class TrainerRollouts:
         self._stack = ExitStack()
         self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         try:
-            self.policy, self.pipeline, self.manager = self._portal.call(self._make)
-            if settings.carry_over:  # else each batch ends what it began
+            self.policy, self.pipeline, self.manager = self._portal.call(self._build)
+            if settings.carry_over:  # else each batch cancels its leftovers
                 self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
-            self._stack.enter_context(calm_collector())  # a pause of the collector is a pause of every rollout
+            self._stack.enter_context(calm_collector())  # a collector pause delays every rollout
         except BaseException:
             self._stack.close()
             raise
@@ -73,24 +74,24 @@ class TrainerRollouts:
     def __repr__(self) -> str:
         return f"<TrainerRollouts {self.manager!r} · {self.policy!r}>"
 
-    async def _make(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
+    async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
         client = SGLangPolicy(settings.endpoint)
         policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=settings.stop_token_ids)
         pipeline = Pipeline(self.args, settings, policy, self.buffer.taken.get)
         config = pipeline.training()
         if settings.carry_over and settings.max_staleness is not None:
-            config = attrs.evolve(config, filter_fn=_FreshEnough(self._is_stale, config.filter_fn))
+            config = attrs.evolve(config, filter_fn=_StalenessFilter(self._is_stale, config.filter_fn))
         return policy, pipeline, AsyncRolloutManager(config, self.buffer, on_group=self._on_group)
 
     # -- calls --
 
     def train(self, rollout_id: int) -> Any:
-        """Fill one training batch; ``RolloutFnTrainOutput``."""
+        """Fill one training batch; return ``RolloutFnTrainOutput``."""
         return self._call(self._train, rollout_id)
 
     def evaluate(self, rollout_id: int) -> Any:
-        """Play every data set of the evaluation; ``RolloutFnEvalOutput``."""
+        """Play every data set of the evaluation; return ``RolloutFnEvalOutput``."""
         return self._call(self._evaluate, rollout_id)
 
     def _call(self, function: Callable[[int], Any], rollout_id: int) -> Any:
@@ -102,15 +103,15 @@ class TrainerRollouts:
             raise
 
     def close(self) -> None:
-        """End what is in flight; every group goes back to the data source with its finished rollouts."""
+        """Cancel rollouts in flight; return every group to the data source with its finished rollouts."""
         self._stack.pop_all().close()
         groups = []
         for ready in self.manager.ready_groups:
             taken = self.buffer.taken.pop(ready.group_index)
-            groups.append(self._dressed_group(taken, _by_number(ready.samples, len(taken.group))))
+            groups.append(self._group_records(taken, _by_number(ready.samples, len(taken.group))))
         for returned, group in self.buffer.drain():
             finished = {} if returned is None else self.manager.finished_rollouts(returned)
-            groups.append(self._dressed_group(Taken(group), finished))
+            groups.append(self._group_records(Taken(group), finished))
         if groups and hasattr(self.data_source, "add_samples"):
             self.data_source.add_samples(groups)
 
@@ -123,14 +124,14 @@ class TrainerRollouts:
         problems: dict[str, float] = {}
         try:
             with at(f"rollout {rollout_id}"):
-                await self._see_version()
+                await self._record_version()
                 stale = self.manager.withdraw(lambda group: self._is_stale(list(group.samples)))
                 for group in stale:
                     self.buffer.play_again(group.group_index)
                 samples = await self.manager.generate_batch()
         finally:
             if not self.settings.carry_over:
-                problems["rollouts/groups_begun_again"] = self._begin_again()
+                problems["rollouts/groups_begun_again"] = self._discard_leftovers()
             if not self.settings.fully_async:
                 with anyio.CancelScope(shield=True):
                     try:
@@ -142,7 +143,7 @@ class TrainerRollouts:
         if self.settings.all_samples_process is not None:
             process = load_function(self.settings.all_samples_process)
             process(self.args, [*groups, *self._dropped_groups(settled)], self.data_source.get_samples)
-        self._let_go(settled)
+        self._release(settled)
         if self.settings.sample_filter is not None:
             load_function(self.settings.sample_filter)(self.args, groups)
         metrics = {**self._metrics(settled, len(stale)), "rollouts/resumed": self.policy.resumed - resumed, **problems}
@@ -154,8 +155,8 @@ class TrainerRollouts:
         data, metrics = await evaluate(self.settings, pipeline)
         return records().eval_output(data=data, metrics=metrics)
 
-    def _begin_again(self) -> int:
-        """Give up what a batch left over, since the next one has other weights; its prompts come out first then."""
+    def _discard_leftovers(self) -> int:
+        """Discard the leftovers of a batch, since the next one has other weights; their prompts come out first."""
         surplus = self.manager.withdraw(lambda group: True)
         for group in surplus:
             self.buffer.play_again(group.group_index)
@@ -166,7 +167,7 @@ class TrainerRollouts:
     # -- groups --
 
     def _assemble(self, samples: list[Sample]) -> list[Any]:
-        """The batch as slime takes it: groups of samples, or groups of rollouts of samples where any rollout forks."""
+        """The batch in slime's shape: groups of samples, or groups of rollouts of samples if any rollout forks."""
         size = self.settings.n_samples_per_prompt
         by_group: dict[int, list[Sample]] = {}
         for sample in samples:
@@ -175,7 +176,7 @@ class TrainerRollouts:
         fans_out = len(samples) != len(by_group) * size
         groups: list[Any] = []
         for index, members in by_group.items():
-            rollouts = self._dressed_rollouts(self.buffer.pop(index), _by_number(members, size))
+            rollouts = self._rollout_records(self.buffer.pop(index), _by_number(members, size))
             groups.append(rollouts if fans_out else [samples_of[0] for samples_of in rollouts])
         check_training_batch(
             groups,
@@ -185,27 +186,27 @@ class TrainerRollouts:
         )
         return groups
 
-    def _dressed_rollouts(self, taken: Taken, rollouts: dict[int, list[Sample]]) -> list[list[Any]]:
-        return [[self._finished(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
+    def _rollout_records(self, taken: Taken, rollouts: dict[int, list[Sample]]) -> list[list[Any]]:
+        return [[self._record_of(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
 
-    def _finished(self, sample: Sample, taken: Taken) -> Any:
-        """slime's sample of a rollout; one that was begun in an earlier call says in which, as slime's do."""
-        theirs = self.pipeline.finished(sample, taken)
+    def _record_of(self, sample: Sample, taken: Taken) -> Any:
+        """slime's sample of ours; like slime's, it names its start if that was an earlier call."""
+        record = self.pipeline.finished(sample, taken)
         if taken.begun < self.pipeline.rollout_id:
-            _stamp(theirs, taken.begun)
-        return theirs
+            _set_start(record, taken.begun)
+        return record
 
-    def _dressed_group(self, taken: Taken, finished: dict[int, list[Sample]]) -> list[Any]:
-        """A group to hand back: finished rollouts where there are any, else what slime gave."""
+    def _group_records(self, taken: Taken, finished: dict[int, list[Sample]]) -> list[Any]:
+        """A group to return to the source: finished rollouts, and slime's original samples for the others."""
         group = list(taken.group)
         for number, samples in finished.items():
-            if len(samples) == 1 and samples[0].reward is not None:  # a fork is no element of slime's buffer
+            if len(samples) == 1 and samples[0].reward is not None:  # slime's buffer cannot contain a fork
                 group[number] = self.pipeline.finished(samples[0], taken)
-                _stamp(group[number], taken.begun)
+                _set_start(group[number], taken.begun)
         return group
 
-    def _adopt(self, index: int, group: list[Any]) -> None:
-        """Take over the rollouts of a new group that were finished before: in the last process, by a checkpoint."""
+    def _add_finished(self, index: int, group: list[Any]) -> None:
+        """Add the rollouts of a new group that are already finished, e.g. from a checkpoint."""
         finished: dict[int, list[Sample]] = {}
         for number, given in enumerate(group):
             if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
@@ -213,7 +214,7 @@ class TrainerRollouts:
             try:
                 sample = view(given, None, reward_key=self.settings.reward_key)
             except ConfigError:
-                continue  # not ours: it is played anew
+                continue  # not trainable: it is played again
             known = versions_of(sample, mask_earlier_versions=False)
             self._versions[:0] = [name for name in dict.fromkeys(known) if name not in self._versions]
             sample.group_index = index
@@ -223,20 +224,20 @@ class TrainerRollouts:
             self.manager.add_finished_rollouts(index, finished)
 
     def _in_progress(self, group: list[Any]) -> list[Any]:
-        """A group that is out, as a checkpoint should keep it: with all of its rollouts that are finished."""
+        """A group in flight for the checkpoint: with its finished rollouts."""
         ready = {each.group_index: each for each in self.manager.ready_groups}
         for index, taken in list(self.buffer.taken.items()):
             if taken.group[0] is group[0]:
                 finished = self.manager.finished_rollouts(index)
                 if index in ready:
                     finished = _by_number(ready[index].samples, len(group))
-                return self._dressed_group(taken, finished)
+                return self._group_records(taken, finished)
         return group
 
     # -- staleness --
 
-    async def _see_version(self) -> None:
-        """Ask the engines which weights they serve; if nobody says, the versions that come with the tokens count."""
+    async def _record_version(self) -> None:
+        """Request the engines' weight version; if they report none, the versions of sampled tokens count."""
         try:
             version = (await self.policy.describe()).weight_version
         except EndpointError:
@@ -245,7 +246,7 @@ class TrainerRollouts:
             self._versions.append(version)
 
     def _is_stale(self, samples: list[Sample]) -> bool:
-        """Whether the oldest token that would be trained lies more than ``max_staleness`` versions behind."""
+        """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
         bound = self.settings.max_staleness
         masked = self.settings.mask_earlier_versions
         used = [name for sample in samples for name in versions_of(sample, mask_earlier_versions=masked)]
@@ -256,29 +257,29 @@ class TrainerRollouts:
             return False
         return len(self._versions) - 1 - min(self._versions.index(version) for version in used) > bound
 
-    # -- what became of groups --
+    # -- settled groups --
 
     def _on_group(self, group: Group) -> None:
         with self._lock:
             self._settled.append(group)
 
     def _take_settled(self) -> list[Group]:
-        """The groups that came to their end since the last batch."""
+        """Return and clear the groups that settled since the last batch."""
         with self._lock:
             settled, self._settled = self._settled, []
         return settled
 
     def _dropped_groups(self, settled: list[Group]) -> list[Any]:
-        """What the filter dropped, as slime's groups."""
-        found = [(self.buffer.taken.get(group.group_index), group) for group in settled if group.outcome == "dropped"]
+        """The dropped groups, as slime's groups."""
+        dropped = [(self.buffer.taken.get(group.group_index), group) for group in settled if group.outcome == "dropped"]
         return [
-            self._dressed_group(taken, _by_number(group.samples, len(taken.group)))
-            for taken, group in found
+            self._group_records(taken, _by_number(group.samples, len(taken.group)))
+            for taken, group in dropped
             if taken is not None
         ]
 
-    def _let_go(self, settled: list[Group]) -> None:
-        """Groups that are in no batch: what was only late is played again, the rest is done with."""
+    def _release(self, settled: list[Group]) -> None:
+        """Remove settled groups that are in no batch; stale ones are played again."""
         for group in settled:
             if group.outcome == "kept":
                 continue
@@ -288,7 +289,7 @@ class TrainerRollouts:
                 self.buffer.pop(group.group_index)
 
     def _metrics(self, settled: list[Group], stale: int) -> dict[str, float]:
-        """Numbers of this call; ``rollout/dynamic_filter/drop_...`` is slime's own name."""
+        """The metrics of this call; ``rollout/dynamic_filter/drop_...`` is slime's own name."""
         drops = Counter(group.reason for group in settled if group.outcome == "dropped")
         drops[_STALE] += stale
         failures = Counter(group.reason.partition(":")[0] for group in settled if group.outcome == "failed")
@@ -304,33 +305,33 @@ _STALE = "stale"
 
 
 @attrs.frozen
-class _Answer:
+class _Decision:
     keep: bool
     reason: str
 
 
 @attrs.frozen
-class _FreshEnough:
-    """A filter that drops what is too stale, and asks another about the rest."""
+class _StalenessFilter:
+    """A filter that drops stale groups, and applies another filter to the rest."""
 
     is_stale: Callable[[list[Sample]], bool]
     further: Any
 
     def __call__(self, samples: list[Sample]) -> Any:
         if self.is_stale(samples):
-            return _Answer(False, _STALE)
+            return _Decision(False, _STALE)
         return True if self.further is None else self.further(samples)
 
 
-def _stamp(theirs: Any, begun: int) -> None:
-    """Note in which rollout slime's sample was begun, unless it says so."""
-    if theirs.metadata is None:
-        theirs.metadata = {}
-    theirs.metadata.setdefault("start_rollout_id", begun)
+def _set_start(record: Any, begun: int) -> None:
+    """Set ``start_rollout_id`` of slime's sample, unless it is set."""
+    if record.metadata is None:
+        record.metadata = {}
+    record.metadata.setdefault("start_rollout_id", begun)
 
 
 def _by_number(samples: Any, size: int) -> dict[int, list[Sample]]:
-    """The samples of a group by the number of their rollout."""
+    """The samples of a group, by the position of their rollout in the group."""
     rollouts: dict[int, list[Sample]] = {}
     for sample in samples:
         rollouts.setdefault(sample.index % size, []).append(sample)

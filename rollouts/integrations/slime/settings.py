@@ -1,9 +1,9 @@
-"""What slime's ``args`` ask for, read once and checked.
+"""The settings in slime's ``args``, parsed once and checked.
 
-Invariant: a :class:`Settings` that exists can be served; what slime would want of us and we cannot give is refused here
-by the flag's name. Flags of the launch win over the recipe: sizes, sampling, filter and reward.
+Invariant: every :class:`Settings` instance is supported; an unsupported flag raises an error with its name. Flags of
+the launch override the recipe: sizes, sampling, filter and reward.
 
-Keys of our own come through slime's ``--custom-config-path``; each stands in :data:`OWN_KEYS`.
+Our own keys come through slime's ``--custom-config-path``; :data:`OWN_KEYS` lists them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
 OWN_KEYS: Mapping[str, str] = {
     "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
     "rollouts_recipe_options": "keyword arguments for the recipe, as a mapping",
-    "rollouts_over_sampling_factor": "groups in work while a batch fills, as a multiple of the batch; 1.0 by default",
-    "rollouts_carry_over": "true: what a batch leaves over serves the next one, with tokens of older weights",
-    "rollouts_fully_async": "true: carry over, and go on generating between calls, while the trainer works",
-    "rollouts_max_staleness": "policy versions that the oldest trained token may lie behind, where anything is carried",
-    "rollouts_max_attempts": "how often a rollout is tried before its group is lost",
+    "rollouts_over_sampling_factor": "groups in flight while a batch fills, as a multiple of the batch; 1.0 by default",
+    "rollouts_carry_over": "true: groups left over by a batch serve the next one, with tokens of older weights",
+    "rollouts_fully_async": "true: carry over, and continue to generate between calls, while the trainer works",
+    "rollouts_max_staleness": "most policy versions that a trained token may be old, with any kind of carry-over",
+    "rollouts_max_attempts": "attempts at a rollout before its group fails",
 }
 
 _NOT_SAMPLING = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "stop_token_ids"}
-"""What slime hands over beside sampling: the wire says it anyway, and the stop ids are the tokenizer's."""
+"""Keys of slime's sampling parameters that are ignored: requests set them anyway, with the tokenizer's stop ids."""
 
 
 @attrs.frozen
@@ -49,12 +49,12 @@ class EvalSet:
     n_samples: int
     sampling: SamplingParams
     source: Any
-    """slime's own entry, for what it puts on samples."""
+    """slime's own entry, for its other attributes."""
 
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """How rollouts are to be made for one trainer."""
+    """The settings of the rollouts of one trainer."""
 
     batch_size: int
     n_samples_per_prompt: int
@@ -78,22 +78,22 @@ class Settings:
     all_samples_process: str | None
     mask_earlier_versions: bool
     carry_over: bool
-    """Whether a batch may hold tokens of older weights: what the last one left over."""
+    """Whether a batch may contain tokens of older weights, from groups that the last one left over."""
     partial_rollout: bool
-    """slime's flag: carry over, and call a generate function again with a sample that it gave back aborted."""
+    """slime's flag: carry over, and call a generate function again with a sample that it returned as aborted."""
     fully_async: bool
     max_staleness: int | None
-    """``None`` where what is carried may be of any age."""
+    """``None`` for no bound on the age of carried tokens."""
     max_attempts: int | None
     eval_sets: tuple[EvalSet, ...]
     eval_reward_key: str | None
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:
-        """Read slime's namespace.
+        """Parse slime's namespace.
 
         Raises:
-            ConfigError: a flag that is missing, or that asks for something rollouts cannot give.
+            ConfigError: a flag is missing, or its value is not supported.
         """
 
         def get(name: str, default: Any = None) -> Any:
@@ -101,7 +101,7 @@ class Settings:
             return default if value is None else value
 
         _refuse(args, get)
-        batch_size = _needed(args, "rollout_batch_size")
+        batch_size = _required(args, "rollout_batch_size")
         refill = get("over_sampling_batch_size", batch_size)
         if refill < batch_size:
             raise ConfigError.of("args.over_sampling_batch_size", refill, f"at least rollout_batch_size, {batch_size}")
@@ -109,7 +109,7 @@ class Settings:
         partial_rollout = bool(get("partial_rollout", False))
         carry_over = fully_async or partial_rollout or bool(get("rollouts_carry_over", False))
         sampling = _sampling(args, "rollout_", get("rollout_max_response_len", 1024), {})
-        endpoint = Endpoint(model=str(_needed(args, "hf_checkpoint")), base_url=_urls(args), sampling=sampling)
+        endpoint = Endpoint(model=str(_required(args, "hf_checkpoint")), base_url=_urls(args), sampling=sampling)
         return cls(
             batch_size=batch_size,
             n_samples_per_prompt=get("n_samples_per_prompt", 1),
@@ -141,10 +141,10 @@ class Settings:
 
 
 def load_function(path: str) -> Any:
-    """The object at a dotted path, as slime names its plug-ins.
+    """Import the object at a dotted path, as slime names its plug-ins.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it cannot be imported.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -154,10 +154,10 @@ def load_function(path: str) -> Any:
 
 
 def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
-    """SGLang's sampling parameters as ours.
+    """Convert SGLang's sampling parameters to ours.
 
     Raises:
-        ConfigError: a parameter that is not known here.
+        ConfigError: an unknown parameter.
     """
     names = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "sampling_seed"}
     unknown = params.keys() - names - _NOT_SAMPLING
@@ -170,7 +170,7 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
 
 
 def _refuse(args: Any, get: Any) -> None:
-    """Say no to what would come out wrong further on."""
+    """Raise for flags whose effect would be wrong later."""
     refusals = {
         "rollout_top_p": (get("rollout_top_p", 1.0) != 1.0, "1.0: slime replays the nucleus of every token then"),
         "use_rollout_routing_replay": (bool(get("use_rollout_routing_replay", False)), "off: routed experts are lost"),
@@ -184,33 +184,33 @@ def _refuse(args: Any, get: Any) -> None:
 
 
 def _max_staleness(bound: Any, carry_over: bool) -> int | None:
-    """The bound in force: 0 where nothing is carried."""
+    """The effective bound: 0 without carry-over."""
     if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
         raise ConfigError.of("args.rollouts_max_staleness", bound, "an integer >= 0")
     if not carry_over and bound:
         raise ConfigError.of(
             "args.rollouts_max_staleness",
             bound,
-            "0, or rollouts_carry_over, rollouts_fully_async or --partial-rollout with it: nothing older is kept else",
+            "0, or rollouts_carry_over, rollouts_fully_async or --partial-rollout with it: else no older tokens exist",
         )
     return bound if carry_over else 0
 
 
-def _needed(args: Any, name: str) -> Any:
+def _required(args: Any, name: str) -> Any:
     value = getattr(args, name, None)
     if value is None:
-        raise ConfigError.of(f"args.{name}", None, "the value that slime's arguments have")
+        raise ConfigError.of(f"args.{name}", None, "the value of slime's argument")
     return value
 
 
 def _urls(args: Any) -> str:
-    host = str(_needed(args, "sglang_router_ip"))
+    host = str(_required(args, "sglang_router_ip"))
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"http://{host}:{_needed(args, 'sglang_router_port')}"
+    return f"http://{host}:{_required(args, 'sglang_router_port')}"
 
 
 def _engines(get: Any) -> int:
-    """Number of inference engines: as slime counts them, at least one."""
+    """The number of inference engines, counted as slime does; at least one."""
     counted = get("rollout_num_engines") or get("rollout_num_gpus", 1) // max(1, get("rollout_num_gpus_per_engine", 1))
     return max(1, int(counted))
 

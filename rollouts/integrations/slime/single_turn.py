@@ -1,8 +1,8 @@
-"""Rollouts without a recipe: one reply to a prompt, or whatever a custom generate function of slime's does.
+"""Rollouts without a recipe: one reply to a prompt, or a custom generate function of slime.
 
-Invariant: a prompt that is text goes to the model as it is, since slime's data set has rendered it already; a prompt of
-messages is rendered by the model's own chat template. Either way the ids that are sent are the ids that are kept. What
-a custom generate function gives is kept as that object (:mod:`rollouts.integrations.slime.returned_samples`).
+Invariant: a text prompt is sent unchanged, since slime's data set has already rendered it; a prompt of messages is
+rendered by the model's own chat template. Either way the ids that are sent are the ids that are stored. The samples of
+a custom generate function stay the same objects (:mod:`rollouts.integrations.slime.returned_samples`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.returned_samples import keep
+from rollouts.integrations.slime.returned_samples import views_of_rollout
 from rollouts.integrations.slime.settings import load_function
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.training.agent_integration import agent_rollout_to_sample
@@ -35,14 +35,14 @@ __all__ = ["generate_single_turn", "generate_with_slime", "sampling_dict"]
 _ENDS = {"stop": StopReason.TASK_COMPLETED, "length": StopReason.MAX_TOKENS, "abort": StopReason.ABORTED}
 
 _EMPTY_ABORTS = 30
-"""Aborts in a row without a further token after which a rollout that is resumed counts as lost."""
+"""Aborts in a row without a new token after which a resumed rollout counts as lost."""
 _BACKOFF_SECONDS = 0.5
 
 
 async def generate_single_turn(
     prompts: Sequence[Prompt], *, policy: Policy, model: str, sampling: SamplingParams, endpoint: Any
 ) -> list[Sample]:
-    """One reply to each prompt; the policy is asked directly where the prompt is text."""
+    """Generate one reply to each prompt; a text prompt goes to the policy directly."""
     samples = []
     for prompt in prompts:
         if isinstance(prompt.prompt, str):
@@ -83,7 +83,7 @@ async def _continue_text(prompt: Prompt, text: str, policy: Policy, model: str, 
 
 @functools.lru_cache(maxsize=4)
 def _codec(model: str) -> tuple[Codec, tuple[int, ...]]:
-    """The tokenizer of a model, and the ids that end its turns; it needs no chat template."""
+    """The tokenizer of a model, and the ids that end its turns; no chat template is needed."""
     tokenizer = load_tokenizer(model)
     return Codec(tokenizer), stop_ids_of(tokenizer)
 
@@ -102,22 +102,22 @@ async def generate_with_slime(
 ) -> list[Sample]:
     """Call a custom generate function as slime does: ``(args, sample, sampling_params[, evaluation])``.
 
-    It talks to the engines by itself, so it cannot be paused. Each attempt has a session of its own.
+    The function sends its own requests to the engines, so it cannot be paused. Each attempt has its own session.
 
     Args:
-        prompts: one for each rollout.
+        prompts: one per rollout.
         args: slime's namespace.
-        path: the function's.
-        template: slime's sample of a prompt.
-        sampling: what the function is told.
-        reward_key: the part of a reward that is its number.
-        evaluation: told to a function that asks for it.
-        resume: with partial rollouts, returns when sampling may go on: the function is then called again with a sample
-            that it gave back aborted, as slime does.
-        mask_earlier: train only what a function adds to such a sample.
+        path: dotted path of the function.
+        template: returns slime's sample of a prompt.
+        sampling: passed to the function.
+        reward_key: the entry of a dict reward that is trained on.
+        evaluation: passed to a function that has this parameter.
+        resume: with partial rollouts, waits until sampling may resume; the function is then called again with the
+            sample that it returned as aborted, as in slime.
+        mask_earlier: train only the tokens that the function adds to such a sample.
 
     Raises:
-        GenerateFailure: slime could not go on with what it gave.
+        GenerateFailure: slime could not use the returned samples.
     """
     samples: list[Sample] = []
     for prompt in prompts:
@@ -126,30 +126,30 @@ async def generate_with_slime(
         sample.session_id = sample.session_id or str(uuid.uuid4())
         function = load_function(getattr(sample, "generate_function_path", None) or path)
         options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        made: Any = sample
+        returned: Any = sample
         empty = 0
         while True:
-            before = made.response_length
+            before = returned.response_length
             if mask_earlier and before:
-                made.loss_mask = [0] * before
-            made = await function(args, made, sampling_dict(args, sampling), **options)
-            if resume is None or getattr(made, "status", None) is not records().sample.Status.ABORTED:
+                returned.loss_mask = [0] * before
+            returned = await function(args, returned, sampling_dict(args, sampling), **options)
+            if resume is None or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
                 break
-            empty = empty + 1 if made.response_length <= before else 0
+            empty = empty + 1 if returned.response_length <= before else 0
             if empty >= _EMPTY_ABORTS:
-                break  # a lost attempt: nothing comes any more
+                break  # the attempt is lost
             if empty:
                 await anyio.sleep(_BACKOFF_SECONDS)
             await resume()
         try:
-            samples += keep(made, given, prompt, reward_key=reward_key, evaluation=evaluation)
+            samples += views_of_rollout(returned, given, prompt, reward_key=reward_key, evaluation=evaluation)
         except ConfigError as error:
             raise GenerateFailure(f"{path}: {error}") from error
     return samples
 
 
 def sampling_dict(args: Any, sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as slime hands them to a generate function."""
+    """Sampling parameters in the format that slime passes to a generate function."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,11 +1,11 @@
-"""A Strands agent as an environment: its own loop, tools and hooks, and our tokens.
+"""A Strands agent as an environment: its own loop, tools and hooks, with exact tokens.
 
-Invariant: the agent runs between two replies and never beside them: it is asked for its next event only while the loop
-waits for its answer, in the task that waits. Its model says what the loop has sampled, so ids, mask and logprobs are
-kept as for any environment, nothing is tokenised twice, and a limit ends the episode before a tool runs for nothing.
-An agent that shows its model another conversation than the one that grew fails its episode by name.
+Invariant: the agent runs only while the agent loop awaits ``start`` or ``step``, in the same task. Its model returns
+the reply that the loop sampled, so ids, mask and logprobs are stored as for any environment, no text is tokenised
+twice, and a limit ends the episode before a useless tool call. If the agent edits the earlier conversation, its episode
+fails with an error that names the change.
 
-``functools.partial(StrandsEnvironment, make_agent)`` goes wherever an environment class goes. It knows no token.
+Pass ``functools.partial(StrandsEnvironment, make_agent)`` as an environment class. This module sees no tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rollouts.integrations.strands.messages import from_strands, opening_of, rep
 __all__ = ["PromptedModel", "StrandsEnvironment"]
 
 _REMEDY = (
-    "the model can only be shown what it has seen and what is new; give the agent a conversation manager that neither "
-    "trims nor summarises (NullConversationManager), and a model of its own for anything beside the conversation"
+    "a conversation can only grow at its end; give the agent a conversation manager that neither trims nor summarises "
+    "(NullConversationManager), and another model for requests outside the conversation"
 )
 
 
 @attrs.frozen
-class _Asked:
-    """What the agent shows its model."""
+class _ModelRequest:
+    """A request of the agent to its model."""
 
     messages: Sequence[Any]
     system_prompt: str | None
@@ -41,10 +41,10 @@ class _Asked:
 
 
 class PromptedModel(Model):  # type: ignore[misc]  # typed by Strands where it is installed
-    """The agent's model: it says what it is told to. Give it to the agent, and leave it alone."""
+    """The agent's model: it returns the replies that the agent loop samples. Only the agent may call it."""
 
     def __init__(self) -> None:
-        self.asked: _Asked | None = None
+        self.request: _ModelRequest | None = None
         self.reply: Message | None = None
 
     def update_config(self, **model_config: Any) -> None:
@@ -66,38 +66,38 @@ class PromptedModel(Model):  # type: ignore[misc]  # typed by Strands where it i
         tool_choice: Any = None,
         **options: Any,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Say that the agent waits for a reply, and when it goes on, give it the reply."""
+        """Store the agent's request; when the agent resumes, stream the reply."""
         if tool_choice is not None:
             raise ConfigError.of("tool_choice", tool_choice, "None: a reply is sampled freely here")
-        self.asked = _Asked(messages, system_prompt, tools_of(tool_specs))
+        self.request = _ModelRequest(messages, system_prompt, tools_of(tool_specs))
         yield {"messageStart": {"role": "assistant"}}
-        for event in reply_events(self._said()):
+        for event in reply_events(self._take_reply()):
             yield event
 
-    def _said(self) -> Message:
+    def _take_reply(self) -> Message:
         reply, self.reply = self.reply, None
         if reply is None:
-            raise ConfigError("PromptedModel: asked by somebody else than its agent's loop")
+            raise ConfigError("PromptedModel: called from outside its agent's loop")
         return reply
 
-    def is_asked(self) -> _Asked | None:
-        """What it was asked since the last time, if it was."""
-        asked, self.asked = self.asked, None
-        return asked
+    def take_request(self) -> _ModelRequest | None:
+        """Return and clear the pending request, if there is one."""
+        request, self.request = self.request, None
+        return request
 
 
 class StrandsEnvironment:
     """One run of a Strands agent.
 
-    The agent's system prompt and tools are shown to the model; a prompt's own system message replaces the agent's. The
-    episode ends when the agent does.
+    The model sees the agent's system prompt and tools; a prompt's own system message replaces the agent's. The episode
+    ends when the agent ends.
 
     Args:
-        make_agent: makes a fresh agent for each episode around the model that it is given. It runs on the event loop:
-            what takes long (a client to start, say) is made before.
+        make_agent: creates an agent for each episode, with the model it gets as argument. It runs on the event loop, so
+            slow resources (e.g. clients) must be created before.
 
     Raises:
-        ConfigError: it makes something else, or an agent with another model.
+        ConfigError: ``make_agent`` returns something else, or an agent with another model.
     """
 
     def __init__(self, make_agent: Callable[[Model], Agent]) -> None:
@@ -106,7 +106,7 @@ class StrandsEnvironment:
         if not isinstance(self._agent, Agent) or self._agent.model is not self._model:
             raise ConfigError.of("make_agent(model)", self._agent, "a strands.Agent whose model is the one given")
         self._events: AsyncGenerator[Any, None] | None = None
-        self._shown: _Asked | None = None
+        self._last_request: _ModelRequest | None = None
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -116,29 +116,30 @@ class StrandsEnvironment:
         system = [message.content for message in prompt.messages if message.role == "system"]
         if system:
             self._agent.system_prompt = "\n".join(system)
-        said = [to_strands(message) for message in prompt.messages if message.role != "system"]
-        self._events = self._agent.stream_async(said)
-        asked = await self._asked()
-        if asked is None:
-            raise RuntimeError("the agent ended before it asked its model")
-        self._shown = asked
-        return opening_of(asked.messages, asked.system_prompt)
+        messages = [to_strands(message) for message in prompt.messages if message.role != "system"]
+        self._events = self._agent.stream_async(messages)
+        request = await self._next_request()
+        if request is None:
+            raise RuntimeError("the agent ended before it called its model")
+        self._last_request = request
+        return opening_of(request.messages, request.system_prompt)
 
     async def step(self, reply: Message) -> StepResult:
-        before = self._shown
+        before = self._last_request
         assert before is not None  # started
         self._model.reply = reply
-        asked = self._shown = await self._asked()
-        if asked is None:
+        request = self._last_request = await self._next_request()
+        if request is None:
             return StepResult(done=True)
         seen = len(before.messages)
-        said, new = asked.messages[seen : seen + 1], asked.messages[seen + 1 :]
-        grown = list(asked.messages[:seen]) == list(before.messages) and said and said[0]["role"] == "assistant"
-        if not grown or not new or (asked.system_prompt, asked.tools) != (before.system_prompt, before.tools):
+        replied, new = request.messages[seen : seen + 1], request.messages[seen + 1 :]
+        unchanged = list(request.messages[:seen]) == list(before.messages)
+        grown = unchanged and replied and replied[0]["role"] == "assistant"
+        if not grown or not new or (request.system_prompt, request.tools) != (before.system_prompt, before.tools):
             what = (
-                "conversation" if not (grown and new) else "system prompt" if asked.tools == before.tools else "tools"
+                "conversation" if not (grown and new) else "system prompt" if request.tools == before.tools else "tools"
             )
-            raise RuntimeError(f"the agent changed its {what} behind the reply: {_REMEDY}")
+            raise RuntimeError(f"the agent changed its {what} between two replies: {_REMEDY}")
         return StepResult([entry for message in new for entry in from_strands(message, [reply])])
 
     async def close(self) -> None:
@@ -149,11 +150,11 @@ class StrandsEnvironment:
         finally:
             await anyio.to_thread.run_sync(self._agent.cleanup)
 
-    async def _asked(self) -> _Asked | None:
-        """Let the agent run until it asks its model; ``None`` when it has ended."""
+    async def _next_request(self) -> _ModelRequest | None:
+        """Run the agent until it calls its model; ``None`` when it has ended."""
         assert self._events is not None
         async for _ in self._events:
-            asked = self._model.is_asked()
-            if asked is not None:
-                return asked
+            request = self._model.take_request()
+            if request is not None:
+                return request
         return None

@@ -1,9 +1,9 @@
-"""Strands' messages, tools and stream events, and ours.
+"""Conversion between Strands' messages, tools and stream events and those of rollouts.
 
-Invariant: what a Strands agent adds to a conversation comes to the model once and in the order of the calls: results of
-tools as tool messages, words as user messages. What a text model cannot be shown is described, never dropped.
+Invariant: everything a Strands agent adds to a conversation reaches the model once: tool results as tool messages in
+the order of the calls, text as user messages. Content that a text model cannot read is described, never dropped.
 
-It imports nothing of Strands: its messages are plain dicts.
+This module imports nothing of Strands: its messages are plain dicts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def tools_of(specs: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     """The tools of an agent, from its tool specs.
 
     Raises:
-        ConfigError: a schema that is none of an object.
+        ConfigError: a schema is not that of an object.
     """
     tools = []
     for spec in specs or ():
@@ -34,7 +34,7 @@ def tools_of(specs: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
 
 
 def opening_of(messages: Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Message]:
-    """A whole conversation as the model is shown it at first."""
+    """The messages of the first request of an agent to its model."""
     opening = [Message("system", system_prompt)] if system_prompt else []
     for message in messages:
         opening += from_strands(message, opening)
@@ -42,14 +42,14 @@ def opening_of(messages: Sequence[Mapping[str, Any]], system_prompt: str | None)
 
 
 def from_strands(message: Mapping[str, Any], before: Sequence[Message] = ()) -> list[Message]:
-    """One message of Strands as ours: several where it has results of tools and words.
+    """Convert one message of Strands: several messages if it contains tool results and text.
 
     Args:
         message: role and content blocks.
-        before: what came before it: results are put in the order of the calls that it ends in.
+        before: the earlier messages; tool results are sorted by the order of the calls in the last one.
 
     Raises:
-        ConfigError: a block that no text model can be shown, e.g. an image that a user sends.
+        ConfigError: a user's block that a text model cannot read, e.g. an image.
     """
     blocks = message["content"]
     if message["role"] == "assistant":
@@ -61,38 +61,38 @@ def from_strands(message: Mapping[str, Any], before: Sequence[Message] = ()) -> 
         thoughts = [
             block["reasoningContent"]["reasoningText"]["text"] for block in blocks if "reasoningContent" in block
         ]
-        words = "".join(block["text"] for block in blocks if "text" in block)
-        return [Message("assistant", words, tool_calls=calls, reasoning="".join(thoughts) or None)]
-    asked = {call.id: place for place, call in enumerate(_last_calls(before))}
+        text = "".join(block["text"] for block in blocks if "text" in block)
+        return [Message("assistant", text, tool_calls=calls, reasoning="".join(thoughts) or None)]
+    order = {call.id: place for place, call in enumerate(_last_calls(before))}
     names = {call.id: call.name for call in _last_calls(before)}
     results = [block["toolResult"] for block in blocks if "toolResult" in block]
-    results.sort(key=lambda result: asked.get(result["toolUseId"], len(asked)))
-    made = [
+    results.sort(key=lambda result: order.get(result["toolUseId"], len(order)))
+    converted = [
         Message(
             "tool",
-            "\n".join(_shown(part) for part in result["content"]),
+            "\n".join(_result_text(part) for part in result["content"]),
             tool_call_id=result["toolUseId"],
             name=names.get(result["toolUseId"]),
         )
         for result in results
     ]
-    texts = [_words(block) for block in blocks if "toolResult" not in block and "cachePoint" not in block]
+    texts = [_text_of(block) for block in blocks if "toolResult" not in block and "cachePoint" not in block]
     if texts:
-        made.append(Message("user", "\n".join(texts)))
-    return made
+        converted.append(Message("user", "\n".join(texts)))
+    return converted
 
 
 def _last_calls(before: Sequence[Message]) -> Sequence[ToolCall]:
     return before[-1].tool_calls if before else ()
 
 
-def _words(block: Block) -> str:
+def _text_of(block: Block) -> str:
     if "text" not in block:
-        raise ConfigError.of("message.content", shortened(block), "text: the model that is trained reads nothing else")
+        raise ConfigError.of("message.content", shortened(block), "text: the trained model reads text only")
     return str(block["text"])
 
 
-def _shown(part: Block) -> str:
+def _result_text(part: Block) -> str:
     if "text" in part:
         return str(part["text"])
     if "json" in part:
@@ -103,7 +103,7 @@ def _shown(part: Block) -> str:
 
 
 def to_strands(message: Message) -> dict[str, Any]:
-    """One of our messages, not a system prompt, as Strands has it."""
+    """Convert a message, not a system prompt, to Strands' format."""
     if message.role == "tool":
         result = {"toolUseId": message.tool_call_id or "", "status": "success", "content": [{"text": message.content}]}
         return {"role": "user", "content": [{"toolResult": result}]}
@@ -120,12 +120,12 @@ def to_strands(message: Message) -> dict[str, Any]:
 
 
 def reply_events(reply: Message, usage: tuple[int, int] = (0, 0), *, cut: bool = False) -> Iterator[dict[str, Any]]:
-    """A reply as the events that Strands reads from a model, after its ``messageStart``.
+    """Convert a reply to the stream events of a Strands model, without ``messageStart``.
 
     Args:
-        reply: the reply; each of its calls has an id.
+        reply: the reply; each of its tool calls has an id.
         usage: tokens of the prompt, and of the reply.
-        cut: whether the reply was cut by its budget.
+        cut: whether the reply reached its token budget.
     """
     if reply.reasoning:
         yield from _block({"reasoningContent": {"text": reply.reasoning}})

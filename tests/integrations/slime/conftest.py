@@ -1,4 +1,4 @@
-"""What lives in the process between calls ends with the test that began it.
+"""State of the process between calls ends with the test that created it.
 
 With ``SLIME_PATH`` set to a checkout of slime (and its requirements installed, engines apart), slime is importable and
 every test of this folder runs on slime's own classes instead of the stand-ins.
@@ -30,7 +30,7 @@ if SLIME:
 
 @pytest.fixture(scope="session")
 def slime_path() -> Path:
-    """The checkout of slime; a test that asks for it is skipped where there is none."""
+    """The checkout of slime; tests that use it are skipped without one."""
     if not SLIME:
         pytest.skip("SLIME_PATH names no checkout of slime")
     return Path(SLIME)
@@ -44,7 +44,7 @@ def _closed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[str]:
-    """The URL of an embedded engine with the demo model; few slots, so that there is work at any moment."""
+    """The URL of an embedded engine with the demo model; few slots, so that requests are always in flight."""
     with start_blocking_portal() as portal:
         with portal.wrap_async_context_manager(running_server(DEMO_MODEL, slots=12)) as url:
             yield url

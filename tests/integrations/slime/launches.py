@@ -1,4 +1,4 @@
-"""A trainer to play against: slime's namespace, a data source that keeps count, and rollouts made to measure.
+"""A fake trainer: slime's namespace, a data source that counts its groups, and rollouts of chosen sizes.
 
 ``Launch`` is what a test starts from. Its recipe's rollouts need no server: each is made by ``Launch.play``, which a
 test may replace, and is what a model would have given: a prompt, one sampled reply, logprobs and versions.
@@ -32,7 +32,7 @@ Play = Callable[[Prompt], Awaitable[Sequence[Sample]]]
 
 
 class Source:
-    """A data source as slime has them: endless groups, numbered, and what was handed back comes first."""
+    """A data source like slime's: endless numbered groups, returned groups first."""
 
     def __init__(self, n_samples_per_prompt: int, groups: int | None = None) -> None:
         self.n_samples_per_prompt = n_samples_per_prompt
@@ -102,7 +102,7 @@ def made_sample(
 
 @attrs.define(eq=False)
 class Launch:
-    """One launch: sizes, what rollouts come to, and how they are scored and filtered."""
+    """One launch: sizes, the outcome of rollouts, reward and filter."""
 
     batch_size: int = 2
     n: int = 2
@@ -111,7 +111,7 @@ class Launch:
     filter_fn: Any = None
     over_sampling_factor: float = 1.5
     played: Counter[int] = attrs.field(factory=Counter)
-    """By our group index, how many rollouts were played."""
+    """The number of rollouts played, by our group index."""
 
     def args(self, **overrides: Any) -> Namespace:
         """slime's namespace for it: over-sampled, and carried from call to call."""

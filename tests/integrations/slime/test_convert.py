@@ -1,4 +1,4 @@
-"""Our sample to slime's and back, and what slime's trainer then makes of it, derived again from the contract."""
+"""Conversion between our samples and slime's, and the batch of slime's trainer, computed again from its contract."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_the_response_columns_are_the_tail_of_ours() -> None:
     assert (made.response, made.label, made.metadata) == ("reply 13/0", "4", {"row": 7})
 
 
-def test_what_the_template_holds_is_kept() -> None:
-    """slime's numbers, its own attributes and per-sample paths survive; the template itself is not changed."""
+def test_the_fields_of_the_template_are_copied() -> None:
+    """slime's indices, its own attributes and per-sample paths survive; the template itself is not changed."""
     template = records().sample(group_index=90, index=900, prompt="asked", label="x", train_metadata={"loss": "a"})
     template.custom = "mine"
     made = to_slime(placed(), template=template, session="key")
@@ -67,7 +67,7 @@ def test_there_and_back_again() -> None:
 
 
 def test_tokens_of_earlier_versions_can_be_masked() -> None:
-    """``--mask-offpolicy-in-partial-rollout``: what the last version sampled is trained, the rest is shown."""
+    """``--mask-offpolicy-in-partial-rollout``: only tokens of the last version are trained."""
     sample = placed(versions=[VersionSpan("1", 3, 7), VersionSpan("1", 9, 11), VersionSpan("2", 11, 13)])
     made = to_slime(sample, mask_earlier_versions=True)
     assert made.loss_mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
@@ -87,8 +87,8 @@ def test_tokens_of_earlier_versions_can_be_masked() -> None:
         ({"reward": float("inf")}, "a finite number"),
     ],
 )
-def test_what_slime_would_choke_on_is_refused(fields: dict[str, Any], message: str) -> None:
-    """By the sample and the field."""
+def test_a_sample_that_slime_cannot_process_is_refused(fields: dict[str, Any], message: str) -> None:
+    """The error names the sample and the field."""
     with pytest.raises(ConfigError, match=message):
         to_slime(placed(**fields))
 
@@ -148,7 +148,7 @@ def _no_logprobs(groups: list[list[Any]]) -> None:
         _no_logprobs,
     ],
 )
-def test_a_harmed_batch_does_not_leave(harm: Callable[[list[list[Any]]], None]) -> None:
+def test_a_damaged_batch_is_refused(harm: Callable[[list[list[Any]]], None]) -> None:
     """Each of these is a crash in slime, or a silent error."""
     groups = [[to_slime(placed(index=i, rollout_id=i)) for i in (2 * group, 2 * group + 1)] for group in range(2)]
     check_training_batch(groups, groups_wanted=2, rollouts_in_group=2)

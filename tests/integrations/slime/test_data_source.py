@@ -1,4 +1,4 @@
-"""The data source: what is under way is in the checkpoint, and comes out first after it."""
+"""The data source: groups in flight are in the checkpoint, and come out first after a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integrations.slime.launches import Launch, Source, made_sample
 
 
 class Cursor(Source):
-    """slime's read-only data source: it saves where it stands, and nothing else."""
+    """slime's read-only data source: it saves only its cursor."""
 
     saved: dict[int | None, int] = {}  # noqa: RUF012 - one process, as one disk
 
@@ -65,7 +65,7 @@ def test_no_group_is_lost_over_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
-    """What waits for the next batch comes back with tokens and rewards."""
+    """Ready groups are restored with tokens and rewards."""
     launch = Launch(batch_size=1, n=2, over_sampling_factor=4.0)
     args = with_source(launch, tmp_path)
     source = CheckpointedDataSource(args)
@@ -80,7 +80,7 @@ def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
 
 
 def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
-    """A group of which one rollout is finished and one hangs: what is loaded plays the other one only."""
+    """A group with one finished rollout and one that hangs: the restored group plays only the other one."""
     hung, played, patient = set(), set(), {0}
 
     async def play(prompt: Prompt) -> list[Any]:
@@ -121,7 +121,7 @@ def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None
 
 
 def test_the_buffer_filter_chooses(tmp_path: Path) -> None:
-    """``--buffer-filter-path`` holds for the groups that wait."""
+    """``--buffer-filter-path`` applies to the waiting groups."""
     launch = Launch(n=2)
     path = "rollouts.integrations.slime.filters.pop_most_advanced"
     source = CheckpointedDataSource(with_source(launch, tmp_path, buffer_filter_path=path))
@@ -141,7 +141,7 @@ def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_rest_is_the_inner_sources(tmp_path: Path) -> None:
-    """Length and whatever else slime asks it for."""
+    """Its length and its other attributes."""
     source = CheckpointedDataSource(with_source(Launch(n=2), tmp_path))
     assert len(source) == 1000
     assert source.n_samples_per_prompt == 2

@@ -55,7 +55,7 @@ async def test_the_command_writes_the_same(tmp_path: Path, capsys: pytest.Captur
     assert [sample.to_dict() for sample in read(tmp_path / "out.pt")[1]] == [s.to_dict() for s in read(again)[1]]
 
 
-def test_no_run_is_said(tmp_path: Path) -> None:
-    """By its path."""
+def test_a_missing_run_is_an_error(tmp_path: Path) -> None:
+    """The error names its path."""
     with pytest.raises(ConfigError, match=r"run\.json"):
         export_run(tmp_path, tmp_path / "out.pt")

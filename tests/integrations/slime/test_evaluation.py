@@ -50,7 +50,7 @@ def test_every_data_set_is_played_in_order(tmp_path: Path) -> None:
 
 
 def test_a_failed_rollout_is_left_out_and_counted(tmp_path: Path) -> None:
-    """It gets no number; the others of its prompt stay."""
+    """It gets no reward; the others of its prompt stay."""
 
     def reward(sample: Sample) -> float:
         if sample.index == 1:
@@ -77,7 +77,7 @@ def test_a_data_set_where_all_fail_raises(tmp_path: Path) -> None:
 
 
 async def parts(args: Any, sample: Any, **_: Any) -> Any:
-    """A reward of several parts."""
+    """A dict reward."""
     return {"score": float(sample.metadata["i"]), "length": 1.0}
 
 
@@ -92,7 +92,7 @@ def test_a_data_set_has_its_own_reward(tmp_path: Path) -> None:
 
 
 def test_slices_and_chat_prompts(tmp_path: Path) -> None:
-    """slime's ``path@[a:b]``, and text made a message where the chat template is asked for."""
+    """slime's ``path@[a:b]``, and text as a message with ``--apply-chat-template``."""
     entry = data_set(tmp_path, "one", 5, apply_chat_template=True)
     entry.path += "@[1:3]"
     settings = Settings.from_args(Launch().args(eval_datasets=[entry]))

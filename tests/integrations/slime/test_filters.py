@@ -1,4 +1,4 @@
-"""Filters for slime's flags, and the orders in which waiting groups come out."""
+"""Filters for slime's flags, and the order of waiting groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_groups_that_fan_out_are_filtered() -> None:
 
 
 def test_the_reward_key_holds() -> None:
-    """A reward of several parts is judged by the part that is trained on."""
+    """A filter reads the entry of a dict reward that is trained on."""
     args = Namespace(reward_key="score", n_samples_per_prompt=2)
     same = [sample(i, {"score": 1.0, "other": float(i)}) for i in range(2)]
     assert not filters.check_reward_nonzero_std(args, same).keep

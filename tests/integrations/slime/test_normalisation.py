@@ -85,7 +85,7 @@ def test_slimes_flags_hold(flags: dict[str, Any], expected: list[float]) -> None
 
 
 def test_a_group_of_one_has_no_advantage() -> None:
-    """And no number that is none."""
+    """It is 0, not NaN."""
     assert normalise_rewards(GRPO, [some(0, 1, 1.0)]) == ([1.0], [0.0])
 
 

@@ -1,4 +1,4 @@
-"""One rollout in slime's own loop: whatever happens, slime gets a sample that it can go on with."""
+"""One rollout in slime's own loop: slime always gets a usable sample."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_forks_share_a_rollout_id() -> None:
 
 
 async def test_a_failure_is_taken_out_of_the_loss() -> None:
-    """After a second attempt: slime would lose every rollout in flight to an exception."""
+    """After a second attempt: an exception would end every rollout of slime in flight."""
     play = _Played(error=True)
     made = await generate(Launch(play=play).args(), asked(), dict(SAMPLING))
     assert play.times == 2
@@ -66,7 +66,7 @@ async def test_a_failure_is_taken_out_of_the_loss() -> None:
 
 
 async def test_an_abort_of_slimes_stays_one() -> None:
-    """slime stopped the engines: it asks again later."""
+    """slime stopped the engines, and calls again later."""
     made = await generate(Launch(play=_Played(Status.ABORTED)).args(), asked(), dict(SAMPLING))
     assert made.status is records().sample.Status.ABORTED
     assert made.tokens == []

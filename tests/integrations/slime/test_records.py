@@ -11,7 +11,7 @@ from rollouts.integrations.slime.records import DynamicFilterOutput, RolloutFnTr
 
 
 def test_a_sample_is_plain_data_and_back() -> None:
-    """Attributes that somebody added come along; the status is a word in between."""
+    """Attributes that are not fields survive; the status is plain text in between."""
     sample = Sample(index=3, tokens=[1, 2], status=Sample.Status.TRUNCATED)
     sample.prefix_cache_info.cached_tokens = 5
     sample.extra = {"a": 1}  # type: ignore[attr-defined]

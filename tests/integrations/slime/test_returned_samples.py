@@ -249,7 +249,7 @@ def test_the_part_that_the_key_names_has_to_be_a_number() -> None:
 
 
 def test_an_evaluation_may_be_scored_by_another_part(tmp_path: Path) -> None:
-    """``--eval-reward-key`` picks the number; the parts stay as the reward function gave them."""
+    """``--eval-reward-key`` selects the number; the dict of the reward function stays unchanged."""
     args = plain_args(
         "unscored",
         custom_rm_path=f"{__name__}.dapo",
@@ -275,13 +275,13 @@ async def fans_out(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 
 
 async def ranks(args: Any, samples: list[Any], **_: Any) -> list[float]:
-    """A reward that takes the samples of one rollout."""
+    """A reward of all samples of one rollout."""
     args.calls.append([sample.number for sample in samples])
     return [10.0 + sample.number for sample in samples]
 
 
 def test_a_rollout_that_fans_out_is_scored_as_a_list() -> None:
-    """The reward function is called once for each rollout, with those of its samples that have no reward yet."""
+    """The reward function is called once per rollout, with its samples that have no reward yet."""
     args = plain_args("fans_out", custom_rm_path=f"{__name__}.ranks")
     output = run(args)
     assert args.calls == [[0, 2]] * 4
@@ -316,7 +316,7 @@ def test_a_sample_that_comes_twice_is_refused() -> None:
 
 
 async def placeholder(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """What slime's coding agent gives for a sandbox that never came up, and for every evaluation."""
+    """slime's coding agent returns this if its sandbox never started, and for every evaluation."""
     if not evaluation and sample.index % 2 == 0:
         return filled(sample, reward=1.0)
     values = {"tokens": [0, 0], "response": "", "response_length": 1, "loss_mask": [0], "rollout_log_probs": [0.0]}
@@ -393,7 +393,7 @@ def notes(args: Any, sample: Any, **_: Any) -> None:
 
 
 def shortens(args: Any, sample: Any, **_: Any) -> Any:
-    """A sample hook that gives another object, with other columns."""
+    """A sample hook that returns another object, with other columns."""
     other = copy.deepcopy(sample)
     other.loss_mask, other.hooked = [1, 0, 0], True
     return other
@@ -402,7 +402,7 @@ def shortens(args: Any, sample: Any, **_: Any) -> Any:
 @pytest.mark.parametrize("hook", ["notes", "shortens"])
 @pytest.mark.parametrize("function", ["sets_everything", "fans_out"])
 def test_hooks_work_on_the_very_sample(hook: str, function: str) -> None:
-    """Before the reward; what a hook gives back is what is scored and what leaves."""
+    """Before the reward; the object that a hook returns is scored, and is in the batch."""
     args = plain_args(
         function, rollout_sample_hook_path=[f"{__name__}.{hook}"], custom_rm_path=f"{__name__}.hooked_only"
     )
@@ -447,7 +447,7 @@ async def aborted_once(args: Any, sample: Any, sampling_params: dict[str, Any]) 
 
 @pytest.mark.parametrize(("masked", "mask"), [(False, [1, 1, 1]), (True, [0, 1, 1])])
 def test_a_partial_rollout_goes_on_from_what_was_aborted(masked: bool, mask: list[int]) -> None:
-    """With ``--partial-rollout`` the function gets its aborted sample back, the tokens masked if asked."""
+    """With ``--partial-rollout`` the function gets its aborted sample again, with masked tokens if configured."""
     args = plain_args("aborted_once", partial_rollout=True, mask_offpolicy_in_partial_rollout=masked)
     output = run(args)
     assert sorted(args.calls) == [(number, tokens) for number in range(4) for tokens in (0, 3)]
@@ -477,7 +477,7 @@ def test_what_the_manager_holds_points_at_slimes_sample() -> None:
 
 
 def test_a_batch_that_shares_rollout_ids_does_not_leave() -> None:
-    """Two rollouts with one number would be one rollout in slime's loss."""
+    """Two rollouts with one id would be one rollout in slime's loss."""
 
     with pytest.raises(ConfigError, match="no other rollout has"):
         run(plain_args("same_id"))

@@ -1,4 +1,4 @@
-"""The rollout function: slime's signature, whole batches, what lives on between calls, and what an error costs."""
+"""The rollout function: slime's signature, whole batches, state between calls, and the cost of an error."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_signature_is_slimes() -> None:
 
 
 def test_importing_the_door_loads_neither_slime_nor_torch() -> None:
-    """slime is imported when a batch is made, torch when a file of its format is written."""
+    """slime is imported when a batch is created, torch when a file in its format is written."""
     code = "import sys, rollouts.integrations.slime; print({'slime', 'torch', 'ray'} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 
 
 def test_a_batch_is_equal_groups_in_order() -> None:
-    """Whatever finishes first, groups come whole, in the order in which slime gave them."""
+    """Groups are whole and in slime's order, in any order of completion."""
     rng = random.Random(0)
 
     async def play(prompt: Prompt) -> list[Sample]:
@@ -61,7 +61,7 @@ def test_a_batch_is_equal_groups_in_order() -> None:
 
 
 def test_the_collector_is_calm_until_the_rollouts_are_closed() -> None:
-    """A pause of the collector is a pause of every rollout; the process is left as it was found."""
+    """A collector pause delays every rollout; closing restores the state of the process."""
     launch = Launch(batch_size=2, n=2)
     generate_rollout_batch(launch.args(), 0, launch.source())
     assert gc.get_freeze_count() > 0
@@ -104,7 +104,7 @@ def _zero_for_even_groups(sample: Sample) -> float:
 
 
 def test_nothing_finished_is_thrown_away() -> None:
-    """Over many calls every group that slime gave is in one batch, or still carried; none is played twice."""
+    """Over many calls every group of slime is in one batch or still carried; none is played twice."""
     launch = Launch(batch_size=4, n=2, over_sampling_factor=2.0)
     args, source = launch.args(), launch.source()
     seen: Counter[int] = Counter()
@@ -119,7 +119,7 @@ def test_nothing_finished_is_thrown_away() -> None:
 
 
 def test_finished_rollouts_survive_a_restart() -> None:
-    """A group goes back with what is finished of it, tokens and rewards, and only the rest is played again."""
+    """A returned group contains the tokens and rewards of its finished rollouts; only the others are played again."""
     scored: set[int] = set()
     both = anyio.Event()
     held = True
@@ -170,7 +170,7 @@ def test_the_loop_lives_in_one_thread() -> None:
 
 
 def test_changed_flags_are_seen() -> None:
-    """slime's own state keeps the first namespace for good; ours reads what it is given."""
+    """slime's own state keeps the first namespace forever; ours reads the namespace of each call."""
     launch = Launch(batch_size=2)
     args, source = launch.args(), launch.source()
     assert len(generate_rollout_batch(args, 0, source).samples) == 2
@@ -182,7 +182,7 @@ def test_changed_flags_are_seen() -> None:
 
 
 def test_a_reward_that_raises_once_costs_that_sample() -> None:
-    """Not the call, and not the next call; the group is complete, with a rollout played anew."""
+    """Neither the call nor the next one fails; the group is complete, with one rollout played again."""
     launch = Launch(batch_size=3, n=2)
     raised: list[int] = []
 
@@ -205,7 +205,7 @@ def test_a_reward_that_raises_once_costs_that_sample() -> None:
 
 
 def test_a_reward_that_always_raises_costs_its_group_and_is_counted() -> None:
-    """The group is recorded as failed under its kind; the batch is filled by others."""
+    """The group counts as failed under its error kind; other groups fill the batch."""
 
     def reward(sample: Sample) -> float:
         assert sample.index is not None
@@ -220,7 +220,7 @@ def test_a_reward_that_always_raises_costs_its_group_and_is_counted() -> None:
 
 
 def test_an_error_ends_its_call_and_the_next_one_is_sound() -> None:
-    """A filter that accepts nothing stops the call with its name; put right, the same process goes on."""
+    """A filter that accepts nothing ends the call with its name; with another filter the same process works."""
     launch = Launch(batch_size=2, n=2, reward=lambda sample: 0.0, filter_fn=check_reward_nonzero_std)
     args, source = launch.args(), launch.source()
     with pytest.raises(FilterFailure, match="check_reward_nonzero_std accepted none"):
@@ -231,7 +231,7 @@ def test_an_error_ends_its_call_and_the_next_one_is_sound() -> None:
 
 
 def test_an_aborted_rollout_never_reaches_training() -> None:
-    """It is played again, and for good it costs its group; no sample leaves without a reward."""
+    """It is played again; after the last attempt its group fails; no sample leaves without a reward."""
 
     async def play(prompt: Prompt) -> list[Sample]:
         status = Status.ABORTED if prompt.group_index == 0 else Status.COMPLETED
@@ -257,7 +257,7 @@ def test_an_aborted_rollout_never_reaches_training() -> None:
     ids=["nothing sampled", "no logprobs", "logprobs that are no numbers", "no prompt token"],
 )
 def test_what_slime_would_choke_on_costs_its_group_only(fields: dict[str, Any]) -> None:
-    """Each is a crash or a silent error further on in slime."""
+    """Each would be a crash or a silent error in slime later."""
 
     async def play(prompt: Prompt) -> list[Sample]:
         return [made_sample(prompt, **(fields if prompt.group_index == 0 else {}))]
@@ -268,7 +268,7 @@ def test_what_slime_would_choke_on_costs_its_group_only(fields: dict[str, Any]) 
 
 
 def test_forks_come_as_a_third_level_with_one_rollout_id() -> None:
-    """As slime's own check of fan-out wants it: the shape is the same throughout the batch."""
+    """The nesting is the same throughout the batch, as slime's own check of fan-out requires."""
 
     async def play(prompt: Prompt) -> list[Sample]:
         return [made_sample(prompt, branch=branch) for branch in range(1 + (prompt.index or 0) % 3)]
@@ -284,7 +284,7 @@ def test_forks_come_as_a_third_level_with_one_rollout_id() -> None:
 
 
 def test_groups_of_one_with_a_spread_filter_are_refused() -> None:
-    """slime drops every group then, without a word and without an end."""
+    """slime would drop every group silently and forever."""
     launch = Launch(n=1, filter_fn=None)
     args = launch.args(dynamic_sampling_filter_path="rollouts.integrations.slime.filters.check_reward_nonzero_std")
     with pytest.raises(ConfigError, match=r"n_samples_per_prompt.*at least 2"):
@@ -292,7 +292,7 @@ def test_groups_of_one_with_a_spread_filter_are_refused() -> None:
 
 
 def test_a_data_source_that_runs_dry_says_so() -> None:
-    """Instead of waiting for ever; what is accepted stays for the next call."""
+    """It does not wait forever; accepted groups stay for the next call."""
     launch = Launch(batch_size=4, n=2)
     source = launch.source(groups=3)
     args = launch.args()
@@ -316,7 +316,7 @@ def test_one_process_serves_training_and_evaluation() -> None:
 
 
 def hook(args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False) -> Any:
-    """Adds to the metadata, and takes samples of one row out of the loss."""
+    """A sample hook that extends the metadata, and removes samples of one row from the loss."""
     sample.metadata["hooked"] = (rollout_id, evaluation)
     sample.remove_sample = sample.metadata["row"] == 1
     return sample
@@ -329,24 +329,24 @@ def remove_last(args: Any, groups: list[list[Any]]) -> None:
 
 
 def see_all(args: Any, groups: list[list[Any]], get_samples: Any) -> None:
-    """A process for all samples."""
+    """An all-samples process."""
     args.seen.append(sorted(group[0].group_index for group in groups))
 
 
 def drop_third(args: Any, samples: list[Any], **_: Any) -> Any:
-    """A dynamic filter with a reason of its own."""
+    """A dynamic filter with its own reason."""
     keep = samples[0].metadata["row"] != 3 and samples[0].get_reward_value(args) is not None
     return records().filter_output(keep=keep, reason=None if keep else "third")
 
 
 async def parts(args: Any, sample: Any, **_: Any) -> Any:
-    """A reward of several parts."""
+    """A dict reward."""
     assert sample.tokens
     return {"score": float(sample.index % 2), "format": 0.5}
 
 
 def test_slimes_hooks_filters_and_rewards_are_served() -> None:
-    """Whatever the default rollout function calls, this one calls."""
+    """This rollout function calls everything that slime's default one calls."""
     launch = Launch(batch_size=4, n=2, over_sampling_factor=1.0)
     args = launch.args(
         rollout_sample_hook_path=[f"{__name__}.hook"],

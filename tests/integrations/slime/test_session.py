@@ -1,4 +1,4 @@
-"""What lives between calls: nothing by default; partial rollouts of several turns, staleness, asynchronous rollouts."""
+"""State between calls: none by default; partial rollouts of several turns, staleness, asynchronous rollouts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def generated(engine: str) -> int:
 
 
 def test_nothing_is_sampled_between_calls_and_episodes_go_on(engine: str) -> None:
-    """Agents of several turns are stopped in the middle and finished by the next call, under its version."""
+    """Agents of several turns pause in the middle and finish in the next call, under its version."""
     args, source = on(engine), Problems(4)
     resumed = 0
     mixed: list[Any] = []
@@ -92,7 +92,7 @@ def test_nothing_is_sampled_between_calls_and_episodes_go_on(engine: str) -> Non
 
 
 def test_fully_asynchronous_rollouts_go_on_between_calls(engine: str) -> None:
-    """Tokens are made while nobody calls; a call finds what is finished, with filter and metrics as ever."""
+    """Tokens are generated between calls; a call returns finished groups, with the usual filter and metrics."""
     args, source = on(engine, rollouts_fully_async=True), Problems(4)
     try:
         generate_rollout_batch(args, 0, source)
@@ -128,7 +128,7 @@ async def length(args: Any, sample: Any, **_: Any) -> float:
 
 
 class Trained(Launch):
-    """A launch whose rollouts are made by the weights of the call, which change after each one."""
+    """A launch whose rollouts use the weights of the call, which change after each call."""
 
     version = 0
     begun = 0
@@ -141,7 +141,7 @@ class Trained(Launch):
         return [made_sample(prompt, version=version)]
 
     def batches(self, args: Namespace, count: int) -> list[Any]:
-        """Call after call; each gives the ages of its tokens, and its groups."""
+        """Make several calls; return the ages of the tokens and the groups of each."""
         self.play = self.made
         source = self.source()
         found = []
@@ -158,7 +158,7 @@ class Trained(Launch):
 
 
 def test_a_default_launch_is_on_policy() -> None:
-    """No token of older weights, no rollout more than the batch has, nothing carried, whatever the recipe's factor."""
+    """No token of older weights, no extra rollout, nothing carried, for any over-sampling factor of the recipe."""
     launch = Trained(batch_size=4, n=2, over_sampling_factor=2.0)
     found = launch.batches(launch.args(**DEFAULT), 5)
     assert [ages for ages, *_ in found] == [{0}] * 5
@@ -168,7 +168,7 @@ def test_a_default_launch_is_on_policy() -> None:
 
 
 def test_a_filter_costs_one_group_for_one() -> None:
-    """What it drops is replaced, and the batch is on-policy as ever."""
+    """A dropped group is replaced, and the batch stays on-policy."""
     launch = Trained(batch_size=4, n=2, reward=_zero_for_even_groups, filter_fn=check_reward_nonzero_std)
     found = launch.batches(launch.args(**DEFAULT), 4)
     assert [ages for ages, *_ in found] == [{0}] * 4
@@ -183,7 +183,7 @@ def _zero_for_even_groups(sample: Sample) -> float:
 
 
 def test_over_sampling_is_as_slimes_flag_says_and_stays_on_policy() -> None:
-    """What is left over at the end of a batch is stopped; its prompts come out again: none is lost, or comes twice."""
+    """Leftovers of a batch are cancelled; their prompts come out again: none is lost, and none comes twice."""
     launch = Trained(batch_size=4, n=2)
     found = launch.batches(launch.args(**DEFAULT, over_sampling_batch_size=8), 6)
     assert [ages for ages, *_ in found] == [{0}] * 6
@@ -196,7 +196,7 @@ def test_over_sampling_is_as_slimes_flag_says_and_stays_on_policy() -> None:
 
 
 def test_finished_rollouts_of_a_cut_batch_are_not_handed_on() -> None:
-    """Not to the data source either: by the time that they come out again the weights are others."""
+    """Nor are they returned to the data source: the next call has other weights."""
     launch = Trained(batch_size=2, n=2)
     launch.play = launch.made
     args, source = launch.args(**DEFAULT, over_sampling_batch_size=6), launch.source()
@@ -212,7 +212,7 @@ def test_finished_rollouts_of_a_cut_batch_are_not_handed_on() -> None:
     ids=["slime's partial rollouts", "our key"],
 )
 def test_one_flag_carries_over(flags: dict[str, Any]) -> None:
-    """What a batch leaves over serves the next one, and says in which rollout it began."""
+    """Leftovers of a batch serve the next one, and name the call in which they started."""
     launch = Trained(batch_size=4, n=2)
     args = launch.args(**{**DEFAULT, "over_sampling_batch_size": 8, **flags})
     found = launch.batches(args, 6)
@@ -222,7 +222,7 @@ def test_one_flag_carries_over(flags: dict[str, Any]) -> None:
 
 
 def test_what_was_carried_says_where_it_began() -> None:
-    """slime stamps ``start_rollout_id`` on what a partial rollout goes on with."""
+    """slime sets ``start_rollout_id`` on the samples of a resumed partial rollout."""
     launch = Trained(batch_size=4, n=2)
     launch.play = launch.made
     args = launch.args(**DEFAULT, over_sampling_batch_size=8, partial_rollout=True)
@@ -246,7 +246,7 @@ def _versioned(launch: Launch, version: list[str]) -> None:
 
 
 def test_surplus_serves_the_next_call_within_its_bound(engine: str) -> None:
-    """A group of the version before is used; one that is two behind is played again, and nothing is lost."""
+    """A group one version old is used; a group two versions old is played again, and nothing is lost."""
     launch = Launch(batch_size=2, n=2, over_sampling_factor=3.0)
     version = ["1"]
     _versioned(launch, version)
@@ -271,7 +271,7 @@ def test_surplus_serves_the_next_call_within_its_bound(engine: str) -> None:
 
 
 def test_masked_tokens_are_not_stale() -> None:
-    """Where earlier versions are masked, a group counts by what it would train."""
+    """If earlier versions are masked, only the trained tokens of a group count."""
     launch = Launch(batch_size=1, n=2, over_sampling_factor=1.0)
 
     async def play(prompt: Prompt) -> list[Sample]:
@@ -286,7 +286,7 @@ def test_masked_tokens_are_not_stale() -> None:
 
 @pytest.mark.parametrize("flag", ["rollout_top_p", "use_rollout_routing_replay"])
 def test_what_the_router_would_drop_is_refused(flag: str) -> None:
-    """The router drops these fields without a word; the launch is told by the flag's name."""
+    """The router drops these fields silently; the error names the flag."""
     launch = Launch()
     with pytest.raises(Exception, match=flag):
         generate_rollout_batch(launch.args(**{flag: 0.9}), 0, launch.source())

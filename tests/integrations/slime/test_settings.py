@@ -1,4 +1,4 @@
-"""What slime's namespace asks for: read once, refused by the flag's name where it cannot be served."""
+"""slime's namespace: parsed once; an unsupported flag is an error with its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_ipv6_router_gets_its_brackets() -> None:
 
 
 def test_concurrency_counts_engines() -> None:
-    """``--sglang-server-concurrency`` is of one engine."""
+    """``--sglang-server-concurrency`` is the limit of one engine."""
     assert read(sglang_server_concurrency=10, rollout_num_gpus=8, rollout_num_gpus_per_engine=2).at_most == 40
     assert read(sglang_server_concurrency=10, rollout_num_engines=3).at_most == 30
     assert read().at_most == 512
@@ -57,14 +57,14 @@ def test_the_recipe_comes_from_the_launch_or_the_environment(monkeypatch: pytest
         ({"sglang_router_ip": None}, "sglang_router_ip"),
     ],
 )
-def test_what_cannot_be_served_is_refused(flags: dict[str, Any], named: str) -> None:
+def test_an_unsupported_flag_is_refused(flags: dict[str, Any], named: str) -> None:
     """Before a prompt is taken."""
     with pytest.raises(ConfigError, match=named):
         read(**flags)
 
 
 def test_equal_launches_are_equal() -> None:
-    """So that a session is kept as long as nothing changes."""
+    """A session persists as long as nothing changes."""
     args = Launch().args()
     assert Settings.from_args(args) == Settings.from_args(Namespace(**vars(args)))
 
@@ -103,7 +103,7 @@ def test_the_flags_of_age_are_read_apart() -> None:
         {"over_sampling_batch_size": 1},
     ],
 )
-def test_what_contradicts_itself_is_refused(flags: dict[str, Any]) -> None:
-    """A bound on what is never kept, a bound that is no number, over-sampling below the batch: by the flag's name."""
+def test_contradictory_flags_are_refused(flags: dict[str, Any]) -> None:
+    """A bound without carry-over, a bound that is no number, over-sampling below the batch: each names the flag."""
     with pytest.raises(ConfigError, match=next(iter(flags))):
         read(**DEFAULT | flags)

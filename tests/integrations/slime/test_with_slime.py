@@ -217,7 +217,7 @@ def test_slime_reads_our_debug_file(slime_path: Path, tmp_path: Path) -> None:
 
 
 def test_slimes_dashboards_light_up(slime_path: Path) -> None:
-    """The metrics that slime derives from samples find what they look for."""
+    """The metrics that slime derives from samples find their fields."""
     launch = Launch(batch_size=3, n=2)
     args = trainer_args(launch, rollout_num_gpus=1, log_reward_category=None)
     samples = list(leaves(generate_rollout_batch(args, 0, launch.source()).samples))
@@ -230,7 +230,7 @@ def test_slimes_dashboards_light_up(slime_path: Path) -> None:
 
 
 def test_the_launch_script_names_flags_that_slime_has(slime_path: Path) -> None:
-    """Every flag of the script stands in slime's arguments, or in a launch of slime's own (those of Megatron)."""
+    """Every flag of the script is in slime's arguments, or in one of slime's launch scripts (those of Megatron)."""
     script = (ROOT / "training/slime/run_qwen3.sh").read_text()
     flags = sorted(set(re.findall(r"^  (--[a-z0-9-]+)", script, re.MULTILINE)))
     theirs = [slime_path / "slime/utils/arguments.py", *(slime_path / "scripts").glob("*.sh")]

@@ -1,4 +1,4 @@
-"""A real Strands agent plays our episodes: exact tokens, limits before useless tools, and what it cannot do is said."""
+"""A real Strands agent plays our episodes: exact tokens, limits before useless tools, clear errors."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def played(tokenizer: Any) -> Callable[..., Any]:
-    """Plays an episode in which the model says these texts."""
+    """Returns a function that plays an episode in which the model's replies are these texts."""
 
-    async def play(*said: str, prompt: Any = "What is 5 + 3?", agent: Any = make_agent, **limits: Any) -> Trajectory:
-        replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in said]
+    async def play(*texts: str, prompt: Any = "What is 5 + 3?", agent: Any = make_agent, **limits: Any) -> Trajectory:
+        replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in texts]
         return await run_agent(
             Prompt(prompt),
             partial(StrandsEnvironment, agent),
@@ -108,7 +108,7 @@ async def test_an_agent_plays_an_episode(played: Any) -> None:
     assert len(trajectory.completions) == 2
 
 
-async def test_a_conversation_is_gone_on_with(played: Any) -> None:
+async def test_a_conversation_history_is_continued(played: Any) -> None:
     """A prompt of several messages: its system message replaces the agent's, the rest is the agent's history."""
     prompt = [
         Message("system", "Be brief."),
@@ -120,17 +120,17 @@ async def test_a_conversation_is_gone_on_with(played: Any) -> None:
     assert [message.content for message in trajectory.messages] == ["Be brief.", "Hello.", "Hi.", "And?", "Done."]
 
 
-async def test_what_is_wrong_with_a_call_goes_to_the_model(played: Any) -> None:
-    """Calls that cannot be read, tools that are not there and tools that raise: each has its answer, in its place."""
+async def test_errors_of_calls_go_to_the_model(played: Any) -> None:
+    """Unreadable calls, unknown tools and tools that raise: each has its error message, in the order of the calls."""
     broken = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
     unknown = '<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>'
     raising = '<tool_call>\n{"name": "fail", "arguments": {}}\n</tool_call>'
     trajectory = await played(broken + call(2, 2) + unknown, unknown, raising, "Done.")
-    told = [message.content for message in trajectory.messages if message.role == "tool"]
-    assert told[1] == "4"
-    assert [text.startswith("Error") for text in told] == [True, False, True, True, True]
-    assert "fly" in told[2]
-    assert "the disk is gone" in told[4]
+    results = [message.content for message in trajectory.messages if message.role == "tool"]
+    assert results[1] == "4"
+    assert [text.startswith("Error") for text in results] == [True, False, True, True, True]
+    assert "fly" in results[2]
+    assert "the disk is gone" in results[4]
     assert (trajectory.metrics["malformed_tool_calls"], trajectory.metrics["unknown_tool_calls"]) == (1, 2)
 
 
@@ -150,13 +150,13 @@ async def test_what_is_wrong_with_a_call_goes_to_the_model(played: Any) -> None:
 async def test_limits_stop_before_a_tool_runs_for_nothing(
     played: Any, limits: dict[str, int], reason: StopReason, ran: list[str]
 ) -> None:
-    """No tool whose result nobody will read."""
+    """A tool does not run if the model would never read its result."""
     trajectory = await played(call(5, 3), call(1, 1), "Done.", **limits)
     assert (trajectory.stop_reason, RAN) == (reason, ran)
 
 
 async def test_a_deadline_ends_an_agent_whose_tool_hangs(played: Any) -> None:
-    """As a failure of the step; the tool is cancelled with it."""
+    """The step fails, and the tool is cancelled with it."""
     ended = []
 
     @strands.tool
@@ -171,8 +171,8 @@ async def test_a_deadline_ends_an_agent_whose_tool_hangs(played: Any) -> None:
     def agent(model: Any) -> Any:
         return strands.Agent(model=model, tools=[hang], callback_handler=None)
 
-    said = '<tool_call>\n{"name": "hang", "arguments": {}}\n</tool_call>'
-    trajectory = await played(said, agent=agent, step_seconds=0.5)
+    text = '<tool_call>\n{"name": "hang", "arguments": {}}\n</tool_call>'
+    trajectory = await played(text, agent=agent, step_seconds=0.5)
     assert trajectory.failure.cause == "deadline"
     assert ended == [True]
 
@@ -181,7 +181,7 @@ async def test_a_deadline_ends_an_agent_whose_tool_hangs(played: Any) -> None:
 
 
 async def test_an_agent_that_trims_its_conversation_fails_by_name(played: Any) -> None:
-    """The model would have to be shown other tokens than it has seen."""
+    """The model would need other tokens than it has seen."""
     from strands.agent.conversation_manager import SlidingWindowConversationManager
 
     agent = partial(make_agent, conversation_manager=SlidingWindowConversationManager(window_size=2, per_turn=True))
@@ -191,7 +191,7 @@ async def test_an_agent_that_trims_its_conversation_fails_by_name(played: Any) -
 
 
 async def test_an_agent_that_changes_its_tools_fails_by_name(played: Any) -> None:
-    """They stand in the prompt."""
+    """Tools are part of the prompt."""
 
     def agent(model: Any) -> Any:
         made = make_agent(model)
@@ -214,8 +214,8 @@ async def test_an_agent_that_changes_its_tools_fails_by_name(played: Any) -> Non
     assert "changed its tools" in trajectory.failure.message
 
 
-def test_a_factory_that_makes_no_agent_is_refused() -> None:
-    """Also one that gives its agent another model."""
+def test_a_factory_without_an_agent_is_refused() -> None:
+    """So is one whose agent has another model."""
     with pytest.raises(ConfigError, match="make_agent"):
         StrandsEnvironment(lambda model: object())
     other = StrandsEnvironment(make_agent)._model
@@ -223,7 +223,7 @@ def test_a_factory_that_makes_no_agent_is_refused() -> None:
         StrandsEnvironment(lambda model: make_agent(other))
 
 
-# -- beside our own agent, through one server -------------------------------------------------------------------------
+# -- compared with our own agent --
 
 
 class Adder(ToolEnvironment):
@@ -250,7 +250,7 @@ def spelling_server(tokenizer: Any) -> StubServer:
 
 
 async def stored_run(environment_cls: Any, tokenizer: Any, folder: Path) -> list[list[int]]:
-    """A run of two groups of two, written to disk; what arrived at the server."""
+    """Write a run of two groups of two to disk; return the token ids of the server's requests."""
     async with spelling_server(tokenizer) as server:
         endpoint = Endpoint(base_url=server.url)
         generate_fn = partial(
@@ -274,7 +274,7 @@ async def stored_run(environment_cls: Any, tokenizer: Any, folder: Path) -> list
 
 
 async def test_a_strands_agent_and_our_own_are_both_exact(tokenizer: Any, tmp_path: Path) -> None:
-    """The same task through the same server, which spells in its own way: both runs keep laws 1 to 5.
+    """The same task through the same server, with unusual token ids: both runs keep laws 1 to 5.
 
     Strands describes a tool in its own words in the prompt; behind the prompt both read the same.
     """
@@ -296,8 +296,8 @@ async def test_a_strands_agent_and_our_own_are_both_exact(tokenizer: Any, tmp_pa
     assert list(after_the_prompt.values()) == [{"ours", "strands"}]
 
 
-async def test_the_door_takes_an_agent_on_the_embedded_engine(engine_url: str, tokenizer: Any) -> None:
-    """With a real model that says what it likes: nothing fails, and every sample is sound."""
+async def test_an_agent_plays_on_the_embedded_engine(engine_url: str, tokenizer: Any) -> None:
+    """With a real model, whose replies are arbitrary: nothing fails, and every sample is valid."""
     samples = await generate_rollout_batch(
         [Prompt("What is 5 + 3?", index=index, group_index=0) for index in range(4)],
         environment_cls=partial(StrandsEnvironment, make_agent),
