@@ -85,7 +85,7 @@ async def test_calls_are_answered_in_their_order() -> None:
     ],
 )
 async def test_what_the_model_did_wrong_is_said_to_the_model(wrong: ToolCall, words: str) -> None:
-    """As a message, counted; the other calls of the reply still run, and the episode goes on."""
+    """As a message, counted; the other calls of the reply still run, and the episode continues."""
     shop = Shop()
     result = await shop.step(asked(wrong, call("buy", item="b")))
     assert result.messages[0].content.startswith("Error: ")
@@ -96,13 +96,13 @@ async def test_what_the_model_did_wrong_is_said_to_the_model(wrong: ToolCall, wo
 
 
 async def test_what_the_world_did_wrong_is_raised() -> None:
-    """It is no lesson for the model: whoever drives the environment attributes it."""
+    """It does not go to the model; the caller of the environment attributes it."""
     with pytest.raises(ConnectionError, match="the world is down"):
         await Shop().step(asked(call("crash")))
 
 
 async def test_a_reply_without_calls_ends_the_episode() -> None:
-    """Unless ``answer`` says otherwise."""
+    """Unless ``answer`` is overridden."""
 
     class Patient(Shop):
         async def answer(self, reply: Message) -> StepResult:
@@ -133,7 +133,7 @@ def test_an_argument_without_a_type_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["positional", "keyword"])
 def test_arguments_without_names_are_refused(kind: str) -> None:
-    """A model cannot be told of ``*args`` and ``**kwargs``; otherwise each call of the tool would crash."""
+    """A schema cannot describe ``*args`` and ``**kwargs``; otherwise each call of the tool would crash."""
 
     class Loose(ToolEnvironment):
         if kind == "positional":

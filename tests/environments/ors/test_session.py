@@ -1,4 +1,4 @@
-"""Sessions with a server that misbehaves: what is resumed, what is waited for, what ends a rollout; signs of life."""
+"""Sessions with a server that misbehaves: what is resumed, retried, or ends a rollout; keep-alive pings."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ async def started(server: ORSServer) -> AsyncIterator[ORSEnvironment]:
 DONE = says(event("task_id", "n1"), event("end", RESULT))
 
 
-async def test_a_stream_that_breaks_is_resumed_by_its_number(toy: Toy, started: ORSEnvironment) -> None:
-    """The call is not sent anew; what had come of the result before is not counted twice."""
+async def test_a_stream_that_breaks_is_resumed_by_its_task_id(toy: Toy, started: ORSEnvironment) -> None:
+    """The call is not sent again; parts of the result that arrived before are not duplicated."""
     toy.answers = [
         says(event("task_id", "n1"), event("chunk", RESULT[:20]), cut=True),
         says(event("task_id", "n1"), cut=True),
@@ -140,13 +140,13 @@ async def test_a_stream_that_breaks_is_resumed_by_its_number(toy: Toy, started: 
 
 
 async def test_calls_share_a_connection_however_late_their_streams_end(toy: Toy, started: ORSEnvironment) -> None:
-    """A connection that was not read to the end is lost, and making one costs more than a call."""
+    """A connection that is not read to the end cannot be reused, and a new one costs more than a call."""
 
     async def ends_late(request: web.Request) -> web.StreamResponse:
         response = await streamed(request, event("end", RESULT))
         for _ in range(50):  # the client has read the result by then
             await anyio.lowlevel.checkpoint()
-        await response.write(event("chunk", "nobody asked"))
+        await response.write(event("chunk", "late"))
         return response
 
     toy.answers = [ends_late] * 3
@@ -155,7 +155,7 @@ async def test_calls_share_a_connection_however_late_their_streams_end(toy: Toy,
 
 
 async def test_a_stream_that_does_not_end_after_its_result_is_left(toy: Toy, started: ORSEnvironment) -> None:
-    """The result is there, and that is all that was asked for."""
+    """The call needs the result only."""
     left = anyio.Event()
 
     async def stays(request: web.Request) -> web.StreamResponse:
@@ -173,7 +173,7 @@ async def test_a_stream_that_does_not_end_after_its_result_is_left(toy: Toy, sta
 
 
 async def test_a_call_that_may_have_arrived_is_not_sent_again(toy: Toy, started: ORSEnvironment) -> None:
-    """Nobody knows whether it ran, and that is an error."""
+    """It is not known whether the call ran; this is an error."""
     toy.answers = [reset, DONE]
     with pytest.raises(ORSError, match=r"tool 't': .* connection broke before the answer"):
         await started.step(CALL)
@@ -182,27 +182,27 @@ async def test_a_call_that_may_have_arrived_is_not_sent_again(toy: Toy, started:
 
 @pytest.mark.parametrize("status", [500, 502])
 async def test_a_refused_call_is_not_sent_again(toy: Toy, started: ORSEnvironment, status: int) -> None:
-    """Whatever stands in between may have passed it on."""
+    """A proxy may have forwarded the call."""
     toy.answers = [refuses(status), DONE]
     with pytest.raises(ORSError, match=f"status {status}: not so"):
         await started.step(CALL)
 
 
 async def test_a_call_that_a_starting_server_turned_away_is_sent_again(toy: Toy, started: ORSEnvironment) -> None:
-    """It says that nothing has run."""
+    """This status means that the call did not run."""
     toy.answers = [refuses(503, {"X-Backend-State": "starting", "Retry-After": "0"})] * 6 + [DONE]
     assert (await started.step(CALL)).reward == (0.5,)
 
 
 async def test_a_server_that_forgot_a_call_ends_the_rollout(toy: Toy, started: ORSEnvironment) -> None:
-    """Its word is in the message."""
+    """The server's error is in the message."""
     toy.answers = [says(event("task_id", "n1"), cut=True), says(event("error", "unknown task_id"))]
     with pytest.raises(ORSError, match="tool 't': unknown task_id"):
         await started.step(CALL)
 
 
 async def test_an_environment_that_is_starting_is_waited_for(toy: Toy, server: ORSServer) -> None:
-    """Longer than other failures are put up with."""
+    """For longer than other failures are retried."""
     toy.starting = 9
     environment = ORSEnvironment(server)
     assert [message.content for message in await environment.start(PROMPT)] == ["go"]

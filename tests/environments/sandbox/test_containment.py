@@ -1,4 +1,4 @@
-"""What is said to be enforced: all of it is named, and nothing that the mechanisms do not give."""
+"""The reported containment: every name is listed, and nothing that the mechanisms do not enforce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUBSETS = [kept for size in range(5) for kept in itertools.combinations(MECHANIS
 @pytest.mark.parametrize("mechanisms", SUBSETS, ids=lambda kept: "-".join(kept) or "nothing")
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_every_name_is_on_one_side(mechanisms: tuple[str, ...], platform: str) -> None:
-    """And the ``repr`` says each of them, with how or why not."""
+    """The ``repr`` lists each of them, with the mechanism or the reason."""
     held = containment_of(mechanisms, "not today", platform)
     assert sorted([*held.enforced, *held.not_enforced]) == sorted(NAMES)
     for name, text in {**held.enforced, **{k: f"NOT ENFORCED, {v}" for k, v in held.not_enforced.items()}}.items():
@@ -24,7 +24,7 @@ def test_every_name_is_on_one_side(mechanisms: tuple[str, ...], platform: str) -
 
 
 def test_without_any_mechanism_only_limits_hold() -> None:
-    """Those that any POSIX system has, and what is not handed on."""
+    """The limits of any POSIX system, and the environment and descriptors."""
     held = containment_of((), "not today", "darwin")
     assert set(held.enforced) == {"seconds", "cpu_seconds", "file_size", "output", "environment", "descriptors"}
 
