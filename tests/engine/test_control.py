@@ -42,7 +42,7 @@ async def begun(client: Any, **fields: Any) -> Running:
 
 
 @contextlib.asynccontextmanager
-async def asked(client: Any, answers: list[Any], **fields: Any) -> AsyncIterator[None]:
+async def in_background(client: Any, answers: list[Any], **fields: Any) -> AsyncIterator[None]:
     """A request that is sent and not waited for until the end of the block."""
     ask = {"input_ids": [9, 9, 9], "sampling_params": SHORT, **fields}
 
@@ -95,7 +95,7 @@ async def test_an_abort_in_the_queue_has_a_shape_of_its_own(client: Any) -> None
     """Without output, without a status code, and without the counts of the prompt."""
     await client.post("/pause_generation", mode="retract")
     answers: list[Any] = []
-    async with asked(client, answers, rid="waits"):
+    async with in_background(client, answers, rid="waits"):
         await queued(client, 1)
         await client.post("/abort_request", rid="waits")
     meta = answers[0]["meta_info"]
@@ -126,7 +126,7 @@ async def test_pause_by_abort_ends_what_runs_and_holds_what_comes(client: Any) -
     assert (await client.get("/ready"))[0] == 503
     assert (await client.post("/flush_cache"))[0] == 200
     answers: list[Any] = []
-    async with asked(client, answers):
+    async with in_background(client, answers):
         await queued(client, 1)
         assert answers == []
         await client.post("/continue_generation", body={})
@@ -336,7 +336,7 @@ async def test_health_samples_a_token_and_blocks_while_paused(serving: Callable[
 # -- what it is -------------------------------------------------------------------------------------------------------
 
 
-async def test_it_says_what_it_is(client: Any) -> None:
+async def test_model_and_server_information(client: Any) -> None:
     """Model, weights, version and context, under their new names and their old ones."""
     _, model = await client.get("/model_info")
     _, server = await client.get("/server_info")

@@ -72,7 +72,7 @@ def test_the_cache_grows_and_keeps_its_content(model: SlotModel) -> None:
     assert torch.allclose(logits[1], whole(model, long), atol=1e-5)
 
 
-def test_only_the_last_position_of_each_row_is_given_unless_asked(model: SlotModel) -> None:
+def test_only_the_last_position_of_each_row_is_returned_by_default(model: SlotModel) -> None:
     """The short form is the row's last real position, not a padded one."""
     rows = np.array([tokens(9, 7), tokens(9, 8)])
     lengths = np.array([9, 4])

@@ -290,7 +290,7 @@ async def test_a_batch_is_answered_in_its_order_with_numbered_rids(client: Any) 
 
 
 async def test_copies_lose_the_rid(client: Any) -> None:
-    """With ``n`` above 1 the rid that was given is discarded, as SGLang does."""
+    """With ``n`` above 1 the rid of the request is discarded, as SGLang does."""
     answers = await client.generate(input_ids=[1, 2], sampling_params={**FREE, "n": 2}, rid="mine")
     assert len({answer["meta_info"]["id"] for answer in answers} | {"mine"}) == 3
 

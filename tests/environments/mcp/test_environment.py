@@ -54,8 +54,8 @@ def http() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 async def step(environment: McpEnvironment, *calls: tuple[str, dict[str, Any]]) -> StepResult:
-    asked = [ToolCall(name, arguments, id=str(number)) for number, (name, arguments) in enumerate(calls)]
-    return await environment.step(Message("assistant", tool_calls=asked))
+    tool_calls = [ToolCall(name, arguments, id=str(number)) for number, (name, arguments) in enumerate(calls)]
+    return await environment.step(Message("assistant", tool_calls=tool_calls))
 
 
 async def content_of(environment: McpEnvironment, name: str, **arguments: Any) -> str:
@@ -208,8 +208,8 @@ async def test_a_server_that_died_between_two_calls_is_restarted(server: McpServ
 def played(server: McpServer, *calls: str) -> Any:
     """An episode in which the model makes these calls, then ends."""
     tokenizer = load_tokenizer(DEMO_MODEL)
-    said = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in calls]
-    replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in [*said, "Done."]]
+    texts = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in calls]
+    replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in [*texts, "Done."]]
     run = partial(run_agent, sampling=SamplingParams(), limits=Limits(max_turns=9))
     return run(Prompt("Go."), partial(McpEnvironment, server), ScriptedPolicy(replies), renderer_for(tokenizer))
 

@@ -31,7 +31,7 @@ def test_a_program_answers(lifeline: int) -> None:
     assert (answer.exit_code, answer.sizes, out, errors) == (0, [1, 2], b"a", b"bc")
 
 
-def test_what_cannot_be_set_up_is_said(lifeline: int) -> None:
+def test_a_failed_setup_is_an_error(lifeline: int) -> None:
     """With the step that failed; the program has not begun."""
     if not containment().namespaces:
         pytest.skip("the step that can be made to fail needs them")
