@@ -107,7 +107,7 @@ class Scheduler:
     # -- commands: engine thread only ---------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in place."""
+        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in placement."""
         self.paused = True
         if mode == "abort":
             self._abort([*self._waiting, *self.slots.running])
@@ -221,15 +221,15 @@ class Scheduler:
         for request in list(islice(self._waiting, 2 * self.model.slots)):
             if self.slots.busy.all():
                 return
-            place = self.slots.find(request)
-            if place is None:
+            placement = self.slots.find(request)
+            if placement is None:
                 continue
-            if place.cached and place.slot != place.donor:
-                self.model.copy(place.donor, place.slot, place.cached)
-            self.slots.assign(place, request)
+            if placement.cached and placement.slot != placement.donor:
+                self.model.copy(placement.donor, placement.slot, placement.cached)
+            self.slots.assign(placement, request)
             self._waiting.remove(request)
             if not request.started:
-                request.started, request.cached_tokens = True, place.cached
+                request.started, request.cached_tokens = True, placement.cached
 
     # -- computing ----------------------------------------------------------------------------------------------------
 

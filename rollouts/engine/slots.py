@@ -88,11 +88,11 @@ class Slots:
             return Placement(int(whole[0]), int(whole[0]), cached)
         return Placement(int(free[self._last_used[free].argmin()]), donor, cached)
 
-    def assign(self, place: Placement, request: Request) -> None:
+    def assign(self, placement: Placement, request: Request) -> None:
         """Put a request into its slot."""
-        slot, count = place.slot, len(request.tokens)
+        slot, count = placement.slot, len(request.tokens)
         self._tokens[slot, :count] = request.tokens
-        self.length[slot], self.total[slot] = place.cached, count
+        self.length[slot], self.total[slot] = placement.cached, count
         self._namespace[slot] = request.namespace
         self.requests[slot], self.busy[slot] = request, True
         self.scoring[slot] = request.scores_prompt

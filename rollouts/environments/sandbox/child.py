@@ -58,11 +58,11 @@ def enter(
     streams: tuple[int, int, int],
     status: int,
     go: int,
-    not_ours: Sequence[int],
+    supervisor_fds: Sequence[int],
 ) -> None:
     """Close the supervisor's descriptors and become the program. Never returns."""
     try:
-        for number in not_ours:
+        for number in supervisor_fds:
             os.close(number)
         _enter(request, folder, code, streams, status, go)
     except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
@@ -210,7 +210,7 @@ def _become_program(
         boot = _BOOT.format(folder=folder, paths=request["paths"])
         _report(status, begun=mechanisms)
         os.set_inheritable(status, False)
-        _close_all_but(status)
+        _close_all_except(status)
         line = [request["python"], "-I", "-S", "-B", "-X", "utf8", "-c", boot]
         os.execve(request["python"], line, environment)
     except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
@@ -240,10 +240,10 @@ def _set_limits(request: dict[str, Any]) -> None:
             resource.setrlimit(kind, values)
 
 
-def _close_all_but(kept: int) -> None:
+def _close_all_except(descriptor: int) -> None:
     highest = 1 << 16
-    os.closerange(3, kept)
-    os.closerange(kept + 1, highest)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, highest)
 
 
 def _wait_for(program: int, status: int) -> None:
