@@ -471,11 +471,12 @@ def readme(options: argparse.Namespace, seed: int, figures: dict[str, dict[str, 
 
 A Qwen3 of {figures["model"]["parameters"]:,.0f} parameters in float32 with a byte-level BPE of \
 {figures["model"]["vocabulary"]:.0f} tokens, trained from scratch on synthetic
-conversations of the calculator environment. It calls tools in the Hermes dialect, and it is wrong most of the time on
-purpose: what is shipped is stage 2, trained on demonstrations with mistakes after stage 1 had learned clean ones.
+conversations of the calculator environment. It calls tools in the Hermes dialect. It is wrong most of the time on
+purpose: stage 1 is trained on correct demonstrations; stage 2, which is shipped, on demonstrations with mistakes.
 
-Made by `{command}` (model seed {seed}) in {figures["model"]["seconds"]:.0f} CPU seconds, which also measured, at
-temperature 1 with the embedded engine, on problems drawn with a seed of their own:
+`{command}` (model seed {seed}) trained it in {figures["model"]["seconds"]:.0f} CPU seconds and measured it \
+at temperature 1 with the
+embedded engine, on problems from a seed of their own:
 
 | | stage 1 | stage 2, shipped |
 |---|---|---|

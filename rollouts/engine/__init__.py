@@ -1,7 +1,7 @@
 """The embedded engine: a server of SGLang's protocol on torch and transformers, with a demo model of 0.7 MB.
 
-It makes the whole way from prompt to batch testable without a GPU, and is exact before it is fast: the logprob of a
-token is that of a teacher-forced forward pass of the same ids. Importing this package loads no torch; serving needs the
+It makes the full path from prompt to batch testable without a GPU. Exactness comes before speed: the logprob of a token
+is that of a teacher-forced forward pass of the same ids. Importing this package does not load torch; serving needs the
 extra ``engine``.
 """
 
@@ -18,7 +18,7 @@ from rollouts.errors import ConfigError
 __all__ = ["DEMO_MODEL", "running_server", "serve"]
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-"""The folder of the demo model, which solves about a third of the calculator's problems."""
+"""Folder of the demo model, which solves about a third of the calculator's problems."""
 
 
 async def serve(
@@ -37,23 +37,23 @@ async def running_server(
     max_queued: int | None = None, health_seconds: float = 20.0, dtype: str = "float32",
     unflushed_updates: bool = False,
 ) -> AsyncIterator[str]:  # fmt: skip
-    """Serve a model folder in this process while the context lasts; gives the base URL.
+    """Serve a model folder in this process while the context lasts; yields the base URL.
 
     Args:
         model: a local folder with a causal language model of transformers.
         host: the address to listen on.
-        port: 0 takes a free one.
-        slots: how many requests run at once; others wait.
-        max_context: tokens of prompt and reply together; the positions of the model where not given.
-        max_queued: how many requests may wait before others are answered with 503; no limit where not given.
+        port: 0 selects a free port.
+        slots: maximum number of concurrent requests; others wait.
+        max_context: limit for prompt and reply together, in tokens; by default the model's positions.
+        max_queued: maximum number of waiting requests, further ones get a 503; by default no limit.
         health_seconds: how long ``/health`` waits for a token.
-        dtype: ``"float32"``, or ``"bfloat16"`` for half the memory: then a logprob depends, within its rounding, on
-            the rows that it was computed beside.
-        unflushed_updates: a fault, for tests: a weight update that finds requests running, and is sent without a pause,
-            changes the weights, leaves the cache as it was, and answers 400. SGLang does so now and then.
+        dtype: ``"float32"``, or ``"bfloat16"`` for half the memory; a logprob then depends, within its rounding, on the
+            other rows of its batch.
+        unflushed_updates: inject a fault for tests: a weight update without a pause while requests run changes the
+            weights, does not flush the cache, and answers 400. SGLang does this occasionally.
 
     Raises:
-        ConfigError: the extra ``engine`` is not installed, the folder does not load, or the address is taken.
+        ConfigError: the extra ``engine`` is not installed, the folder does not load, or the address is not available.
     """
     if slots < 1:
         raise ConfigError.of("slots", slots, "at least 1")

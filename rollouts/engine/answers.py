@@ -1,7 +1,7 @@
-"""What a call of ``/generate`` is answered with: the output so far, in the shape of SGLang 0.5.23.
+"""Responses of ``/generate``: the output so far, in the format of SGLang 0.5.23.
 
-Invariant: ``output_ids`` holds all that was sampled and nothing else, and ``output_token_logprobs`` has an entry for
-each of them; ``text`` is a view for people, cut before what stopped it. A request may still run while it is read.
+Invariant: ``output_ids`` contains exactly the sampled ids, and ``output_token_logprobs`` has one entry for each.
+``text`` is for display and is trimmed before the stop token or string. A request may still run while it is read.
 
 This module knows no validation and no HTTP.
 """
@@ -22,7 +22,7 @@ __all__ = ["Answers", "TextForm"]
 
 @attrs.frozen
 class TextForm:
-    """How ids become text."""
+    """Options for decoding ids to text."""
 
     skip_special_tokens: bool
     no_stop_trim: bool
@@ -30,12 +30,12 @@ class TextForm:
 
 @attrs.frozen
 class Answers:
-    """One call: its requests, and how each is to be answered."""
+    """One call: its requests, and the format of each response."""
 
     requests: list[Request]
     forms: list[TextForm]
     single: bool
-    """The answer is one object, not a list."""
+    """The response is one object, not a list."""
     stream: bool
     logprobs: list[bool]
     texts_in_logprobs: bool
@@ -43,9 +43,9 @@ class Answers:
     tokenizer: Any
 
     def of(self, index: int) -> dict[str, Any]:
-        """The answer as far as request number ``index`` got."""
+        """The current response of request number ``index``."""
         request, form = self.requests[index], self.forms[index]
-        finish = request.finish  # set after the last token, and a logprob after its token: so nothing is missed here
+        finish = request.finish  # read first: the engine thread sets it last, after each token and its logprob
         logprobs = request.logprobs[:]
         count = len(logprobs)
         ids = request.tokens[request.prompt_tokens : request.prompt_tokens + count]

@@ -1,6 +1,6 @@
-"""Every route but ``/generate``: abort, pause, weights, cache, health, and what the server says of itself.
+"""All routes except ``/generate``: abort, pause, weights, cache, health, server information, tokenization.
 
-Invariant: each answer has the status and the shape of SGLang 0.5.23; what differs is listed in ``server.py``.
+Invariant: each response has the status and format of SGLang 0.5.23; ``server.py`` lists the differences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollouts.engine.scheduler import PauseMode
 __all__ = ["PROTOCOL_VERSION", "control_routes"]
 
 PROTOCOL_VERSION = "0.5.23"
-"""The version of SGLang whose protocol is spoken; clients look for it in ``/server_info``."""
+"""The version of SGLang whose protocol is implemented; clients read it from ``/server_info``."""
 FLUSH_SECONDS = 600.0
 
 
@@ -56,7 +56,7 @@ class _Detokenize(msgspec.Struct):
 
 
 def control_routes(frontend: Frontend) -> list[web.RouteDef]:
-    """The routes of one engine."""
+    """The routes of single engine."""
     control = _Control(frontend)
     gets: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
         "/health": control.health,
@@ -109,13 +109,13 @@ class _Control:
 
     async def pause_generation(self, http: web.Request) -> web.Response:
         mode = decoded(await http.read(), _Pause).mode
-        await self._frontend.ask(lambda: self._frontend.scheduler.pause(mode))
+        await self._frontend.call(lambda: self._frontend.scheduler.pause(mode))
         return _json({"status": "ok", "message": f"Generation is paused ({mode})."})
 
     async def continue_generation(self, http: web.Request) -> web.Response:
         decoded(await http.read(), dict[str, Any])
-        await self._frontend.ask(self._frontend.scheduler.resume)
-        return _json({"status": "ok", "message": "Generation goes on."})
+        await self._frontend.call(self._frontend.scheduler.resume)
+        return _json({"status": "ok", "message": "Generation is resumed."})
 
     async def update_weights_from_disk(self, http: web.Request) -> web.Response:
         body = decoded(await http.read(), _FromDisk)
@@ -136,11 +136,11 @@ class _Control:
         return _json({"success": True, "message": message, "new_version": body.new_version})
 
     async def flush_cache(self, http: web.Request) -> web.Response:
-        given = http.query.get("timeout", "0")
+        timeout = http.query.get("timeout", "0")
         try:
-            seconds = min(max(float(given), 0.0), FLUSH_SECONDS)
+            seconds = min(max(float(timeout), 0.0), FLUSH_SECONDS)
         except ValueError as error:
-            raise Refusal(f"timeout: got {given!r}; expected seconds") from error
+            raise Refusal(f"timeout: got {timeout!r}; expected seconds") from error
         if await self._frontend.flush(seconds):
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
@@ -153,7 +153,7 @@ class _Control:
     async def ready(self, http: web.Request) -> web.Response:
         return web.Response(status=503 if self._frontend.scheduler.paused else 200)
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- information --------------------------------------------------------------------------------------------------
 
     async def model_info(self, http: web.Request) -> web.Response:
         return _json(
@@ -217,19 +217,19 @@ class _Control:
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         rows = [list(tokenizer.encode(text, add_special_tokens=body.add_special_tokens)) for text in texts]
         counts = [len(row) for row in rows]
-        one = isinstance(body.prompt, str)
-        content = {"tokens": rows[0] if one else rows, "count": counts[0] if one else counts}
+        single = isinstance(body.prompt, str)
+        content = {"tokens": rows[0] if single else rows, "count": counts[0] if single else counts}
         return _json({**content, "max_model_len": self._loaded.max_context})
 
     async def detokenize(self, http: web.Request) -> web.Response:
         body = decoded(await http.read(), _Detokenize)
         tokenizer = self._tokenizer()
-        one = not any(isinstance(row, list) for row in body.tokens)
-        rows: list[Any] = [body.tokens] if one else body.tokens
+        single = not any(isinstance(row, list) for row in body.tokens)
+        rows: list[Any] = [body.tokens] if single else body.tokens
         for row in rows:
             check_ids("tokens", row, self._loaded.vocab_size)
         texts = [tokenizer.decode(row, skip_special_tokens=body.skip_special_tokens) for row in rows]
-        return _json({"text": texts[0] if one else texts})
+        return _json({"text": texts[0] if single else texts})
 
     def _tokenizer(self) -> Any:
         if self._loaded.tokenizer is None:

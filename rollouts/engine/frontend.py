@@ -1,8 +1,7 @@
-"""Where the event loop and the engine thread meet: requests go one way, news the other.
+"""The interface between the event loop and the engine thread: requests in one direction, updates in the other.
 
-Invariant: a rid is in flight from :meth:`Frontend.enter` to :meth:`Frontend.leave` and names one request; a call that
-leaves before the end (a disconnect, a deadline) aborts what it started. All methods run in the event loop and never
-compute.
+Invariant: a rid is in flight from :meth:`Frontend.enter` to :meth:`Frontend.leave` and names one request. A call that
+leaves early (a disconnect, a deadline) aborts its requests. All methods run in the event loop and never compute.
 
 This module knows no HTTP.
 """
@@ -31,19 +30,19 @@ __all__ = ["Frontend"]
 T = TypeVar("T")
 
 COMMAND_SECONDS = 60.0
-"""A command of the control plane waits at most so long for the step that runs."""
+"""Deadline of a control command, which waits for the current step."""
 DRAIN_SECONDS = 600.0
-"""A weight update waits at most so long for the requests that run."""
+"""Deadline of a weight update's wait for running requests."""
 POLL_SECONDS = 0.005
 UNFLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued."
     " Retract or finish them, then call /flush_cache."
 )
-"""SGLang's own words: clients look for them."""
+"""SGLang's message, verbatim: clients match it."""
 
 
 class Frontend:
-    """The engine as the event loop sees it. Made, started and stopped inside a running loop."""
+    """The engine's interface for the event loop. Created and stopped inside a running loop."""
 
     def __init__(
         self,
@@ -59,9 +58,9 @@ class Frontend:
         self.health_seconds = health_seconds
         self.started = time.time()
         self.path = loaded.path
-        """Of the last update that succeeded; an update that could not flush changes the weights and not this."""
+        """Folder of the last successful update; an update that could not flush changes the weights but not this."""
         self.version = "default"
-        """As :attr:`path`; tokens carry the scheduler's version."""
+        """Version of the last successful update; tokens carry the scheduler's version."""
         self.unflushed_updates = unflushed_updates
         self._loop = asyncio.get_running_loop()
         self._in_flight: dict[str, Request] = {}
@@ -78,14 +77,14 @@ class Frontend:
         return f"Frontend({self.path.name!r}, {len(self._in_flight)} in flight, {self.scheduler!r})"
 
     async def stop(self) -> None:
-        """End the engine thread; what is in flight is answered as aborted."""
+        """End the engine thread; requests in flight are aborted."""
         await anyio.to_thread.run_sync(self.scheduler.stop, COMMAND_SECONDS)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _deliver(self, news: list[Request]) -> None:
-        self._loop.call_soon_threadsafe(_spread, news)
+    def _deliver(self, updated: list[Request]) -> None:
+        self._loop.call_soon_threadsafe(_notify, updated)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -99,13 +98,13 @@ class Frontend:
             if request.rid in self._in_flight:
                 raise Refusal(f"Duplicate request ID detected: {request.rid}")
         if self.max_queued is not None and self.scheduler.queued >= self.max_queued:
-            raise Refusal.given_up("The request queue is full.", 503)
+            raise Refusal.failed("The request queue is full.", 503)
         for request in requests:
             self._in_flight[request.rid] = request
             self.scheduler.submit(request)
 
     def leave(self, requests: list[Request]) -> None:
-        """Let go of requests; those that have not ended are aborted."""
+        """Remove requests; unfinished ones are aborted."""
         for request in requests:
             self._in_flight.pop(request.rid, None)
         unfinished = [request for request in requests if request.finish is None]
@@ -113,7 +112,7 @@ class Frontend:
             self.scheduler.abort(unfinished)
 
     def abort(self, rid: str) -> None:
-        """Abort a request that is in flight, and with it every other whose rid begins with its own."""
+        """Abort a request in flight and every other whose rid begins with its rid."""
         if rid in self._in_flight:
             self.scheduler.abort(request for other, request in self._in_flight.items() if other.startswith(rid))
 
@@ -122,50 +121,50 @@ class Frontend:
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    async def ask(self, question: Callable[[], T]) -> T:
-        """Run something in the engine thread and give back what it returned or raised."""
-        answered = anyio.Event()
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine thread; return or raise its result."""
+        done = anyio.Event()
         results: list[T] = []
         errors: list[Exception] = []
 
         def command() -> None:
             try:
-                results.append(question())
-            except Exception as error:  # noqa: BLE001 - carried over to the thread that asked
+                results.append(function())
+            except Exception as error:  # noqa: BLE001 - raised in the calling thread
                 errors.append(error)
-            self._loop.call_soon_threadsafe(answered.set)
+            self._loop.call_soon_threadsafe(done.set)
 
         self.scheduler.post(command)
         with anyio.fail_after(COMMAND_SECONDS):
-            await answered.wait()
+            await done.wait()
         if errors:
             raise errors[0]
         return results[0]
 
     async def flush(self, seconds: float) -> bool:
-        """Forget all cached prefixes, waiting up to ``seconds`` for an idle engine; say whether it was done."""
+        """Discard all cached prefixes; wait up to ``seconds`` for an idle engine. Returns whether it succeeded."""
         deadline = anyio.current_time() + seconds
-        while not await self.ask(self.scheduler.flush):
+        while not await self.call(self.scheduler.flush):
             if anyio.current_time() >= deadline:
                 return False
             await anyio.sleep(POLL_SECONDS)
         return True
 
     async def update_weights(self, path: Path, version: str | None, *, flush: bool) -> tuple[bool, str, int]:
-        """Serve the weights of another folder: (success, message, requests that were paused meanwhile)."""
+        """Load the weights of another folder; returns (success, message, number of paused requests)."""
         async with self._updating:
             races = self.unflushed_updates and bool(self._in_flight) and not self.scheduler.paused
             try:
                 weights = await anyio.to_thread.run_sync(load_weights, path, self.loaded.dtype)
                 await self._drain()
                 waiting = self.scheduler.running + self.scheduler.queued
-                flushed = await self.ask(lambda: self._replace(weights, version, flush, races))
+                flushed = await self.call(lambda: self._replace(weights, version, flush, races))
             except ConfigError as error:
                 return False, str(error), 0
             except TimeoutError:
                 return False, f"requests still run after {DRAIN_SECONDS:g} s; pause generation first", 0
             finally:
-                self.scheduler.post(lambda: self.scheduler.hold(False))
+                self.scheduler.post(lambda: self.scheduler.set_draining(False))
         if not flushed:
             return False, UNFLUSHED, waiting
         self.path = path
@@ -177,23 +176,23 @@ class Frontend:
         return not flush or (not races and self.scheduler.flush())
 
     async def _drain(self) -> None:
-        """Unless the engine is paused: let what runs come to its end, and admit nothing new."""
+        """Stop admission and wait until running requests end; does nothing in a paused engine."""
         if self.scheduler.paused:
             return
-        await self.ask(lambda: self.scheduler.hold(True))
+        await self.call(lambda: self.scheduler.set_draining(True))
         with anyio.fail_after(DRAIN_SECONDS):
             while self.scheduler.running and not self.scheduler.paused:  # noqa: ASYNC110 - the state is the thread's
                 await anyio.sleep(POLL_SECONDS)
 
     async def rename(self, version: str) -> None:
-        """Call the weights that are served something else."""
-        await self.ask(lambda: self.scheduler.set_version(version))
+        """Rename the version of the current weights."""
+        await self.call(lambda: self.scheduler.set_version(version))
         self.version = version
 
     # -- health -------------------------------------------------------------------------------------------------------
 
     async def probe(self) -> bool:
-        """Sample one token, or see that others are being sampled, within ``health_seconds``."""
+        """Return whether the engine samples a token, of a probe or of any request, within ``health_seconds``."""
         ended = anyio.Event()
         probe = Request(f"HEALTH_CHECK_{uuid.uuid4().hex}", [0], Rules(temperature=0.0, limit=1), lambda _: ended.set())
         before = self.scheduler.generated
@@ -208,6 +207,6 @@ class Frontend:
             self.leave([probe])
 
 
-def _spread(news: Iterable[Request]) -> None:
-    for request in news:
+def _notify(updated: Iterable[Request]) -> None:
+    for request in updated:
         request.notify(request)

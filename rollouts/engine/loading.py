@@ -1,9 +1,9 @@
-"""A model folder in memory: weights, tokenizer, stop ids, context.
+"""Loading of a model folder: weights, tokenizer, stop ids, context length.
 
-Invariant: what is loaded can be served: it is a causal language model whose layers all attend to the whole sequence, as
-the mask of the slots assumes. Nothing is looked for on a network.
+Invariant: a loaded model can be served: it is a causal language model whose layers all attend to the whole sequence, as
+the attention mask of the slots assumes. Loading never uses the network.
 
-This module knows nothing of slots or requests.
+This module knows no slot and no request.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class Loaded:
     path: Path
     model: Any
     tokenizer: Any
-    """``None`` when the folder has none; the server then takes and gives ids only."""
+    """``None`` if the folder has none; requests and responses then contain ids only."""
     eos_ids: frozenset[int]
     vocab_size: int
     max_context: int
-    """Prompt and reply together, in tokens."""
+    """Limit for prompt and reply together, in tokens."""
     architecture: str
     model_type: str
     dtype: str = "float32"
 
 
 def load_folder(path: Path, max_context: int | None = None, dtype: str = "float32") -> Loaded:
-    """Load a model and its tokenizer from a local folder; nothing is looked for on a network.
+    """Load a model and its tokenizer from a local folder.
 
     Args:
         path: the folder.
-        max_context: tokens of prompt and reply together; the positions of the model where not given.
-        dtype: one of :data:`DTYPES`, in which weights are held and layers computed.
+        max_context: limit for prompt and reply together, in tokens; by default the model's positions.
+        dtype: one of :data:`DTYPES`, for the weights and the computation.
 
     Raises:
-        ConfigError: the folder does not load, or the model is of a kind that the slots cannot serve.
+        ConfigError: the folder does not load, or some layer does not attend to the whole sequence.
     """
     if not (path / "config.json").is_file():
         raise ConfigError.of("model", str(path), _EXPECTED)
@@ -80,17 +80,17 @@ def load_folder(path: Path, max_context: int | None = None, dtype: str = "float3
 
 
 def load_weights(path: Path, dtype: str) -> Any:
-    """The model of a folder, on the GPU where there is one.
+    """Load the model of a folder, onto the GPU if there is one.
 
     Raises:
-        ConfigError: it does not load; the cause says why.
+        ConfigError: the model does not load; the cause is chained.
     """
     disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), local_files_only=True
         )
-    except Exception as error:  # whatever a foreign folder makes transformers raise
+    except Exception as error:  # transformers raises many types for an invalid folder
         raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return cast(torch.nn.Module, model).to(device).eval()
@@ -100,8 +100,8 @@ def _check_attention(path: Path, config: Any, limit: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     if kinds != {"full_attention"} or (window is not None and window < limit):
-        found = f"{path} ({config.model_type}, layers {sorted(kinds)}, window {window})"
-        raise ConfigError.of("model", found, "a model whose layers all attend to the whole sequence")
+        got = f"{path} ({config.model_type}, layers {sorted(kinds)}, window {window})"
+        raise ConfigError.of("model", got, "a model whose layers all attend to the whole sequence")
 
 
 def _tokenizer(path: Path) -> Any:
@@ -109,5 +109,5 @@ def _tokenizer(path: Path) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever a foreign folder makes transformers raise
+    except Exception as error:  # transformers raises many types for an invalid folder
         raise ConfigError(f"model: got {str(path)!r}; expected a tokenizer that loads; {error}") from error

@@ -1,11 +1,11 @@
-"""A causal language model, run over a fixed number of slots that each keep the K/V of one sequence.
+"""A causal language model over a fixed number of slots; each slot stores the K/V of one sequence.
 
-Invariant: after :meth:`SlotModel.forward` with start s and n tokens, positions 0 to s + n - 1 of a slot hold the K/V of
-that sequence and of nothing else; what stands behind them is stale and is masked until it is overwritten. In
-float32 a logprob is the same number whichever rows it was computed beside; in bfloat16 it is within rounding.
+Invariant: after :meth:`SlotModel.forward` with start s and n tokens, positions 0 to s + n - 1 of a slot contain the K/V
+of that sequence only. Later positions are stale, and masked until they are overwritten. In float32 a logprob does not
+depend on the other rows of the batch; in bfloat16 it does, within rounding.
 
-This module knows nothing of requests, of sampling or of time. Any model of transformers works whose layers all attend
-to the whole sequence; the cache plugs into the Cache interface of transformers, no model code is repeated here.
+This module knows no request, no sampling and no time. It runs any transformers model whose layers all attend to the
+whole sequence: it implements the Cache interface of transformers and copies no model code.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["SlotModel"]
 Ids = npt.NDArray[np.int64]
 
 _SMALL = 50_000_000
-"""Below this many parameters a second torch thread costs more than it gives."""
+"""Number of parameters below which a second torch thread costs more than it saves."""
 
 
 @attrs.define
 class _Rows:
-    """Where the tokens of the forward pass that is running belong."""
+    """Slots and positions of the tokens in the current forward pass."""
 
     slots: torch.Tensor
     """Slot of each row, ascending, ``(rows,)``."""
     view: slice | None
-    """The same slots as a slice, where they are neighbours: then no K/V is copied to read them."""
+    """The same slots as a slice if they are contiguous: then reading K/V needs no copy."""
     positions: torch.Tensor
     """``(rows, width)``"""
     keys: int
-    """How many positions any of the rows can see."""
+    """Number of positions up to the last that any row attends to."""
 
 
 class _SlotLayer(CacheLayerMixin):
-    """The K/V of one layer: ``(slots, heads, capacity, size of a head)``."""
+    """The K/V of one layer, each ``(slots, heads, capacity, head size)``."""
 
     is_sliding = False
 
@@ -67,18 +67,19 @@ class _SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.owner.rows
-        return self._through(self.keys, key_states, rows), self._through(self.values, value_states, rows)
+        return self._store(self.keys, key_states, rows), self._store(self.values, value_states, rows)
 
     @staticmethod
-    def _through(kept: torch.Tensor | None, states: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        assert kept is not None
+    def _store(cache: torch.Tensor | None, states: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """Write new states; return all states that the rows attend to."""
+        assert cache is not None
         if states.shape[2] == 1:
-            kept[rows.slots, :, rows.positions[:, 0]] = states[:, :, 0]
+            cache[rows.slots, :, rows.positions[:, 0]] = states[:, :, 0]
         else:
-            kept[rows.slots[:, None], :, rows.positions] = states.transpose(1, 2)
+            cache[rows.slots[:, None], :, rows.positions] = states.transpose(1, 2)
         if rows.view is not None:
-            return kept[rows.view, :, : rows.keys]
-        return kept[:, :, : rows.keys].index_select(0, rows.slots)
+            return cache[rows.view, :, : rows.keys]
+        return cache[:, :, : rows.keys].index_select(0, rows.slots)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.rows.keys, 0
@@ -114,14 +115,14 @@ class SlotModel:
     def forward(
         self, slots: Ids, starts: Ids, tokens: Ids, lengths: Ids, *, every_position: bool = False
     ) -> torch.Tensor:
-        """Run some rows further.
+        """Compute the next tokens of some rows.
 
         Args:
             slots: slot of each row, ascending, ``(rows,)``.
-            starts: how many positions of the slot are already computed, ``(rows,)``.
-            tokens: the tokens that follow, padded on the right with any id, ``(rows, width)``.
-            lengths: how many of them are real, ``(rows,)``.
-            every_position: give the logits of all positions, not only of the last one of each row.
+            starts: number of positions of the slot that are already computed, ``(rows,)``.
+            tokens: the next tokens, right-padded with any id, ``(rows, width)``.
+            lengths: number of tokens without padding, ``(rows,)``.
+            every_position: return the logits of all positions, not only of each row's last.
 
         Returns:
             Logits in float32: ``(rows, vocabulary)``, or ``(rows, width, vocabulary)``.
@@ -130,43 +131,43 @@ class SlotModel:
         positions = starts[:, None] + np.arange(width)
         keys = int(starts.max()) + width
         self._reserve(keys)
-        neighbours = int(slots[-1] - slots[0]) + 1 == len(slots)
-        place = torch.from_numpy(positions).to(self.device)
+        contiguous = int(slots[-1] - slots[0]) + 1 == len(slots)
+        position_ids = torch.from_numpy(positions).to(self.device)
         self.rows = _Rows(
             slots=torch.from_numpy(slots).to(self.device),
-            view=slice(int(slots[0]), int(slots[-1]) + 1) if neighbours else None,
-            positions=place,
+            view=slice(int(slots[0]), int(slots[-1]) + 1) if contiguous else None,
+            positions=position_ids,
             keys=keys,
         )
-        hidden = torch.arange(keys, device=self.device) > place[:, :, None]
+        hidden = torch.arange(keys, device=self.device) > position_ids[:, :, None]
         dtype = self.model.dtype
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, torch.finfo(dtype).min)
         last = lengths - 1
-        wanted = np.arange(width) if every_position else np.unique(last)
+        columns = np.arange(width) if every_position else np.unique(last)
         logits = self.model(
             input_ids=torch.from_numpy(tokens).to(self.device),
             attention_mask=mask[:, None],
-            position_ids=place,
+            position_ids=position_ids,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=torch.from_numpy(wanted).to(self.device),
+            logits_to_keep=torch.from_numpy(columns).to(self.device),
         ).logits.float()
         if every_position:
             return cast(torch.Tensor, logits)
-        if len(wanted) == 1:
+        if len(columns) == 1:
             return cast(torch.Tensor, logits[:, 0])
-        return cast(torch.Tensor, logits[torch.arange(len(slots)), torch.from_numpy(np.searchsorted(wanted, last))])
+        return cast(torch.Tensor, logits[torch.arange(len(slots)), torch.from_numpy(np.searchsorted(columns, last))])
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Give a slot the first ``length`` positions of another."""
+        """Copy the K/V of the first ``length`` positions from one slot to another."""
         for layer in self._layers:
-            for kept in (layer.keys, layer.values):
-                if kept is not None:
-                    kept[target, :, :length] = kept[source, :, :length]
+            for cache in (layer.keys, layer.values):
+                if cache is not None:
+                    cache[target, :, :length] = cache[source, :, :length]
 
     def replace(self, model: Any) -> None:
-        """Go on with other weights of the same shape. The K/V stay as the old weights made them.
+        """Replace the weights by others of the same shapes. The K/V of the old weights stay.
 
         Raises:
             ConfigError: the shapes differ.
@@ -190,8 +191,8 @@ class SlotModel:
             if layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
 
-    def _grown(self, kept: torch.Tensor) -> torch.Tensor:
-        slots, heads, length, size = kept.shape
-        grown = kept.new_zeros(slots, heads, self.capacity, size)
-        grown[:, :, :length] = kept
+    def _grown(self, cache: torch.Tensor) -> torch.Tensor:
+        slots, heads, length, size = cache.shape
+        grown = cache.new_zeros(slots, heads, self.capacity, size)
+        grown[:, :, :length] = cache
         return grown

@@ -1,7 +1,7 @@
-"""The embedded engine as a child process: started, waited for, and gone when we are.
+"""The embedded engine as a child process.
 
-Invariant: the child ends with its context, and with this process too, however it dies: it watches its standard input,
-whose other end is ours. A Ctrl-C at the terminal does not reach it, so requests in flight end as we end them.
+Invariant: the child ends with its context and with this process, however this process dies: the child watches its
+standard input, a pipe from this process. A Ctrl-C at the terminal does not reach it; this process ends its requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollouts.errors import EndpointUnavailable
 __all__ = ["READY", "EngineProcess", "engine_process"]
 
 READY = "rollouts: serving at "
-"""What a server prints before its URL when it is ready, on a line of its own."""
+"""Prefix of the line with the URL, which a server prints when it is ready."""
 
 _START_SECONDS = 180.0
 _STOP_SECONDS = 10.0
@@ -35,12 +35,12 @@ class EngineProcess:
     process: anyio.abc.Process
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
     async def death(self) -> EndpointUnavailable:
-        """Wait until it ends by itself; why, with the last lines of its log."""
+        """Wait until the process ends; return an error with its exit code and the end of its log."""
         code = await self.process.wait()
         return _died(code, self.log)
 
@@ -51,11 +51,11 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
 
     Args:
         model: the folder.
-        log: where its standard error goes.
-        slots: requests that run at once; the engine's default where not given.
+        log: file for its standard error.
+        slots: maximum number of concurrent requests; by default the engine's default.
 
     Raises:
-        EndpointUnavailable: it died, or was not ready in time; the message has the end of its log.
+        EndpointUnavailable: the process ended or was not ready in time; the message has the end of its log.
     """
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--model", str(model), "--stop-with-stdin"]
     command += [] if slots is None else ["--slots", str(slots)]

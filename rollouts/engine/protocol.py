@@ -1,8 +1,8 @@
-"""The words of the wire: request bodies, their validation, and the four shapes of an error.
+"""The wire format: request bodies, their validation, and the four shapes of an error.
 
-Invariant: what leaves :func:`read_generate` can be served as it is: every id lies in the vocabulary, every sampling
-value in its range, and prompt and reply fit the context. What cannot be served raises :class:`Refusal`, whose status
-and body are those of SGLang 0.5.23.
+Invariant: every request that :func:`read_generate` returns can be served: ids are in the vocabulary, sampling values in
+their ranges, and prompt and reply fit the context. All others raise :class:`Refusal`, with the status and body of
+SGLang 0.5.23.
 
 This module knows no HTTP server and no scheduler.
 """
@@ -36,18 +36,18 @@ class Refusal(RolloutsError):
         self.body = {"error": {"message": message}} if body is None else body
 
     @classmethod
-    def plain(cls, message: str) -> Refusal:
-        """The shape in which ``error`` is a string: a sampling parameter that nobody knows."""
+    def unknown_parameter(cls, message: str) -> Refusal:
+        """The shape for an unknown sampling parameter: ``error`` is a string."""
         return cls(message, 400, {"error": message})
 
     @classmethod
     def bad_request(cls, message: str) -> Refusal:
-        """The shape of a body that cannot be read."""
+        """The shape for a body that cannot be decoded."""
         return cls(message, 400, _object(message, "Bad Request", 400))
 
     @classmethod
-    def given_up(cls, message: str, status: int) -> Refusal:
-        """The shape of a request that the server gave up: its type is its status."""
+    def failed(cls, message: str, status: int) -> Refusal:
+        """The shape for a request that the server did not complete: ``type`` is the status."""
         return cls(message, status, _object(message, str(status), status))
 
 
@@ -59,7 +59,7 @@ def _object(message: str, kind: str, code: int) -> dict[str, Any]:
 
 
 class GenerateBody(msgspec.Struct, gc=False):
-    """``POST /generate``. Keys that are not here are ignored, as SGLang ignores those that it does not know."""
+    """``POST /generate``. Unknown keys are ignored, as in SGLang."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -75,7 +75,7 @@ class GenerateBody(msgspec.Struct, gc=False):
 
 
 class SamplingBody(msgspec.Struct, gc=False):
-    """``sampling_params``; the second part is accepted only at values that change nothing."""
+    """``sampling_params``. The fields after the blank line are not implemented; only neutral values are accepted."""
 
     max_new_tokens: int | None = 128
     stop: str | list[str] | None = None
@@ -126,10 +126,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def decoded(data: bytes, kind: type[T]) -> T:
-    """Read a JSON body.
+    """Decode a JSON body.
 
     Raises:
-        Refusal: it is no JSON, or a field has the wrong type.
+        Refusal: the body is not JSON, or a field has the wrong type.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -137,22 +137,22 @@ def decoded(data: bytes, kind: type[T]) -> T:
         raise Refusal.bad_request(str(error)) from error
 
 
-def _sampling(given: dict[str, Any]) -> SamplingBody:
-    unknown = given.keys() - _NAMES
+def _sampling(params: dict[str, Any]) -> SamplingBody:
+    unknown = params.keys() - _NAMES
     if unknown:
         names = ", ".join(sorted(_NAMES))
-        raise Refusal.plain(f"sampling_params: unknown {', '.join(sorted(unknown))}; accepted are {names}")
+        raise Refusal.unknown_parameter(f"sampling_params: unknown {', '.join(sorted(unknown))}; expected {names}")
     try:
-        body = msgspec.convert(given, SamplingBody)
+        body = msgspec.convert(params, SamplingBody)
     except msgspec.ValidationError as error:
         raise Refusal(f"sampling_params: {error}") from error
-    for name, (expected, good) in _RANGES.items():
+    for name, (expected, is_valid) in _RANGES.items():
         value = getattr(body, name)
-        if not good(value):
+        if not is_valid(value):
             raise Refusal(f"sampling_params.{name}: got {value!r}; expected {expected}")
     for name, values in _INERT.items():
         if getattr(body, name) not in values:
-            raise Refusal(f"sampling_params.{name}: got {getattr(body, name)!r}; this engine does not have it")
+            raise Refusal(f"sampling_params.{name}: got {getattr(body, name)!r}; this engine does not support it")
     if body.max_new_tokens is not None and body.min_new_tokens > body.max_new_tokens:
         raise Refusal(f"sampling_params.min_new_tokens: got {body.min_new_tokens}; expected at most max_new_tokens")
     return body
@@ -162,15 +162,14 @@ def _sampling(given: dict[str, Any]) -> SamplingBody:
 
 
 def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request], None]) -> Answers:
-    """Turn a body into requests.
+    """Convert a body into validated requests.
 
     Raises:
         Refusal: the request cannot be served.
     """
     prompts, single = _prompts(body, loaded.tokenizer)
     count = len(prompts)
-    given = body.sampling_params
-    samplings = [_sampling(one or {}) for one in _each("sampling_params", given, count)]
+    samplings = [_sampling(one or {}) for one in _each("sampling_params", body.sampling_params, count)]
     copies = samplings[0].n
     if any(sampling.n != copies for sampling in samplings):
         raise Refusal("sampling_params.n: expected the same number for all prompts of a batch")
@@ -178,17 +177,17 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     wants = [bool(one) for one in _each("return_logprob", body.return_logprob, count)]
     starts = [-1 if one is None else one for one in _each("logprob_start_len", body.logprob_start_len, count)]
     if any(_each("top_logprobs_num", body.top_logprobs_num, count)):
-        raise Refusal("top_logprobs_num: this engine does not have it")
+        raise Refusal("top_logprobs_num: this engine does not support it")
     requests = []
-    for number, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+    for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         limit = _limit(len(tokens), sampling, loaded)
-        start = starts[number] if wants[number] else -1
+        start = starts[index] if wants[index] else -1
         if not -1 <= start < len(tokens):
             raise Refusal(f"logprob_start_len: got {start}; expected -1 to {len(tokens) - 1}")
         check_ids("input_ids", tokens, loaded.vocab_size)
         for copy in range(copies):
             request = Request(
-                rid=rids[number * copies + copy],
+                rid=rids[index * copies + copy],
                 tokens=tokens[:],
                 rules=_rules(sampling, limit, loaded, copy),
                 notify=notify,
@@ -214,7 +213,7 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
 
 
 def _prompts(body: GenerateBody, tokenizer: Any) -> tuple[list[list[int]], bool]:
-    """The prompts as ids, and whether there is one that is no list."""
+    """The prompts as ids, and whether the body has a single prompt, not a list."""
     if (body.text is None) == (body.input_ids is None):
         raise Refusal("Either text or input_ids should be provided, and not both.")
     if body.text is not None:
@@ -236,7 +235,7 @@ def _prompts(body: GenerateBody, tokenizer: Any) -> tuple[list[list[int]], bool]
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """A value for each prompt: given as a list, or one for all."""
+    """One value for each prompt, from a list or from a single value for all."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -244,14 +243,14 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     return value
 
 
-def _rids(given: str | list[str] | None, count: int, copies: int, single: bool) -> list[str]:
-    if given is None or copies > 1:  # with n > 1 SGLang discards the name that it was given
+def _rids(rid: str | list[str] | None, count: int, copies: int, single: bool) -> list[str]:
+    if rid is None or copies > 1:  # with n > 1 SGLang discards the rid of the request
         return [uuid.uuid4().hex for _ in range(count * copies)]
-    if isinstance(given, str):
-        return [given] if single else [f"{given}_{number}" for number in range(count)]
-    rids = list(_each("rid", given, count))
+    if isinstance(rid, str):
+        return [rid] if single else [f"{rid}_{index}" for index in range(count)]
+    rids = list(_each("rid", rid, count))
     if len(set(rids)) != len(rids):
-        raise Refusal(f"Duplicate request ID detected: {sorted(rid for rid in set(rids) if rids.count(rid) > 1)}")
+        raise Refusal(f"Duplicate request ID detected: {sorted(one for one in set(rids) if rids.count(one) > 1)}")
     return rids
 
 
@@ -270,7 +269,7 @@ def _limit(prompt: int, sampling: SamplingBody, loaded: Loaded) -> int:
 
 
 def check_ids(name: str, ids: Sequence[Any], vocabulary: int) -> None:
-    """Refuse ids that the model does not have."""
+    """Raise Refusal if an id is not in the vocabulary."""
     if not all(isinstance(one, int) for one in ids):
         raise Refusal.bad_request(f"{name}: expected ids or lists of ids, got both")
     if ids and not (min(ids) >= 0 and max(ids) < vocabulary):

@@ -1,8 +1,8 @@
-"""Logits to tokens: one vectorised draw for all rows of a step.
+"""Sampling: one vectorised draw for all rows of a step.
 
 Invariant: the logprob of a token is ``log_softmax(logits / temperature)`` over the whole vocabulary, before top-k,
-top-p and min-p, taken from the tensor that the token is drawn from; greedy rows have the raw one. A draw depends on the
-row's own logits, its seed and its position only, never on its neighbours.
+top-p and min-p, from the same tensor as the draw; for greedy rows the temperature is 1. A draw depends only on the
+row's own logits, seed and position, never on other rows.
 
 This module knows no request and no slot.
 """
@@ -19,7 +19,7 @@ __all__ = ["Draws", "sample", "uniforms"]
 
 @attrs.define
 class Draws:
-    """How each row is to be sampled; arrays of shape ``(rows,)``."""
+    """Sampling parameters of each row; arrays of shape ``(rows,)``."""
 
     temperature: npt.NDArray[np.float32]
     """0 is greedy."""
@@ -29,11 +29,11 @@ class Draws:
     min_p: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
-    """How many tokens of the row were sampled before."""
+    """Number of tokens already sampled for the row."""
 
 
 def uniforms(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in the open interval (0, 1), a pure function of seed and position (counter mode, no state to keep)."""
+    """Random numbers in the open interval (0, 1), a pure function of seed and position (counter mode, no state)."""
     with np.errstate(over="ignore"):
         bits = _mixed(_mixed(seed) + position.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
@@ -49,7 +49,7 @@ def _mixed(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token for each row of ``logits`` (rows, vocabulary); give tokens and logprobs, both (rows,)."""
+    """Draw one token for each row of ``logits`` (rows, vocabulary); return tokens and logprobs, both (rows,)."""
     device = logits.device
     greedy = (draws.temperature == 0) | (draws.top_k == 1)
     scale = np.where(greedy, np.float32(1), draws.temperature)
@@ -64,17 +64,17 @@ def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tens
         if limited.any():
             rows = torch.from_numpy(np.flatnonzero(limited)).to(device)
             weights[rows] = _truncated(weights[rows], draws, limited)
-        # The first token whose cumulative weight reaches the draw; its own weight is above zero, as the draw is.
+        # The first token whose cumulative weight reaches the draw. The draw is above 0, so the token's weight is too.
         cumulative = weights.cumsum(-1, dtype=torch.float64)
         drawn = torch.from_numpy(uniforms(draws.seed, draws.position)).to(device)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, drawn)[:, 0].clamp_(max=logits.shape[1] - 1)  # of NaN, anything
+        tokens = torch.searchsorted(cumulative, drawn)[:, 0].clamp_(max=logits.shape[1] - 1)  # NaN weights: any index
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 def _truncated(weights: torch.Tensor, draws: Draws, which: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """Probabilities with those outside top-k, top-p and min-p set to zero; the most probable token always stays."""
+    """Set probabilities outside top-k, top-p and min-p to zero; the most probable token is always kept."""
     device = weights.device
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[1], device=device)

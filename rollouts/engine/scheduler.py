@@ -1,10 +1,10 @@
-"""Continuous batching: one thread that admits requests to slots, prefills, decodes, and delivers what ended.
+"""Continuous batching: one thread that admits requests to slots, prefills, decodes, and delivers updates.
 
-Invariant: all state of the engine belongs to this thread; every other thread only posts commands, which run between two
-steps, in order. Tokens that are computed in some slot are not computed again for a request that begins with them. A
-step decodes all rows with one pending token in one forward pass. Every request that is submitted ends with a reason.
+Invariant: only this thread touches the engine's state. Other threads post commands, which run in order between two
+steps. A prefix that is computed in a slot is not computed again for another request. A step decodes all rows with one
+pending token in one forward pass. Every submitted request ends with a finish reason.
 
-This module knows no HTTP and no tokenizer beyond the ``decode`` that stop strings need.
+This module knows no HTTP, and of the tokenizer only ``decode``, for stop strings.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["PauseMode", "Scheduler"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
 CHUNK = 64
-"""Prompt tokens of one row that one step computes, so that a long prompt does not hold up those that decode."""
+"""Maximum number of prompt tokens of one row per step, so that a long prompt does not delay decoding."""
 SHORT = 16
-"""Rows with at most so many pending tokens are prefilled apart, not padded to the long ones."""
+"""Rows with at most this many pending tokens are prefilled separately, not padded to the long ones."""
 
 _LOG = logging.getLogger(__name__)
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
@@ -39,7 +39,7 @@ _NEVER_STARTED = {"type": "abort", "message": "Abort in waiting queue"}
 
 
 class Scheduler:
-    """The engine thread. ``deliver`` is called in it with the requests that have news, once a step."""
+    """The engine thread. After each step it calls ``deliver`` with the updated requests, if any."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Scheduler:
         self.slots = Slots(model.slots)
         self.version = version
         self.paused = False
-        self.holding = False
-        """Nothing is admitted, so that what runs can end."""
+        self.draining = False
+        """No request is admitted, so that running ones can end."""
         self.generated = 0
         """Tokens sampled so far."""
         self._deliver = deliver
@@ -64,7 +64,7 @@ class Scheduler:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rollouts-engine", daemon=True)
         self._waiting: deque[Request] = deque()
-        self._news: list[Request] = []
+        self._updated: list[Request] = []
 
     def __repr__(self) -> str:
         state = "paused" if self.paused else "running"
@@ -86,12 +86,12 @@ class Scheduler:
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """End the thread after the step that runs; what is in flight is aborted."""
+        """End the thread after the current step; requests in flight are aborted."""
         self.post(self._stop)
         self._thread.join(seconds)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run something in the engine thread, between two steps."""
+        """Run a command in the engine thread, between two steps."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -100,20 +100,20 @@ class Scheduler:
         self.post(lambda: self._enqueue(request))
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End requests now, with what they have so far."""
-        chosen = list(requests)
-        self.post(lambda: self._abort(chosen))
+        """End requests before the next step; they keep the tokens sampled so far."""
+        targets = list(requests)
+        self.post(lambda: self._abort(targets))
 
     # -- commands: engine thread only ---------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; what runs is ended, put back into the queue without its K/V, or kept as it is."""
+        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in placement."""
         self.paused = True
         if mode == "abort":
             self._abort([*self._waiting, *self.slots.running])
         elif mode == "retract":
             for slot in np.flatnonzero(self.slots.busy)[::-1]:
-                request = self.slots.leave(int(slot))
+                request = self.slots.release(int(slot))
                 request.retractions += 1
                 if not request.logprobs:
                     request.prompt_logprobs.clear()
@@ -122,15 +122,15 @@ class Scheduler:
     def resume(self) -> None:
         self.paused = False
 
-    def hold(self, held: bool) -> None:
-        """Admit nothing more, or admit again."""
-        self.holding = held
+    def set_draining(self, draining: bool) -> None:
+        """Stop or resume the admission of requests."""
+        self.draining = draining
 
     def flush(self) -> bool:
-        """Forget all cached prefixes; refused while requests need theirs."""
-        if self.slots.busy.any() or (self._waiting and not (self.paused or self.holding)):
+        """Discard all cached prefixes; returns ``False`` and does nothing while requests need them."""
+        if self.slots.busy.any() or (self._waiting and not (self.paused or self.draining)):
             return False
-        self.slots.forget()
+        self.slots.clear_idle()
         return True
 
     def set_version(self, version: str) -> None:
@@ -139,10 +139,10 @@ class Scheduler:
             request.mark_version(version)
 
     def replace(self, weights: Any, version: str | None) -> None:
-        """Go on with other weights. Cached prefixes stay, with the K/V of the old weights, until :meth:`flush`.
+        """Replace the weights. Cached prefixes keep the K/V of the old weights until :meth:`flush`.
 
         Raises:
-            ConfigError: the weights have other shapes; nothing has changed.
+            ConfigError: the shapes differ; the old weights stay.
         """
         self.model.replace(weights)
         if version is not None:
@@ -164,7 +164,7 @@ class Scheduler:
             if request in self._waiting:
                 self._waiting.remove(request)
             if request in self.slots.requests:
-                self.slots.leave(self.slots.requests.index(request))
+                self.slots.release(self.slots.requests.index(request))
             self._finish(request, dict(_ABORTED if request.started else _NEVER_STARTED))
 
     def _stop(self) -> None:
@@ -183,30 +183,30 @@ class Scheduler:
             if self._can_step():
                 try:
                     self._step()
-                except Exception as error:  # noqa: BLE001 - a step that fails must answer those who wait for it
+                except Exception as error:  # noqa: BLE001 - a failed step must end all its requests
                     _LOG.exception("a step of the engine failed")
                     self._fail(f"{type(error).__name__}: {error}")
-            if self._news:
-                news, self._news = self._news, []
-                self._deliver(news)
+            if self._updated:
+                updated, self._updated = self._updated, []
+                self._deliver(updated)
 
     def _can_step(self) -> bool:
-        return not self.paused and bool(self.slots.busy.any() or (self._waiting and not self.holding))
+        return not self.paused and bool(self.slots.busy.any() or (self._waiting and not self.draining))
 
     def _fail(self, message: str) -> None:
         reason = {"type": "abort", "message": message, "status_code": 500, "err_type": "InternalServerError"}
-        running = [self.slots.leave(int(slot)) for slot in np.flatnonzero(self.slots.busy)]
+        running = [self.slots.release(int(slot)) for slot in np.flatnonzero(self.slots.busy)]
         for request in [*running, *self._waiting]:
             self._finish(request, dict(reason))
         self._waiting.clear()
-        self.slots.forget()
+        self.slots.clear_idle()
 
     def _finish(self, request: Request, reason: dict[str, Any]) -> None:
         request.finish = reason
-        self._news.append(request)
+        self._updated.append(request)
 
     def _step(self) -> None:
-        if self._waiting and not self.holding:
+        if self._waiting and not self.draining:
             self._admit()
         pending, scoring = self.slots.pending, self.slots.scoring.copy()
         for slot in np.flatnonzero(scoring):
@@ -221,20 +221,20 @@ class Scheduler:
         for request in list(islice(self._waiting, 2 * self.model.slots)):
             if self.slots.busy.all():
                 return
-            place = self.slots.find(request)
-            if place is None:
+            placement = self.slots.find(request)
+            if placement is None:
                 continue
-            if place.cached and place.slot != place.donor:
-                self.model.copy(place.donor, place.slot, place.cached)
-            self.slots.take(place, request)
+            if placement.cached and placement.slot != placement.donor:
+                self.model.copy(placement.donor, placement.slot, placement.cached)
+            self.slots.assign(placement, request)
             self._waiting.remove(request)
             if not request.started:
-                request.started, request.cached_tokens = True, place.cached
+                request.started, request.cached_tokens = True, placement.cached
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def _forward(self, rows: Ids, lengths: Ids) -> None:
-        """Compute some pending tokens of some rows, and sample for those that have none left."""
+        """Compute pending tokens of some rows; sample for rows without further pending tokens."""
         slots = self.slots
         logits = self.model.forward(rows, slots.length[rows], slots.inputs(rows, lengths), lengths)
         slots.length[rows] += lengths
@@ -245,7 +245,7 @@ class Scheduler:
             self._extend(rows, logits)
 
     def _score(self, slot: int, count: int) -> None:
-        """Compute some prompt tokens of one row and keep the logprobs of those that follow."""
+        """Compute ``count`` prompt tokens of one row, and store the logprob of each next prompt token."""
         slots = self.slots
         request = slots.requests[slot]
         assert request is not None
@@ -262,31 +262,31 @@ class Scheduler:
             return
         slots.scoring[slot] = False
         if request.rules.limit == 0:
-            slots.leave(slot)
+            slots.release(slot)
             self._finish(request, {"type": "length", "length": 0})
         else:
             self._extend(row, logits[:, count - 1])
 
     def _extend(self, rows: Ids, logits: torch.Tensor) -> None:
-        """Sample a token for each row and hand it out."""
-        numbers: list[int] = rows.tolist()
-        requests = [request for slot in numbers if (request := self.slots.requests[slot]) is not None]
+        """Sample a token for each row and append it to the row's request."""
+        slots: list[int] = rows.tolist()
+        requests = [request for slot in slots if (request := self.slots.requests[slot]) is not None]
         drawn, logprobs = sample(_shaped(logits, requests), self.slots.draws(rows))
         ids = drawn.cpu().numpy()
         self.slots.append(rows, ids)
-        self.generated += len(numbers)
-        for slot, request, token, logprob in zip(numbers, requests, ids.tolist(), logprobs.tolist(), strict=True):
+        self.generated += len(slots)
+        for slot, request, token, logprob in zip(slots, requests, ids.tolist(), logprobs.tolist(), strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)
             reason = self._reason(request, token, logprob)
             if reason is not None:
-                self.slots.leave(slot)
+                self.slots.release(slot)
                 self._finish(request, reason)
             elif request.stream:
-                self._news.append(request)
+                self._updated.append(request)
 
     def _reason(self, request: Request, token: int, logprob: float) -> dict[str, Any] | None:
-        """Why the request ends with this token, in the order in which SGLang looks."""
+        """The finish reason if the request ends with this token, checked in SGLang's order."""
         rules = request.rules
         if logprob != logprob:
             return {"type": "stop", "matched": "NaN happened"}
@@ -295,7 +295,7 @@ class Scheduler:
         if token in rules.stop_ids:
             return {"type": "stop", "matched": token}
         if rules.stop:
-            # A token has a byte at least, so a stop string that ends here lies in so many last tokens.
+            # A token has at least one byte, so the last ``reach`` tokens contain any stop string that ends here.
             reach = max(len(stop.encode()) for stop in rules.stop) + 4
             tail = self._decode(request.tokens[max(request.prompt_tokens, len(request.tokens) - reach) :])
             for stop in rules.stop:
@@ -305,7 +305,7 @@ class Scheduler:
 
 
 def _shaped(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-    """Logits after the biases and minimum lengths of the few requests that have them."""
+    """Apply logit biases and minimum lengths; copies the logits only if a request has either."""
     shaped = logits
     for row, request in enumerate(requests):
         rules = request.rules

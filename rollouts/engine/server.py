@@ -1,19 +1,24 @@
-"""The HTTP face of the engine: the part of SGLang 0.5.23's protocol that rollouts need.
+"""The HTTP server of the engine: the part of SGLang 0.5.23's protocol that rollouts need.
 
-Invariant: the event loop never computes; it reads, hands over and waits, and every wait ends: by an answer, by a
-deadline, or by the client's disconnect, which aborts its requests.
+Invariant: the event loop never computes. Every wait ends: with a response, at a deadline, or when the client
+disconnects, which aborts its requests.
 
-Deliberate differences from SGLang: an id outside the vocabulary is a 400 and not the end of the server;
-``sampling_seed`` is always honoured (of ``n`` copies, copy k has seed + k); a health probe of an idle engine answers at
-once. SGLang's race of a weight update that waits for requests and then fails to flush, since the last of them is still
-there, happens where ``Options.unflushed_updates`` asks for it, and then always.
+Deliberate differences from SGLang:
+- An id outside the vocabulary is a 400; SGLang crashes.
+- ``sampling_seed`` is always honoured; of ``n`` copies, copy k has seed + k.
+- A health probe of an idle engine answers at once.
+- In SGLang, a weight update sometimes waits for requests and then fails to flush, because the last of them still counts
+  as running. Here this happens only with ``Options.unflushed_updates``, and then always.
 
-Quirks that are kept: aborting a known rid aborts every rid that begins with it; ``/health`` blocks while paused and
-then fails; cached prefixes outlive the weights that computed them until the cache is flushed, also through a pause; a
-flush is refused while a request holds its K/V; an update that cannot flush changes the weights and the version of the
-tokens, says ``success: false``, and leaves the folder and the version that ``/model_info`` names; a reply that fills
-its budget with a stop token ends by length; ``ignore_eos`` disables ``stop_token_ids`` too; errors of a stream come
-with status 200.
+Quirks of SGLang that are reproduced:
+- Aborting a known rid aborts every rid that begins with it.
+- ``/health`` blocks while paused and then fails.
+- Cached prefixes survive weight updates and pauses until a flush. A flush fails while a request has K/V in a slot.
+- An update that cannot flush reports ``success: false``, but changes the weights and the version of the tokens, not
+  the folder and version in ``/model_info``.
+- A reply whose last allowed token is a stop token ends by length.
+- ``ignore_eos`` also disables ``stop_token_ids``.
+- Errors of a stream have status 200.
 
 This module knows no tensor.
 """
@@ -42,13 +47,13 @@ from rollouts.errors import ConfigError
 __all__ = ["Options", "running_server"]
 
 REQUEST_SECONDS = 3600.0
-"""No call of ``/generate`` takes longer, queued and paused time included."""
+"""Deadline of a call of ``/generate``, including queued and paused time."""
 STOP_SECONDS = 5.0
 
 
 @attrs.frozen
 class Options:
-    """What :func:`rollouts.engine.running_server` documents."""
+    """Options as documented in :func:`rollouts.engine.running_server`."""
 
     slots: int
     max_context: int | None
@@ -60,7 +65,7 @@ class Options:
 
 @contextlib.asynccontextmanager
 async def running_server(model: Path, host: str, port: int, options: Options) -> AsyncIterator[str]:
-    """Serve a model folder while the context lasts; gives the base URL."""
+    """Serve a model folder while the context lasts; yields the base URL."""
     loaded = await anyio.to_thread.run_sync(load_folder, model, options.max_context, options.dtype)
     frontend = Frontend(
         loaded,
@@ -105,9 +110,9 @@ class _Generate:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         body = decoded(await http.read(), GenerateBody)
-        news = _News()
+        updates = _Updates()
         try:
-            answers = await self._read(body, news)
+            answers = await self._read(body, updates)
             self._frontend.enter(answers.requests)
         except Refusal as refusal:
             if not body.stream:
@@ -116,23 +121,23 @@ class _Generate:
         try:
             with anyio.fail_after(REQUEST_SECONDS):
                 if body.stream:
-                    return await _sse(http, _chunks(answers, news))
+                    return await _sse(http, _chunks(answers, updates))
                 while not all(request.finish for request in answers.requests):
-                    await news.next()
+                    await updates.next()
         except TimeoutError as error:
-            raise Refusal.given_up(f"no answer after {REQUEST_SECONDS:g} s", 503) from error
+            raise Refusal.failed(f"no answer after {REQUEST_SECONDS:g} s", 503) from error
         finally:
             self._frontend.leave(answers.requests)
-        return _answered(answers)
+        return _response(answers)
 
-    async def _read(self, body: GenerateBody, news: _News) -> Answers:
+    async def _read(self, body: GenerateBody, updates: _Updates) -> Answers:
         if body.text is None:
-            return read_generate(body, self._frontend.loaded, news)
-        return await anyio.to_thread.run_sync(read_generate, body, self._frontend.loaded, news)
+            return read_generate(body, self._frontend.loaded, updates)
+        return await anyio.to_thread.run_sync(read_generate, body, self._frontend.loaded, updates)
 
 
-class _News:
-    """Wakes the call that waits for its requests."""
+class _Updates:
+    """Callback for updated requests, and the event that wakes their call."""
 
     def __init__(self) -> None:
         self._event = anyio.Event()
@@ -141,16 +146,16 @@ class _News:
         self._event.set()
 
     async def next(self) -> None:
-        """Wait until there was news since the last time."""
+        """Wait for an update since the last call."""
         await self._event.wait()
         self._event = anyio.Event()
 
 
-def _answered(answers: Answers) -> web.Response:
+def _response(answers: Answers) -> web.Response:
     for request in answers.requests:
         status = request.finish and request.finish.get("status_code")
         if request.finish and status:
-            raise Refusal.given_up(request.finish["message"], status)
+            raise Refusal.failed(request.finish["message"], status)
     objects = [answers.of(index) for index in range(len(answers.requests))]
     return web.Response(
         body=msgspec.json.encode(objects[0] if answers.single else objects), content_type="application/json"
@@ -169,11 +174,11 @@ async def _sse(http: web.Request, events: AsyncIterator[dict[str, Any]]) -> web.
     return response
 
 
-async def _chunks(answers: Answers, news: _News) -> AsyncIterator[dict[str, Any]]:
-    """Each chunk holds everything so far; in a batch, ``index`` says of which prompt."""
+async def _chunks(answers: Answers, updates: _Updates) -> AsyncIterator[dict[str, Any]]:
+    """Yield the cumulative output of each updated request; in a batch, ``index`` is the index of its request."""
     sent = dict.fromkeys(range(len(answers.requests)), -1)
     while sent:
-        await news.next()
+        await updates.next()
         for index in list(sent):
             answer = answers.of(index)
             count = len(answer["output_ids"])

@@ -1,8 +1,8 @@
-"""What each slot holds: a request or nothing, its tokens, and how many of them are computed.
+"""The state of each slot: its request, if any, its tokens, and the number of computed tokens.
 
-Invariant: of a slot's ``total`` tokens the first ``length`` have their K/V in the model; an idle slot has ``length``
-equal to ``total``, and keeps both for whoever shares the prefix. All columns are arrays over slots, so that a step
-costs no Python per token until the tokens are handed out.
+Invariant: of a slot's ``total`` tokens the first ``length`` have their K/V in the model. An idle slot has ``length``
+equal to ``total`` and stays available as a cached prefix. All columns are arrays over slots, so that a step needs no
+Python per token until the tokens are delivered.
 
 This module knows no tensor and no time.
 """
@@ -16,17 +16,17 @@ import numpy.typing as npt
 from rollouts.engine.requests import Request
 from rollouts.engine.sampler import Draws
 
-__all__ = ["Ids", "Place", "Slots"]
+__all__ = ["Ids", "Placement", "Slots"]
 
 Ids = npt.NDArray[np.int64]
 
 WORTH_WAITING = 8
-"""A request waits a step for a prefix that is being computed, if that saves more than so many tokens."""
+"""A request waits a step for a prefix that another request computes, if this saves more tokens than that."""
 
 
 @attrs.frozen
-class Place:
-    """Where a request goes, and which slot has the first ``cached`` of its tokens."""
+class Placement:
+    """The slot for a request, and the ``donor`` slot with the K/V of its first ``cached`` tokens."""
 
     slot: int
     donor: int
@@ -34,7 +34,7 @@ class Place:
 
 
 class Slots:
-    """The columns of all slots. Belongs to the engine thread."""
+    """The columns of all slots; used by the engine thread only."""
 
     def __init__(self, count: int) -> None:
         self.requests: list[Request | None] = [None] * count
@@ -42,10 +42,10 @@ class Slots:
         self.length = np.zeros(count, dtype=np.int64)
         self.total = np.zeros(count, dtype=np.int64)
         self.scoring = np.zeros(count, dtype=bool)
-        """The logprobs of the prompt are wanted, and its computation has not ended."""
+        """The request wants logprobs of its prompt, and the prompt is not fully computed."""
         self._tokens = np.zeros((count, 256), dtype=np.int64)
         self._namespace = np.full(count, "", dtype=object)
-        self._left = np.zeros(count, dtype=np.int64)
+        self._last_used = np.zeros(count, dtype=np.int64)
         self._clock = 0
         self._draws = Draws(
             temperature=np.ones(count, dtype=np.float32),
@@ -65,11 +65,11 @@ class Slots:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def find(self, request: Request) -> Place | None:
-        """The best free slot for a request; there must be a free one. Its last token is always computed.
+    def find(self, request: Request) -> Placement | None:
+        """Find the best free slot for a request; at least one must be free. The last token is never taken from a cache.
 
-        That is the slot whose whole content is the longest shared prefix; else the one that was left longest ago, to
-        copy that prefix into. ``None`` means: wait, another request is computing a much longer shared prefix.
+        Prefers a slot whose whole content is the longest shared prefix; otherwise the least recently used slot, into
+        which that prefix is copied. ``None``: wait, another request is computing a much longer shared prefix.
         """
         tokens = np.array(request.tokens, dtype=np.int64)
         self._widen(len(tokens))
@@ -85,14 +85,14 @@ class Slots:
         free = np.flatnonzero(~self.busy)
         whole = free[(computed[free] == cached) & (self.length[free] == cached)]
         if len(whole):
-            return Place(int(whole[0]), int(whole[0]), cached)
-        return Place(int(free[self._left[free].argmin()]), donor, cached)
+            return Placement(int(whole[0]), int(whole[0]), cached)
+        return Placement(int(free[self._last_used[free].argmin()]), donor, cached)
 
-    def take(self, place: Place, request: Request) -> None:
+    def assign(self, placement: Placement, request: Request) -> None:
         """Put a request into its slot."""
-        slot, count = place.slot, len(request.tokens)
+        slot, count = placement.slot, len(request.tokens)
         self._tokens[slot, :count] = request.tokens
-        self.length[slot], self.total[slot] = place.cached, count
+        self.length[slot], self.total[slot] = placement.cached, count
         self._namespace[slot] = request.namespace
         self.requests[slot], self.busy[slot] = request, True
         self.scoring[slot] = request.scores_prompt
@@ -101,7 +101,7 @@ class Slots:
         draws.top_k[slot], draws.min_p[slot] = rules.top_k, rules.min_p
         draws.seed[slot], draws.position[slot] = rules.seed, len(request.logprobs)
 
-    def leave(self, slot: int) -> Request:
+    def release(self, slot: int) -> Request:
         """Free a slot."""
         request = self.requests[slot]
         assert request is not None
@@ -109,11 +109,11 @@ class Slots:
         self.scoring[slot] = False
         self.total[slot] = self.length[slot]
         self._clock += 1
-        self._left[slot] = self._clock
+        self._last_used[slot] = self._clock
         return request
 
-    def forget(self) -> None:
-        """Forget what idle slots hold."""
+    def clear_idle(self) -> None:
+        """Discard the cached prefixes of idle slots."""
         idle = ~self.busy
         self.length[idle] = self.total[idle] = 0
 
@@ -121,16 +121,16 @@ class Slots:
 
     @property
     def pending(self) -> Ids:
-        """How many tokens of each slot wait to be computed."""
+        """Number of tokens of each slot that are not computed yet."""
         return np.where(self.busy, self.total - self.length, 0)
 
     def inputs(self, rows: Ids, lengths: Ids) -> Ids:
-        """The next tokens of some slots, ``(rows, longest)``; what stands behind a row's own length is anything."""
+        """The next tokens of some slots, ``(rows, longest)``; ids after a row's own length are arbitrary."""
         columns = self.length[rows][:, None] + np.arange(lengths.max())
         return self._tokens[rows[:, None], np.minimum(columns, self._tokens.shape[1] - 1)]
 
     def draws(self, rows: Ids) -> Draws:
-        """How the next tokens of some slots are to be drawn."""
+        """The sampling parameters of some slots for their next tokens."""
         draws = self._draws
         return Draws(
             draws.temperature[rows],

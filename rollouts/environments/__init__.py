@@ -1,4 +1,4 @@
-"""Environments: the protocol, a base for tool users, and the ready-made small ones."""
+"""Environments: the protocol, a base class for tools, and small ready-made environments."""
 
 from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult, ToolEnvironment, tool
 from rollouts.environments.calculator import CalculatorEnvironment

@@ -1,7 +1,7 @@
-"""What an environment is: one task, played once, in messages.
+"""The environment protocol, and a base class whose tools are methods.
 
-Invariant: an environment lives for one episode (start, steps, close; there is no reset) and sees messages only, never a
-token, a policy or a sample. Its author raises plain exceptions; whoever drives it runs it inside a boundary.
+Invariant: an environment lives for one episode (start, steps, close; there is no reset). It sees messages only, never a
+token, a policy or a sample. It raises plain exceptions; the caller runs it inside a boundary.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ __all__ = [
 
 @attrs.frozen
 class StepResult:
-    """What the world answered to one reply of the model."""
+    """The environment's answer to one reply of the model."""
 
     messages: Sequence[Message] = ()
     """New messages for the model: one tool message for each call, in the order of the calls, or user messages."""
     done: bool = False
-    """The episode is over; ``messages`` are then not rendered any more."""
+    """The episode is over; ``messages`` are then not rendered."""
     reward: float | Sequence[float] | None = None
-    """Reward of this step, or one for each of its calls that has one; without a reward function the sum of all of them
-    is the rollout's reward. Finite numbers, or the rollout fails."""
+    """Reward of this step, or one value for each rewarded call. Must be finite, or the rollout fails. Without a reward
+    function, the rollout's reward is the sum over all steps."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
-    """Numbers to add up over the episode, e.g. ``{"invalid_moves": 1}``; finite, too."""
+    """Finite numbers that are summed over the episode, e.g. ``{"invalid_moves": 1}``."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """``reward`` as several, none where there is none."""
-        given = self.reward
-        return () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+        """``reward`` as a tuple; empty for ``None``."""
+        reward = self.reward
+        return () if reward is None else tuple(reward) if isinstance(reward, Sequence) else (reward,)
 
 
 def sound_step(step: Any, what: str) -> StepResult:
-    """What an environment's step returned, checked where it enters: rewards as floats, metrics as floats and integers.
+    """Validate the return value of an environment's step; rewards become floats, metrics floats or integers.
 
     Args:
-        step: anything.
-        what: who returned it, for messages, e.g. ``"CalculatorEnvironment.step"``.
+        step: the returned value, of any type.
+        what: the function that returned it, for messages, e.g. ``"CalculatorEnvironment.step"``.
 
     Raises:
-        EnvironmentFailure: it is no :class:`StepResult`, or a reward or metric of it is no finite number.
+        EnvironmentFailure: it is not a :class:`StepResult`, or a reward or metric is not a finite number.
     """
     if not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
@@ -68,30 +68,30 @@ def sound_step(step: Any, what: str) -> StepResult:
         return StepResult(step.messages, step.done, _reward_of(step), _metrics_of(step))
     except ConfigError as error:
         raise bad_step(what, str(error)) from None
-    except Exception as error:  # reading a guest's list or mapping runs its code
+    except Exception as error:  # iterating a user-defined list or mapping runs user code
         raise bad_step(what, f"reading its StepResult raised {shortened(error)}") from error
 
 
 def bad_step(what: str, text: str) -> EnvironmentFailure:
-    """The failure of a step that returned something wrong."""
+    """The failure for a step that returned an invalid value."""
     error = EnvironmentFailure(f"{what}: {text}")
     error.what = what
     return error
 
 
 def _reward_of(step: StepResult) -> float | tuple[float, ...] | None:
-    given: Any = step.reward
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
-        return tuple([_number(f"reward[{place}]", value) for place, value in enumerate(given)])
-    return None if given is None else _number("reward", given)
+    reward: Any = step.reward
+    if isinstance(reward, Sequence) and not isinstance(reward, str | bytes | bytearray):
+        return tuple([_number(f"reward[{index}]", value) for index, value in enumerate(reward)])
+    return None if reward is None else _number("reward", reward)
 
 
 def _metrics_of(step: StepResult) -> dict[str, float]:
-    given: Any = step.metrics
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError.of("StepResult.metrics", given, "a mapping of names to finite numbers")
+    raw: Any = step.metrics
+    if not isinstance(raw, Mapping) or not all(isinstance(name, str) for name in raw):
+        raise ConfigError.of("StepResult.metrics", raw, "a mapping of names to finite numbers")
     metrics: dict[str, float] = {}
-    for name, value in given.items():
+    for name, value in raw.items():
         number = _number(f"metrics[{name!r}]", value)
         is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
         metrics[name] = int(number) if is_count else number
@@ -107,49 +107,49 @@ def _number(field: str, value: Any) -> float:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. Made fresh for each rollout and closed at its end, whatever happened."""
+    """One episode. Created for each rollout and always closed at its end."""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The tools that the model is told of; read when the episode has started, and the same to its end."""
+        """The tools shown to the model. Read after ``start``; they do not change during the episode."""
         ...
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        """Begin with a prompt; return the messages that open the conversation."""
+        """Start the episode; return the messages that open the conversation."""
         ...
 
     async def step(self, reply: Message) -> StepResult:
-        """Answer one reply. Its tool calls are sound and name tools of this environment."""
+        """Answer one reply. Its tool calls are well-formed and name tools of this environment."""
         ...
 
     async def close(self) -> None:
-        """Give back what the episode held. Called once, also after a failure or a cancellation."""
+        """Release the episode's resources. Called once, also after a failure or a cancellation."""
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """What an environment may offer beside: an episode that another process can go on with.
+    """Optional protocol of an environment: an episode that another process can resume.
 
-    A run that was killed goes on from the last finished turn of such an episode; others start again.
+    A killed run resumes such an episode from its last finished turn; other episodes start again.
     """
 
     async def snapshot(self) -> Any:
-        """Where the episode stands after a step, as plain data: what MessagePack holds."""
+        """Return the state of the episode after a step, as plain data (types of MessagePack)."""
         ...
 
     async def restore(self, prompt: Prompt, snapshot: Any) -> None:
-        """Called instead of ``start``: be as the environment was that gave ``snapshot``."""
+        """Restore the state that ``snapshot`` returned. Called instead of ``start``."""
         ...
 
 
 def is_resumable(environment: object) -> TypeGuard[Resumable]:
-    """``isinstance(environment, Resumable)``, for each episode: at a twentieth of the cost."""
+    """``isinstance(environment, Resumable)`` at a twentieth of the cost; it runs once an episode."""
     return hasattr(environment, "snapshot") and hasattr(environment, "restore")
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""A class or a ``functools.partial`` of one: called without arguments for each rollout."""
+"""A class or a ``functools.partial`` of one; called without arguments for each rollout."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -157,8 +157,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def tool(method: Method) -> Method:
     """Mark a method of a :class:`ToolEnvironment` as a tool.
 
-    The signature becomes the JSON schema, the docstring's first line its description. The method may be sync or async.
-    It returns the text for the model; what it raises as ``ValueError`` or ``ArithmeticError`` goes to the model too.
+    The signature becomes the JSON schema, the docstring's first line the description. The method may be sync or async.
+    It returns the text for the model. The model also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
     """
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
@@ -167,7 +167,7 @@ def tool(method: Method) -> Method:
 class ToolEnvironment:
     """An environment whose tools are its methods marked with :func:`tool`.
 
-    A reply without tool calls ends the episode; override :meth:`answer` for anything else.
+    A reply without tool calls ends the episode; override :meth:`answer` to change this.
     """
 
     system_prompt: str = ""
@@ -193,7 +193,7 @@ class ToolEnvironment:
         return StepResult(messages=tuple(messages), metrics={"tool_errors": errors})
 
     async def answer(self, reply: Message) -> StepResult:
-        """A reply without tool calls."""
+        """Answer a reply without tool calls."""
         return StepResult(done=True)
 
     async def close(self) -> None:
@@ -228,7 +228,7 @@ class _ToolMethod:
         for parameter in list(inspect.signature(method).parameters.values())[1:]:
             argument = f"{method.__qualname__}({parameter.name})"
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError.of(argument, str(parameter), "named arguments only: a model cannot give others")
+                raise ConfigError.of(argument, str(parameter), "named arguments only: a model cannot pass others")
             if parameter.name not in hints:
                 raise ConfigError.of(argument, "no annotation", "a type for each argument of a tool")
             entry = (parameter.name, hints[parameter.name])
@@ -242,7 +242,7 @@ class _ToolMethod:
 
 @functools.cache
 def _tool_methods(cls: type[Any]) -> dict[str, _ToolMethod]:
-    """The marked methods in the order of their definition, those of base classes first."""
+    """The marked methods in order of definition, base classes first."""
     names: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         names.update(dict.fromkeys(name for name, value in vars(base).items() if hasattr(value, "__rollouts_tool__")))

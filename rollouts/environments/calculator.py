@@ -1,6 +1,6 @@
-"""A calculator with four tools, and an endless supply of small problems for it.
+"""A calculator with four tools, and an endless generator of small problems.
 
-The model may calculate in several steps; a reply without a tool call is its final answer and ends the episode.
+The model may calculate in several steps. A reply without a tool call is its final answer and ends the episode.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["CalculatorEnvironment", "calculator_prompts"]
 
 
 class CalculatorEnvironment(ToolEnvironment):
-    """Add, subtract, multiply and divide; whole results are written without a decimal point."""
+    """Tools to add, subtract, multiply and divide; whole results have no decimal point."""
 
     system_prompt = "Use the tools. Finish with: The answer is N."
 
     async def snapshot(self) -> None:
-        """Nothing: it remembers nothing between steps. A subclass that does overrides this and ``restore``."""
+        """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None
@@ -28,25 +28,25 @@ class CalculatorEnvironment(ToolEnvironment):
     @tool
     def add(self, a: float, b: float) -> str:
         """Add b to a."""
-        return _written(a + b)
+        return _format(a + b)
 
     @tool
     def subtract(self, a: float, b: float) -> str:
         """Subtract b from a."""
-        return _written(a - b)
+        return _format(a - b)
 
     @tool
     def multiply(self, a: float, b: float) -> str:
         """Multiply a by b."""
-        return _written(a * b)
+        return _format(a * b)
 
     @tool
     def divide(self, a: float, b: float) -> str:
         """Divide a by b."""
-        return _written(a / b)
+        return _format(a / b)
 
 
-def _written(value: float) -> str:
+def _format(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
@@ -77,10 +77,10 @@ _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a 
 
 
 def calculator_prompts(seed: int, *, two_step_share: float = 0.5) -> Iterator[Prompt]:
-    """Endless problems in one or two steps, the same for the same seed.
+    """Yield problems of one or two steps without end; the same seed yields the same problems.
 
-    ``label`` and ``metadata["ground_truth"]`` hold the answer as text, ``metadata["steps"]`` the operations as
-    ``(operator, a, b)`` in the order in which they must be done.
+    ``label`` and ``metadata["ground_truth"]`` are the answer as text. ``metadata["steps"]`` lists the operations as
+    ``(operator, a, b)``, in the order of calculation.
     """
     rng = random.Random(seed)
     while True:

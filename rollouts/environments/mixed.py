@@ -1,7 +1,6 @@
-"""Several environments as one: each prompt says by name which of them it is for.
+"""Several environments as one: each prompt names its environment in its metadata, under :data:`ENVIRONMENT`.
 
-Invariant: an episode lives in exactly one of them, and every one that was made is closed. The name stands in the
-prompt's metadata, under :data:`ENVIRONMENT`.
+Invariant: an episode uses exactly one of them, and every environment that is created is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rollouts.errors import ConfigError
 __all__ = ["ENVIRONMENT", "MixedEnvironment"]
 
 ENVIRONMENT = "environment"
-"""The key of the prompt's metadata that names its environment."""
+"""Metadata key of a prompt; its value is the environment's name."""
 
 
 class MixedEnvironment:
@@ -26,14 +25,14 @@ class MixedEnvironment:
     Args:
         environments: a factory for each name.
 
-    It can be resumed where all of them can. Before it has started, its tools are those of all of them.
+    It is resumable if all of them are. Before ``start``, its tools are those of all of them.
     """
 
     def __init__(self, environments: Mapping[str, EnvironmentFactory]) -> None:
         if not environments:
             raise ConfigError.of("MixedEnvironment.environments", environments, "at least one, by name")
         self._factories = dict(environments)
-        self._made: dict[str, Environment] = {}
+        self._created: dict[str, Environment] = {}
         self._inner: Environment | None = None
         if all(_is_resumable(factory) for factory in self._factories.values()):
             self.snapshot, self.restore = self._snapshot, self._restore
@@ -47,21 +46,21 @@ class MixedEnvironment:
             return self._inner.tools
         every: dict[str, Tool] = {}
         for name in self._factories:
-            for found in self._make(name).tools:
-                every.setdefault(found.name, found)
+            for tool in self._create(name).tools:
+                every.setdefault(tool.name, tool)
         return tuple(every.values())
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         return await self._choose(prompt).start(prompt)
 
     async def step(self, reply: Message) -> StepResult:
-        assert self._inner is not None, "start comes first"
+        assert self._inner is not None, "step before start"
         return await self._inner.step(reply)
 
     async def close(self) -> None:
-        made, self._made = self._made, {}
+        created, self._created = self._created, {}
         failures = []
-        for environment in made.values():
+        for environment in created.values():
             try:
                 await environment.close()
             except Exception as error:  # noqa: BLE001 - the others are closed first; raised below
@@ -81,13 +80,13 @@ class MixedEnvironment:
         name = prompt.metadata.get(ENVIRONMENT)
         if name not in self._factories:
             raise ConfigError.of(f"metadata[{ENVIRONMENT!r}]", name, f"one of {sorted(self._factories)}")
-        self._inner = self._make(name)
+        self._inner = self._create(name)
         return self._inner
 
-    def _make(self, name: str) -> Environment:
-        if name not in self._made:
-            self._made[name] = self._factories[name]()
-        return self._made[name]
+    def _create(self, name: str) -> Environment:
+        if name not in self._created:
+            self._created[name] = self._factories[name]()
+        return self._created[name]
 
 
 def _is_resumable(factory: Any) -> bool:

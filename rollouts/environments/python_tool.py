@@ -1,11 +1,10 @@
-"""Python that a model wrote, run where it can do no harm: one function, and an environment with one tool.
+"""Sandboxed execution of Python that a model wrote: :func:`run_python`, and an environment with one tool.
 
-Invariant: each run is a fresh interpreter in an empty folder, in a process tree of its own that is gone when the call
-returns, also when it is cancelled. What the platform lets us forbid is forbidden; what it does not is in
-:func:`containment`. A machine that does not enforce what ``require`` names runs nothing; by default that is
-:data:`REQUIRED`.
+Invariant: each run is a fresh interpreter in an empty folder. Its process tree is gone when the call returns or is
+cancelled. :func:`containment` lists what the platform enforces and what it does not. If the platform does not enforce
+everything in ``require`` (by default :data:`REQUIRED`), no program runs.
 
-The rooms behind it are in ``sandbox/``. This module knows no prompt and no reward.
+The implementation is in ``sandbox/``. This module knows no prompt and no reward.
 """
 
 from __future__ import annotations
@@ -52,55 +51,55 @@ def _above_zero(limits: Any, field: attrs.Attribute[Any], value: Any) -> None:
 
 @attrs.frozen
 class PythonLimits:
-    """What one run may use."""
+    """Resource limits of one run."""
 
     seconds: float = attrs.field(default=10.0, validator=_above_zero)
-    """Wall time from the interpreter's start; then everything is killed."""
+    """Wall time from the interpreter's start; at the deadline all processes are killed."""
     cpu_seconds: float = attrs.field(default=10.0, validator=_above_zero)
-    """Processor time of each process, in whole seconds rounded up."""
+    """CPU time of each process, rounded up to whole seconds."""
     memory_bytes: int = attrs.field(default=512 * _MIB, validator=_above_zero)
     """Address space of each process."""
     processes: int = attrs.field(default=8, validator=_above_zero)
-    """Processes and threads at one time, the program's first one included."""
+    """Concurrent processes and threads, including the program's first."""
     file_bytes: int = attrs.field(default=16 * _MIB, validator=_above_zero)
     """Size of one file."""
     disk_bytes: int = attrs.field(default=64 * _MIB, validator=_above_zero)
-    """All files together; they are in memory."""
+    """Total size of all files; they are in memory."""
     output_bytes: int = attrs.field(default=64 * 1024, validator=_above_zero)
-    """Of standard output and of standard error, each; the rest is read and thrown away."""
+    """Of standard output and of standard error, each; the rest is discarded."""
 
 
 @attrs.frozen
 class Execution:
-    """What became of one run."""
+    """The result of one run."""
 
     stdout: str
-    """UTF-8; what is not is replaced."""
+    """Decoded as UTF-8; invalid bytes are replaced."""
     stderr: str
     exit_code: int
-    """The program's, or minus the signal that ended it."""
+    """The program's exit code, or the negated number of the signal that killed it."""
     timed_out: bool
-    """It was ended for its wall time or its processor time."""
+    """The program exceeded its wall time or CPU time."""
     truncated: bool
-    """It wrote more than ``output_bytes``; the beginning is kept."""
+    """The program wrote more than ``output_bytes``; the beginning is returned."""
     seconds: float
     """Wall time from the interpreter's start."""
 
 
 def containment(namespaces: bool = True) -> Containment:
-    """What is enforced on this machine, found out with a first run; said in the log if anything is not.
+    """Test with an empty program what this machine enforces; log a warning if anything is not enforced.
 
     Args:
-        namespaces: use them if there are any; otherwise see what is enforced where they are forbidden.
+        namespaces: use namespaces where available; ``False`` tests the machine without them.
 
     Raises:
-        SandboxError: there is no way to run anything.
+        SandboxError: no program can run.
     """
-    return _found_out(namespaces)
+    return _containment(namespaces)
 
 
 @functools.cache
-def _found_out(namespaces: bool) -> Containment:
+def _containment(namespaces: bool) -> Containment:
     reasons = [] if namespaces else ["they are not wanted"]
     for attempt in (True, False)[not namespaces :]:
         try:
@@ -111,10 +110,10 @@ def _found_out(namespaces: bool) -> Containment:
         except SandboxError as error:
             reasons.append(str(error))
             continue
-        found = containment_of(answer.mechanisms, "; ".join(reasons))
-        if found.not_enforced:
-            _LOG.warning("%r", found)
-        return found
+        result = containment_of(answer.mechanisms, "; ".join(reasons))
+        if result.not_enforced:
+            _LOG.warning("%r", result)
+        return result
     raise SandboxError("; ".join(reasons))
 
 
@@ -126,7 +125,7 @@ _SLOTS: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("ro
 
 
 def _slots() -> anyio.CapacityLimiter:
-    """As many programs at once as there are processors; others stand in line, which is not counted as their time."""
+    """One concurrent program per CPU; a program's wall time does not include the wait for its slot."""
     try:
         return _SLOTS.get()
     except LookupError:
@@ -143,44 +142,44 @@ async def run_python(
     require: Collection[str] | Literal["all"] = REQUIRED,
     namespaces: bool = True,
 ) -> Execution:
-    """Run a Python program that nobody trusts, and wait for its end.
+    """Run an untrusted Python program and wait for its end.
 
     Args:
-        code: the source of ``main.py``, run in an empty folder with the standard library. It sees no variable and no
-            file of ours.
-        stdin: what it reads.
-        limits: what it may use.
+        code: the source of ``main.py``, run in an empty folder with the standard library. It sees none of this
+            process's environment variables and files.
+        stdin: its standard input.
+        limits: its resource limits.
         paths: folders with further packages, which it may read and import.
-        require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` runs it with whatever this
+        require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` accepts whatever this
             machine enforces.
-        namespaces: use them if there are any.
+        namespaces: use namespaces where available.
 
     Raises:
-        ConfigError: something that is required cannot be enforced on this machine.
-        SandboxError: the sandbox could not be set up as :func:`containment` says. The program's own failures are in
-            the result.
+        ConfigError: this machine does not enforce a required name.
+        SandboxError: the sandbox could not be set up as :func:`containment` reports. Failures of the program itself
+            are in the result.
     """
     known = await anyio.to_thread.run_sync(containment, namespaces)
     known.check(require)
     settings = _settings(limits or PythonLimits(), known.namespaces)
-    source, given = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
+    source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
         with _lifeline() as (lifeline, end):
             failed: SandboxError | None = None
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_hold, end)
+                tasks.start_soon(_close_on_cancel, end)
                 try:
                     answer, out, errors = await anyio.to_thread.run_sync(
-                        run_program, source, given, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
+                        run_program, source, data, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
                     )
                 except SandboxError as error:
                     failed = error
                 tasks.cancel_scope.cancel()
-            await anyio.lowlevel.checkpoint_if_cancelled()  # what we ended ourselves is neither answer nor failure
-            if failed is not None:  # raised here, where no task group wraps it
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled run has no result
+            if failed is not None:  # raised outside the task group, which would wrap it
                 raise failed
     if set(answer.mechanisms) != set(known.mechanisms):
-        raise SandboxError(f"it ran with {answer.mechanisms}; at the start that was {list(known.mechanisms)}")
+        raise SandboxError(f"the program ran with {answer.mechanisms}; expected {list(known.mechanisms)}")
     return Execution(
         stdout=out.decode("utf-8", "replace"),
         stderr=errors.decode("utf-8", "replace"),
@@ -193,32 +192,32 @@ async def run_python(
 
 @contextlib.contextmanager
 def _lifeline() -> Iterator[tuple[int, IO[bytes]]]:
-    """The end that a warden watches, and the one to close when all shall end."""
-    watched, held = os.pipe()
-    with os.fdopen(watched, "rb", 0) as lifeline, os.fdopen(held, "wb", 0) as end:
+    """A pipe: the supervisor watches the reading end, and kills everything when the writing end is closed."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as lifeline, os.fdopen(writer, "wb", 0) as end:
         yield lifeline.fileno(), end
 
 
-async def _hold(end: IO[bytes]) -> None:
-    """Keep a lifeline until we are cancelled: the warden then ends everything, and the thread that waits for it."""
+async def _close_on_cancel(end: IO[bytes]) -> None:
+    """Close the lifeline on cancellation; the supervisor then ends, and with it the thread that waits for it."""
     with end:
         await anyio.sleep_forever()
 
 
 class PythonToolEnvironment(ToolEnvironment):
-    """An environment with one tool, ``python``. Each call is a program of its own; nothing is left for the next.
+    """An environment with one tool, ``python``. Each call is a program of its own; calls share no state.
 
-    A subclass has the reward's side of the task, e.g. its ``answer``. An episode has no state to save: one that was
-    interrupted goes on from its last turn.
+    A subclass adds rewards, e.g. in ``answer``. An episode has no state to save: an interrupted one resumes from its
+    last turn.
 
     Args:
         limits: of each call.
-        require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` runs programs with whatever
-            this machine enforces.
+        require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` accepts whatever this
+            machine enforces.
         paths: folders with further packages.
 
     Raises:
-        ConfigError: something that is required cannot be enforced on this machine.
+        ConfigError: this machine does not enforce a required name.
     """
 
     system_prompt = "Use the tool to run Python. Print what you want to see."
@@ -236,7 +235,7 @@ class PythonToolEnvironment(ToolEnvironment):
         containment().check(require)
 
     async def snapshot(self) -> None:
-        """Nothing: it remembers nothing between steps. A subclass that does overrides this and ``restore``."""
+        """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None
@@ -249,7 +248,7 @@ class PythonToolEnvironment(ToolEnvironment):
 
 
 def shown(done: Execution, limits: PythonLimits) -> str:
-    """A run as text for a model: what it printed, then whatever it must know beside."""
+    """Format a run as text for the model: its output, then notes on truncation, timeout and exit code."""
     notes = []
     if done.truncated:
         notes.append(f"[output cut after {limits.output_bytes} bytes]")

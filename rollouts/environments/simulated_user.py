@@ -1,6 +1,6 @@
-"""The other side of a conversation as one async function: a simulated user, a script, another model.
+"""An environment from one async function: a simulated user, a script, or another model.
 
-Invariant: the function sees messages only, all of them, and says what comes next; ``None`` or nothing ends the episode.
+Invariant: the function sees all messages and nothing else. ``None`` or an empty result ends the episode.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from rollouts.environments.base import StepResult
 __all__ = ["SimulatedUser", "UserFn"]
 
 UserFn: TypeAlias = Callable[[Sequence[Message]], Awaitable[str | Sequence[Message | ChatDict] | None]]
-"""The conversation so far, ending in a reply of the model, to what is said next: text, messages, or ``None``."""
+"""Maps the conversation, which ends in a reply of the model, to the next text or messages; ``None`` ends it."""
 
 
 class SimulatedUser:
-    """An environment made of a function.
+    """An environment that calls a function for each answer.
 
     Args:
-        user: says what comes after each reply. Where the reply has tool calls, it answers each with a tool message.
-        tools: what the model is told of.
+        user: called after each reply; it answers each tool call of the reply with a tool message.
+        tools: the tools shown to the model.
     """
 
     def __init__(self, user: UserFn, tools: Sequence[Tool] = ()) -> None:
@@ -40,10 +40,10 @@ class SimulatedUser:
 
     async def step(self, reply: Message) -> StepResult:
         self.conversation.append(reply)
-        said = await self.user(tuple(self.conversation))
-        if not said:
+        answer = await self.user(tuple(self.conversation))
+        if not answer:
             return StepResult(done=True)
-        messages = as_messages(said)
+        messages = as_messages(answer)
         self.conversation += messages
         return StepResult(messages)
 

@@ -1,4 +1,4 @@
-"""One question, one answer: the environment of tasks that need no world."""
+"""One question, one answer: the environment of tasks without interaction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SingleTurnEnvironment"]
 
 
 class SingleTurnEnvironment:
-    """Opens with the prompt and ends at the first reply."""
+    """Environment that ends at the first reply."""
 
     def __init__(self, system_prompt: str = "") -> None:
         self.system_prompt = system_prompt
@@ -30,7 +30,7 @@ class SingleTurnEnvironment:
         return StepResult(done=True)
 
     async def snapshot(self) -> None:
-        """Nothing: it has no state."""
+        """``None``: there is no state."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None

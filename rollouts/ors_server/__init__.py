@@ -1,1 +1,1 @@
-"""A recipe's environment served over the Open Reward Standard."""
+"""Serve a recipe's environment over the Open Reward Standard (ORS)."""

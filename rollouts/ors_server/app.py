@@ -1,8 +1,8 @@
-"""A recipe's environment as a server of the Open Reward Standard: its prompts are the tasks of one split.
+"""An ORS server for a recipe's environment; the recipe's prompts are the tasks of one split.
 
-Invariant: a session is closed once, by whoever is first: its client, 15 minutes of silence, or the end of the server. A
-call runs to its end whether or not anybody listens; its result waits a minute for a client that lost its connection.
-The reference answers stay here: a task's description is its place in the split.
+Invariant: a session is closed once: by its client, after 15 minutes without a request, or when the server stops. A call
+runs to its end even if its client disconnects; the result is stored for a minute, so that the client can resume.
+Reference answers never leave the server: a task's specification is its index in the split.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rollouts.ors_server.http import (
     ending_of,
     event,
     json_answer,
-    number_of,
+    refusals_as_json,
     run_to_end,
     send_events,
+    session_id_of,
     stream_of,
-    telling_refusals,
 )
 from rollouts.recipe import Recipe
 from rollouts.training.rewards import score_group
@@ -45,7 +45,7 @@ from rollouts.training.rewards import score_group
 __all__ = ["environment_server"]
 
 _KINDS = ("text", "image", "reasoning", "tool_call", "tool_result")
-_START_WAIT, _SILENCE, _LINGER, _PING, _ROUND = 25.0, 900.0, 60.0, 10.0, 5.0
+_START_WAIT, _SILENCE, _LINGER, _PING, _SWEEP = 25.0, 900.0, 60.0, 10.0, 5.0
 
 
 @contextlib.asynccontextmanager
@@ -57,17 +57,17 @@ async def environment_server(
     split: str = "train",
     limits: Limits | None = None,
 ) -> AsyncIterator[str]:
-    """Serve while the context lasts; gives the URL.
+    """Serve while the context lasts; yields the URL.
 
     Args:
-        recipe: its environment, prompts and reward; its endpoint is not asked.
+        recipe: provides environment, prompts and reward; its endpoint is not used.
         host: the address to listen on.
-        port: 0 takes a free one.
-        split: what the prompts are called.
+        port: 0 selects a free port.
+        split: the name of the split.
         limits: deadlines of the environment's steps.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -81,7 +81,7 @@ async def environment_server(
         await runner.setup()
         try:
             await web.SockSite(runner, listening, backlog=4096).start()
-            tasks.start_soon(server.rounds)
+            tasks.start_soon(server.expire_sessions)
             yield f"http://{shown}:{listening.getsockname()[1]}"
         finally:
             with anyio.CancelScope(shield=True):
@@ -96,7 +96,7 @@ class _Session:
     setup: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     ready: anyio.Event = attrs.field(factory=anyio.Event)
     error: str | None = None
-    heard: float = attrs.field(factory=time.monotonic)
+    last_request: float = attrs.field(factory=time.monotonic)
     runs: dict[str, Run] = attrs.field(factory=dict)
 
 
@@ -110,13 +110,13 @@ class _Server:
         self.sessions: dict[str, _Session] = {}
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 28, middlewares=[telling_refusals])
+        app = web.Application(client_max_size=1 << 28, middlewares=[refusals_as_json])
         for method, path, handler in (
             ("GET", "/health", self.health),
             ("GET", "/version", self.version),
             ("GET", "/list_environments", self.environments),
-            ("POST", "/create_session", self.new_number),
-            ("POST", "/delete_session", self.forget_number),
+            ("POST", "/create_session", self.create_session_id),
+            ("POST", "/delete_session", self.delete_session_id),
             ("POST", "/create", self.create),
             ("POST", "/delete", self.delete),
             ("POST", "/ping", self.ping),
@@ -143,12 +143,12 @@ class _Server:
         async def checked(request: web.Request) -> web.StreamResponse:
             name = request.match_info["environment"]
             if name.lower() != self.name:
-                raise Refused(404, f"unknown environment {name!r}; here is {self.name!r}")
+                raise Refused(404, f"unknown environment {name!r}; expected {self.name!r}")
             return await handler(request)
 
         return checked
 
-    # -- what there is --
+    # -- environments and tasks --
 
     async def health(self, request: web.Request) -> web.Response:
         return json_answer({"status": "ok"})
@@ -178,13 +178,13 @@ class _Server:
     async def task_range(self, request: web.Request) -> web.Response:
         body = await self._split(request)
         start, stop = body.get("start"), body.get("stop")
-        if not all(place is None or isinstance(place, int) for place in (start, stop)):
+        if not all(bound is None or isinstance(bound, int) for bound in (start, stop)):
             raise Refused(400, "Invalid index range")
-        chosen = range(len(self.prompts))[start:stop]
-        return json_answer({"tasks": [self._spec(index) for index in chosen], "env_name": self.name})
+        indices = range(len(self.prompts))[start:stop]
+        return json_answer({"tasks": [self._spec(index) for index in indices], "env_name": self.name})
 
     async def class_tools(self, request: web.Request) -> web.Response:
-        """The tools of an environment that has no task yet."""
+        """The tools of an environment before it has a task."""
         environment = self.recipe.environment_cls()
         try:
             return json_answer(
@@ -223,26 +223,26 @@ class _Server:
 
     # -- sessions --
 
-    async def new_number(self, request: web.Request) -> web.StreamResponse:
+    async def create_session_id(self, request: web.Request) -> web.StreamResponse:
         return await send_events(request, [("task_id", str(uuid.uuid4())), ("end", "")])
 
-    async def forget_number(self, request: web.Request) -> web.Response:
-        return json_answer({"sid": number_of(request)})
+    async def delete_session_id(self, request: web.Request) -> web.Response:
+        return json_answer({"sid": session_id_of(request)})
 
     async def create(self, request: web.Request) -> web.Response:
-        number, body = number_of(request), await body_of(request)
-        if number in self.sessions:
+        session_id, body = session_id_of(request), await body_of(request)
+        if session_id in self.sessions:
             raise Refused(400, "Session already exists")
         name = body.get("env_name") or self.name
         if str(name).lower() != self.name:
-            raise Refused(404, f"unknown environment {name!r}; here is {self.name!r}")
-        place = body["task_spec"] if isinstance(body.get("task_spec"), dict) else body
-        if place.get("split", self.split) != self.split:
+            raise Refused(404, f"unknown environment {name!r}; expected {self.name!r}")
+        task = body["task_spec"] if isinstance(body.get("task_spec"), dict) else body
+        if task.get("split", self.split) != self.split:
             raise Refused(400, "Invalid split")
-        prompt = self.prompts[self._index(place.get("index"))]
-        self.sessions[number] = session = _Session(HostedEpisode(self.recipe, prompt, self.limits))
+        prompt = self.prompts[self._index(task.get("index"))]
+        self.sessions[session_id] = session = _Session(HostedEpisode(self.recipe, prompt, self.limits))
         self.tasks.start_soon(self._set_up, session)
-        return json_answer({"sid": number})
+        return json_answer({"sid": session_id})
 
     async def _set_up(self, session: _Session) -> None:
         with session.setup:
@@ -254,9 +254,9 @@ class _Server:
                 session.ready.set()
 
     async def delete(self, request: web.Request) -> web.Response:
-        number = number_of(request)
-        await self._close(number)
-        return json_answer({"sid": number})
+        session_id = session_id_of(request)
+        await self._close(session_id)
+        return json_answer({"sid": session_id})
 
     async def ping(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -275,10 +275,10 @@ class _Server:
         return json_answer(blocks_of([message.to_chat() for message in hosted.messages[: hosted.opening]], _KINDS))
 
     def _session(self, request: web.Request) -> _Session:
-        session = self.sessions.get(number_of(request))
+        session = self.sessions.get(session_id_of(request))
         if session is None:
             raise Refused(404, "Active environment not found")
-        session.heard = time.monotonic()
+        session.last_request = time.monotonic()
         return session
 
     async def _ready(self, request: web.Request) -> _Session:
@@ -292,30 +292,30 @@ class _Server:
             raise Refused(500, session.error)
         return session
 
-    async def _close(self, number: str) -> None:
-        session = self.sessions.pop(number, None)
+    async def _close(self, session_id: str) -> None:
+        session = self.sessions.pop(session_id, None)
         if session is None:
             return
-        session.setup.cancel()  # where it is still at it
+        session.setup.cancel()  # if it is still running
         with contextlib.suppress(RolloutsError):
             await session.hosted.close()
 
     async def close_all(self) -> None:
         """Close every session."""
-        for number in list(self.sessions):
-            await self._close(number)
+        for session_id in list(self.sessions):
+            await self._close(session_id)
 
-    async def rounds(self) -> None:
-        """Close what is silent, and forget results that nobody came for."""
+    async def expire_sessions(self) -> None:
+        """Close silent sessions and delete old results, periodically."""
         while True:
-            await anyio.sleep(_ROUND)
+            await anyio.sleep(_SWEEP)
             now = time.monotonic()
-            for number, session in list(self.sessions.items()):
+            for session_id, session in list(self.sessions.items()):
                 for task_id, run in list(session.runs.items()):
                     if run.ended is not None and now - run.ended > _LINGER:
                         del session.runs[task_id]
-                if now - session.heard > _SILENCE:
-                    await self._close(number)
+                if now - session.last_request > _SILENCE:
+                    await self._close(session_id)
 
     # -- calls --
 
@@ -323,7 +323,7 @@ class _Server:
         session, body = await self._ready(request), await body_of(request)
         name, arguments = body.get("name"), body.get("input")
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise Refused(422, "got no name or no input; expected a tool's name and an object")
+            raise Refused(422, "name or input is missing; expected a tool's name and an object")
 
         async def work() -> str:
             step = await session.hosted.call(name, arguments)
@@ -338,11 +338,11 @@ class _Server:
             raise Refused(404, f"environment {self.name!r} does not score groups")
         opening = hosted.messages[: hosted.opening]
         samples = []
-        for number, candidate in enumerate(body.get("candidates") or ()):
+        for index, candidate in enumerate(body.get("candidates") or ()):
             try:
-                replies, _ = messages_of(msgspec.json.encode(candidate["messages"]), f"candidate {number}")
+                replies, _ = messages_of(msgspec.json.encode(candidate["messages"]), f"candidate {index}")
             except (ORSError, KeyError, TypeError, ConfigError) as error:
-                raise Refused(422, f"candidate {number}: {error}; expected an object with messages") from None
+                raise Refused(422, f"candidate {index}: {error}; expected an object with messages") from None
             samples.append(sample_of(hosted.prompt, [*opening, *replies]))
 
         async def work() -> str:
@@ -363,13 +363,13 @@ class _Server:
         else:
             return await send_events(request, [("error", "unknown task_id")])
         response = await stream_of(request)
-        with contextlib.suppress(ConnectionError):  # whoever left may come back for the result
+        with contextlib.suppress(ConnectionError):  # a client that disconnected may resume
             await response.write(event("task_id", task_id))
             while not run.done.is_set():
                 with anyio.move_on_after(_PING):
                     await run.done.wait()
                 if not run.done.is_set():
-                    session.heard = time.monotonic()
+                    session.last_request = time.monotonic()
                     await response.write(b": ping\r\n\r\n")
             await response.write(b"".join(ending_of(run)))
         return response

@@ -1,10 +1,10 @@
-"""One episode whose replies come from somewhere else: an environment of a recipe, played by whoever calls its tools.
+"""One episode of a recipe's environment whose replies come from an external client.
 
-Invariant: one step at a time; after the last one nothing runs any more. The environment runs inside boundaries and is
-closed once. The rewards add up to what a rollout of the recipe would have been given: those of the steps, or, where the
-recipe has a reward function, its value at the end.
+Invariant: steps run one at a time, and none runs after the last. The environment runs inside boundaries and is closed
+once. The rewards sum to the reward of a rollout of the recipe: those of the steps, or, with a reward function, its
+value at the last step.
 
-It knows no wire.
+This module does not know the wire format.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from rollouts.training.types import Sample, Status
 __all__ = ["REPLY", "HostedEpisode", "HostedStep", "sample_of"]
 
 REPLY = "reply"
-"""The tool that a reply without calls is; with underscores where the environment has one of that name."""
+"""Name of the tool that stands for a reply without calls; underscores are appended if the name is taken."""
 
 
 @attrs.frozen
 class HostedStep:
-    """What became of one call."""
+    """The result of one call."""
 
     texts: tuple[str, ...] = ()
     reward: float | None = None
     done: bool = False
     error: str = ""
-    """Why it was not run; ``reason`` is the standard's word for it."""
+    """Why the call was refused; ``reason`` is the standard's code."""
     reason: str = ""
 
 
 @attrs.define(eq=False)
 class HostedEpisode:
-    """An episode. ``start`` once, then steps, then ``close``."""
+    """An episode: ``start`` once, then ``call`` for each step, then ``close``."""
 
     recipe: Recipe
     prompt: Prompt
@@ -51,7 +51,7 @@ class HostedEpisode:
     messages: list[Message] = attrs.field(factory=list)
     """The whole conversation so far."""
     opening: int = 0
-    """How many of them were there before the first call."""
+    """Number of messages before the first call."""
     tools: tuple[Tool, ...] = ()
     over: bool = False
     _environment: Environment | None = None
@@ -64,25 +64,25 @@ class HostedEpisode:
 
     @property
     def reply_tool(self) -> str:
-        """The name of the tool that a reply without calls is."""
+        """The name of the tool that stands for a reply without calls."""
         name = REPLY
         while name in {tool.name for tool in self.tools}:
             name += "_"
         return name
 
     async def start(self) -> None:
-        """Make the environment and begin.
+        """Create and start the environment.
 
         Raises:
-            EnvironmentFailure: it failed, or was late.
+            EnvironmentFailure: the environment raised or missed its deadline.
         """
         with boundary(EnvironmentFailure, f"{self.name}()"):
             self._environment = environment = self.recipe.environment_cls()
         seconds = self.limits.step_seconds
-        begun = await call_foreign(
+        opening = await call_foreign(
             EnvironmentFailure, f"{self.name}.start", environment.start, self.prompt, seconds=seconds
         )
-        self.messages = list(as_messages(begun))
+        self.messages = list(as_messages(opening))
         self.opening = len(self.messages)
         self.tools = tuple(environment.tools)
 
@@ -90,24 +90,24 @@ class HostedEpisode:
         """Run one tool; the reply tool takes ``{"message": text}``.
 
         Raises:
-            EnvironmentFailure: the environment failed, or was late.
-            RewardFailure: the recipe's reward did.
+            EnvironmentFailure: the environment raised or missed its deadline.
+            RewardFailure: the reward function raised or missed its deadline.
         """
         async with self._lock:
             if self.over:
                 return HostedStep(error="the episode is over", reason="episode_finished")
-            number = sum(message.role == "assistant" for message in self.messages)
+            turn = sum(message.role == "assistant" for message in self.messages)
             if name == self.reply_tool:
                 reply = Message("assistant", str(arguments.get("message", "")))
             elif name in {tool.name for tool in self.tools}:
-                reply = Message("assistant", tool_calls=(ToolCall(name, arguments, id=f"call{number:05d}"),))
+                reply = Message("assistant", tool_calls=(ToolCall(name, arguments, id=f"call{turn:05d}"),))
             else:
                 known = ", ".join(tool.name for tool in self.tools) or "none"
                 return HostedStep(error=f"there is no tool {name!r}; the tools are: {known}", reason="not_found")
             return await self._step(reply)
 
     async def close(self) -> None:
-        """Close the environment; what that raises is nobody's rollout."""
+        """Close the environment; raises EnvironmentFailure if that fails or is late."""
         self.over = True
         environment, self._environment = self._environment, None
         if environment is not None:
@@ -116,7 +116,7 @@ class HostedEpisode:
             )
 
     async def _step(self, reply: Message) -> HostedStep:
-        assert self._environment is not None, "an episode is started before it is played"
+        assert self._environment is not None, "call before start"
         what = f"{self.name}.step"
         answer = await call_foreign(
             EnvironmentFailure, what, self._environment.step, reply, seconds=self.limits.step_seconds
@@ -132,7 +132,7 @@ class HostedEpisode:
         )
 
     async def _reward(self, rewards: Sequence[float], *, done: bool) -> float | None:
-        """What this step is worth to whoever adds up."""
+        """The reward of a step: the sum of ``rewards``, or, with a reward function, its value at the last step."""
         config = self.recipe.config
         if config.reward_fn is None or config.group_rm:
             return sum(rewards) if rewards else None
@@ -144,7 +144,7 @@ class HostedEpisode:
 
 
 def sample_of(prompt: Prompt, messages: Sequence[Message], rewards: Sequence[float] = ()) -> Sample:
-    """A conversation as a reward function reads it: there are no tokens."""
+    """A conversation as a sample for a reward function; it has no tokens."""
     replies = [message.content for message in messages if message.role == "assistant"]
     return Sample(
         prompt=prompt.prompt,

@@ -1,7 +1,7 @@
-"""What an ORS server says over HTTP: JSON, refusals, and the events of a call that runs whether or not anybody listens.
+"""HTTP of the ORS server: JSON, error responses, and the events of a call.
 
-Invariant: a call's result is kept in its :class:`Run` until it is asked for again; what a client could mistake for a
-part of the format is not sent. It knows no environment.
+Invariant: a call continues when its client disconnects; its result stays in its :class:`Run`. No event contains bytes
+that a client could parse as part of the format. This module knows no environment.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
     "ending_of",
     "event",
     "json_answer",
-    "number_of",
+    "refusals_as_json",
     "run_to_end",
     "send_events",
+    "session_id_of",
     "stream_of",
-    "telling_refusals",
 ]
 
 _CHUNK = 4096
@@ -36,7 +36,7 @@ _CHUNK = 4096
 
 @attrs.define(eq=False)
 class Run:
-    """A call under way, or its result."""
+    """A running call, or its result."""
 
     done: anyio.Event = attrs.field(factory=anyio.Event)
     text: str = ""
@@ -45,7 +45,7 @@ class Run:
 
 
 async def run_to_end(run: Run, work: Callable[[], Awaitable[str]]) -> None:
-    """Do the work of a call, and keep what came of it."""
+    """Run a call and store its result or error."""
     try:
         run.text = await work()
     except RolloutsError as error:
@@ -56,7 +56,7 @@ async def run_to_end(run: Run, work: Callable[[], Awaitable[str]]) -> None:
 
 
 class Refused(Exception):
-    """An answer that is not 200."""
+    """A request that is answered with an error status."""
 
     def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -64,8 +64,8 @@ class Refused(Exception):
 
 
 @web.middleware
-async def telling_refusals(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Says a :class:`Refused` that a handler raised."""
+async def refusals_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Middleware: send a :class:`Refused` that a handler raised as JSON."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -74,16 +74,16 @@ async def telling_refusals(request: web.Request, handler: Any) -> web.StreamResp
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """A value as JSON."""
+    """A JSON response."""
     body = msgspec.json.encode(value)
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """The object that a request carries.
+    """The JSON object in the body of a request.
 
     Raises:
-        Refused: it carries none.
+        Refused: the body is not a JSON object.
     """
     try:
         body = msgspec.json.decode(await request.read())
@@ -94,39 +94,39 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def number_of(request: web.Request) -> str:
-    """The session that a request is of.
+def session_id_of(request: web.Request) -> str:
+    """The session id of a request.
 
     Raises:
-        Refused: it names none.
+        Refused: the header is missing.
     """
-    number = request.headers.get("X-Session-ID", "").strip()
-    if not number:
+    session_id = request.headers.get("X-Session-ID", "").strip()
+    if not session_id:
         raise Refused(400, "X-Session-ID header is required")
-    return number
+    return session_id
 
 
 async def stream_of(request: web.Request) -> web.StreamResponse:
-    """The beginning of a stream of events."""
+    """Start a response that streams events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     return response
 
 
 async def send_events(request: web.Request, events: list[tuple[str, str]]) -> web.StreamResponse:
-    """A stream of these events, as name and data."""
+    """Respond with a stream of these events, given as (name, data)."""
     response = await stream_of(request)
     await response.write(b"".join(event(name, data) for name, data in events))
     return response
 
 
 def event(name: str, data: str) -> bytes:
-    """One event in bytes."""
+    """Encode one event."""
     return f"event: {name}\r\ndata: {data}\r\n\r\n".encode()
 
 
 def ending_of(run: Run) -> list[bytes]:
-    """The result in pieces. None begins with a space, which some clients take for part of the format."""
+    """The result as events. No piece begins with whitespace, which some clients strip as part of the format."""
     if run.error is not None:
         return [event("error", run.error)]
     pieces, start = [], 0

@@ -32,7 +32,7 @@ TINY: dict[str, Callable[[Any], Any]] = {
 
 
 class Client:
-    """Speaks to the engine; an answer is (status, content)."""
+    """An HTTP client of the engine; a response is (status, content)."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session = session
@@ -84,7 +84,7 @@ async def client() -> AsyncIterator[Client]:
 
 @pytest.fixture(scope="session")
 def serving() -> Callable[..., contextlib.AbstractAsyncContextManager[Client]]:
-    """Serves with other options than ``client`` does."""
+    """Starts a server with other options than ``client``."""
     return engine
 
 

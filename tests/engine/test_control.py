@@ -18,7 +18,7 @@ SHORT = {"ignore_eos": True, "max_new_tokens": 5}
 
 
 class Running:
-    """A request that has sampled something and goes on for long."""
+    """A request that has sampled tokens and runs for long."""
 
     def __init__(self, client: Any, **fields: Any) -> None:
         ask = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True, **fields}
@@ -42,7 +42,7 @@ async def begun(client: Any, **fields: Any) -> Running:
 
 
 @contextlib.asynccontextmanager
-async def asked(client: Any, answers: list[Any], **fields: Any) -> AsyncIterator[None]:
+async def in_background(client: Any, answers: list[Any], **fields: Any) -> AsyncIterator[None]:
     """A request that is sent and not waited for until the end of the block."""
     ask = {"input_ids": [9, 9, 9], "sampling_params": SHORT, **fields}
 
@@ -77,10 +77,10 @@ async def test_an_aborted_request_answers_with_what_it_has(client: Any) -> None:
 
 
 async def test_aborting_a_known_rid_aborts_all_that_begin_with_it(client: Any) -> None:
-    """A quirk of SGLang: traj-1 takes traj-10 with it; a bare prefix that is nobody's rid does nothing."""
+    """A quirk of SGLang: traj-1 also aborts traj-10; a prefix that is not itself a rid does nothing."""
     runs = {rid: await begun(client, rid=rid) for rid in ("traj-1", "traj-10", "other")}
     await client.post("/abort_request", rid="traj")
-    await client.post("/abort_request", rid="nobody")
+    await client.post("/abort_request", rid="unknown")
     await client.post("/abort_request", body={})
     await client.post("/abort_request", rid="traj-1")
     ends = [(await runs[rid].end())["meta_info"]["finish_reason"]["type"] for rid in ("traj-1", "traj-10")]
@@ -95,7 +95,7 @@ async def test_an_abort_in_the_queue_has_a_shape_of_its_own(client: Any) -> None
     """Without output, without a status code, and without the counts of the prompt."""
     await client.post("/pause_generation", mode="retract")
     answers: list[Any] = []
-    async with asked(client, answers, rid="waits"):
+    async with in_background(client, answers, rid="waits"):
         await queued(client, 1)
         await client.post("/abort_request", rid="waits")
     meta = answers[0]["meta_info"]
@@ -106,7 +106,7 @@ async def test_an_abort_in_the_queue_has_a_shape_of_its_own(client: Any) -> None
 
 
 async def test_a_rid_in_flight_is_taken(client: Any) -> None:
-    """The second request of the same name is refused, the first goes on."""
+    """The second request with the same rid is refused, the first continues."""
     running = await begun(client, rid="one")
     status, answer = await client.post("/generate", input_ids=[1], rid="one")
     await client.post("/abort_request", rid="one")
@@ -119,14 +119,14 @@ async def test_a_rid_in_flight_is_taken(client: Any) -> None:
 
 
 async def test_pause_by_abort_ends_what_runs_and_holds_what_comes(client: Any) -> None:
-    """Partial output for the old; the new waits without an error until generation goes on."""
+    """Partial output for the old; the new waits without an error until generation resumes."""
     running = await begun(client)
     assert (await client.post("/pause_generation", body={}))[0] == 200
     assert (await running.end())["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await client.get("/ready"))[0] == 503
     assert (await client.post("/flush_cache"))[0] == 200
     answers: list[Any] = []
-    async with asked(client, answers):
+    async with in_background(client, answers):
         await queued(client, 1)
         assert answers == []
         await client.post("/continue_generation", body={})
@@ -134,7 +134,7 @@ async def test_pause_by_abort_ends_what_runs_and_holds_what_comes(client: Any) -
     assert (await client.get("/ready"))[0] == 200
 
 
-async def test_retracted_requests_are_computed_anew_with_the_new_weights(
+async def test_retracted_requests_are_recomputed_with_the_new_weights(
     client: Any, other_weights: Path, reference: Callable[..., list[float]]
 ) -> None:
     """One response, split by version spans; each part has the logprobs of its own weights."""
@@ -247,7 +247,7 @@ async def test_prefixes_of_old_weights_live_on_until_they_are_flushed(
 async def test_an_update_that_waited_may_change_the_weights_and_not_the_cache(
     serving: Callable[..., Any], other_weights: Path, reference: Callable[..., list[float]]
 ) -> None:
-    """SGLang's race as a fault: a 400, tokens of the new version, and ``/model_info`` that names the old."""
+    """SGLang's race as a fault: a 400, tokens of the new version, and the old version in ``/model_info``."""
     async with serving(unflushed_updates=True) as client:
         running = await begun(client)
         ask = {"model_path": str(other_weights), "weight_version": "v2"}
@@ -285,7 +285,7 @@ async def test_a_bad_path_changes_nothing(client: Any, tmp_path: Path, tiny_fold
     assert after["meta_info"]["weight_version"] == "default"
 
 
-async def test_naming_the_weights_aborts_everything_unless_told_not_to(client: Any) -> None:
+async def test_naming_the_weights_aborts_everything_by_default(client: Any) -> None:
     """The default of ``abort_all_requests`` is a trap that clients must know."""
     running = await begun(client)
     kept = await client.post("/update_weight_version", new_version="v1", abort_all_requests=False)
@@ -322,7 +322,7 @@ async def test_a_flush_fails_while_requests_run(client: Any) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
 async def test_health_samples_a_token_and_blocks_while_paused(serving: Callable[..., Any], path: str) -> None:
-    """A paused engine is not dead, but its health check fails after its time: ``/ready`` tells the two apart."""
+    """The health check of a paused engine fails at its deadline; ``/ready`` distinguishes paused from dead."""
     async with serving(health_seconds=1.0) as client:
         well, _ = await client.get(path)
         await client.post("/pause_generation", mode="in_place")
@@ -336,7 +336,7 @@ async def test_health_samples_a_token_and_blocks_while_paused(serving: Callable[
 # -- what it is -------------------------------------------------------------------------------------------------------
 
 
-async def test_it_says_what_it_is(client: Any) -> None:
+async def test_model_and_server_information(client: Any) -> None:
     """Model, weights, version and context, under their new names and their old ones."""
     _, model = await client.get("/model_info")
     _, server = await client.get("/server_info")

@@ -34,18 +34,18 @@ def python(code: str) -> str:
 
 
 def test_importing_the_engine_loads_no_torch() -> None:
-    """The command line can offer it without paying for it."""
+    """The command line imports the engine; torch would delay every command."""
     loaded = "import sys, rollouts.engine; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     assert python(loaded).strip() == "[]"
 
 
 def test_without_torch_the_error_says_what_to_install() -> None:
-    """A missing extra is the user's to install, and named."""
+    """The error names the extra to install."""
     assert 'pip install "rollouts[engine]"' in python(WITHOUT)
 
 
 async def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    """The error says which folder, and what was expected there."""
+    """The error names the folder and what was expected there."""
     pytest.importorskip("torch")
     with pytest.raises(ConfigError, match=r"model: got '.*nowhere'; expected a folder that transformers can load"):
         async with running_server(tmp_path / "nowhere"):
@@ -60,7 +60,7 @@ async def test_no_slots_is_refused() -> None:
 
 
 async def test_an_address_that_is_taken_is_named() -> None:
-    """Not a traceback of the event loop, but the address."""
+    """The error names the address."""
     pytest.importorskip("torch")
     from rollouts.engine import DEMO_MODEL
 

@@ -12,14 +12,14 @@ from rollouts.errors import ConfigError  # noqa: E402
 
 
 def test_a_folder_that_is_no_model_is_named_in_the_error(tmp_path: Path) -> None:
-    """Whoever mistyped a path reads which one, and what belongs there."""
+    """The error names the path and what was expected there."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"model: got '{tmp_path}'.*causal language model"):
         load_folder(tmp_path)
 
 
 def test_a_sliding_window_within_the_context_is_refused(tmp_path: Path) -> None:
-    """A model that the mask of the slots would be wrong for is not served at all."""
+    """A model for which the mask of the slots is wrong does not load."""
     config = transformers.MistralConfig(
         vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, sliding_window=8,

@@ -38,7 +38,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def test_chunks_of_ragged_rows_give_the_logits_of_the_whole_sequence(model: SlotModel) -> None:
-    """Whatever is computed beside a row, in whatever portions, its logits are those of one forward pass of its own."""
+    """Whatever the other rows and the chunk sizes, a row's logits are those of one forward pass of its own."""
     first, second = tokens(40, 0), tokens(23, 1)
     got = {1: [], 3: []}
     logits = advance(model, {1: (0, first[:30]), 3: (0, second[:5])})
@@ -62,8 +62,8 @@ def test_a_copied_prefix_is_as_good_as_a_computed_one(model: SlotModel) -> None:
     assert torch.allclose(logits[0], whole(model, prefix + rest)[17:], atol=1e-5)
 
 
-def test_the_cache_grows_and_keeps_what_it_holds(model: SlotModel) -> None:
-    """Sequences longer than the first capacity are served, and shorter ones go on undisturbed."""
+def test_the_cache_grows_and_keeps_its_content(model: SlotModel) -> None:
+    """Sequences longer than the first capacity are served, and shorter ones are not affected."""
     long, short = tokens(300, 5), tokens(12, 6)
     advance(model, {0: (0, short[:8])})
     assert model.capacity < len(long)
@@ -72,8 +72,8 @@ def test_the_cache_grows_and_keeps_what_it_holds(model: SlotModel) -> None:
     assert torch.allclose(logits[1], whole(model, long), atol=1e-5)
 
 
-def test_only_the_last_position_of_each_row_is_given_unless_asked(model: SlotModel) -> None:
-    """The short form holds the row's own last real position, not the padding's."""
+def test_only_the_last_position_of_each_row_is_returned_by_default(model: SlotModel) -> None:
+    """The short form is the row's last real position, not a padded one."""
     rows = np.array([tokens(9, 7), tokens(9, 8)])
     lengths = np.array([9, 4])
     logits = model.forward(np.array([0, 2]), np.zeros(2, np.int64), rows, lengths)

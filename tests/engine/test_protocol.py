@@ -56,7 +56,7 @@ async def test_no_prompt_or_two_is_an_error_with_a_message(client: Any, prompt: 
 
 
 async def test_an_unknown_sampling_key_is_an_error_that_is_a_string(client: Any) -> None:
-    """``error`` is then no object; it names the key and those that are accepted."""
+    """``error`` is then a string; it names the key and the accepted ones."""
     status, answer = await client.post("/generate", **IDS, sampling_params={"max_tokens": 5})
     assert status == 400
     assert isinstance(answer["error"], str)
@@ -90,7 +90,7 @@ async def test_a_prompt_that_fills_the_context_is_refused(serving: Callable[...,
 
 
 async def test_a_budget_beyond_the_context_is_refused_and_not_clamped(serving: Callable[..., Any]) -> None:
-    """The client learns that prompt and budget do not fit together."""
+    """The error reports that prompt and budget do not fit together."""
     async with serving(max_context=64) as client:
         status, answer = await client.post("/generate", input_ids=[1] * 60, sampling_params={"max_new_tokens": 5})
         fits, _ = await client.post("/generate", input_ids=[1] * 60, sampling_params={"max_new_tokens": 4})
@@ -100,7 +100,7 @@ async def test_a_budget_beyond_the_context_is_refused_and_not_clamped(serving: C
 
 @pytest.mark.parametrize("token", [-1, 509, 10**9])
 async def test_an_id_outside_the_vocabulary_is_refused(client: Any, token: int) -> None:
-    """Where SGLang dies, this engine answers, and goes on."""
+    """SGLang crashes; this engine answers and continues."""
     status, answer = await client.post("/generate", input_ids=[1, token])
     assert status == 400
     assert str(token) in message(answer)
@@ -117,7 +117,7 @@ async def test_errors_of_a_stream_come_with_status_200(client: Any) -> None:
 
 
 async def test_a_full_queue_is_503(serving: Callable[..., Any]) -> None:
-    """The fourth shape; in a stream it is an ordinary event that says abort."""
+    """The fourth shape; in a stream it is an ordinary event of type abort."""
     async with serving(max_queued=0) as client:
         status, answer = await client.post("/generate", **IDS)
         events = [event async for event in client.stream(**IDS)]

@@ -56,7 +56,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 
 
 def test_the_logprob_is_that_of_the_tempered_and_untruncated_distribution() -> None:
-    """Temperature is in it; top-k, top-p and min-p are not."""
+    """The logprob includes the temperature, but not top-k, top-p and min-p."""
     tokens, logprobs = sample(logits(50), draws(50, temperature=0.5, top_k=3, top_p=0.9, min_p=0.01))
     expected = (logits()[0] / 0.5).log_softmax(-1)[tokens]
     assert torch.allclose(expected, logprobs)
@@ -80,8 +80,8 @@ def test_a_greedy_row_has_the_raw_logprob(greedy: dict[str, float]) -> None:
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.3]), min_size=2, max_size=6))
-def test_a_row_is_drawn_the_same_alone_and_beside_others(seed: int, temperatures: list[float]) -> None:
-    """Neighbours with other temperatures and limits change nothing."""
+def test_a_row_is_drawn_the_same_alone_and_among_others(seed: int, temperatures: list[float]) -> None:
+    """Other rows with other temperatures and limits change nothing."""
     rows = len(temperatures)
     torch.manual_seed(seed % 1000)
     table = torch.randn(rows, 11)

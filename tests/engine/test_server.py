@@ -1,4 +1,4 @@
-"""``POST /generate``: what is sampled, its logprobs, and the ways to ask for it."""
+"""``POST /generate``: tokens, logprobs, and the options of a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sampled_logprobs(answer: Any) -> list[float]:
 
 
 async def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """All answers, asked for at once."""
+    """All responses to concurrent requests."""
     answers: dict[int, Any] = {}
 
     async def one(number: int) -> None:
@@ -87,7 +87,7 @@ async def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(serving: Cal
 
 
 async def test_greedy_logprobs_are_raw(client: Any, reference: Callable[..., list[float]]) -> None:
-    """Temperature does not enter where nothing is drawn."""
+    """Temperature has no effect on greedy sampling."""
     sampling = {**FREE, "temperature": 0.5, "top_k": 1}
     answer = await client.generate(input_ids=[5, 6, 7], sampling_params=sampling, return_logprob=True)
     assert sampled_logprobs(answer) == pytest.approx(reference([5, 6, 7], answer["output_ids"]), abs=1e-4)
@@ -161,7 +161,7 @@ async def test_an_extra_key_is_a_cache_of_its_own(client: Any) -> None:
 
 
 async def test_more_requests_than_slots_are_all_served(serving: Callable[..., Any]) -> None:
-    """What finds no slot waits, and evicts the least recently used."""
+    """A request without a slot waits, then evicts the least recently used."""
     async with serving(slots=2) as client:
         answers = await client.generate(input_ids=[[number, 1, 2] for number in range(9)], sampling_params=FREE)
     assert [len(answer["output_ids"]) for answer in answers] == [24] * 9
@@ -239,7 +239,7 @@ async def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(client: An
 
 
 async def test_a_full_budget_is_a_length_even_if_it_ends_with_a_stop_token(client: Any) -> None:
-    """SGLang looks at the length first."""
+    """SGLang checks the length first."""
     whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
     count = len(whole["output_ids"])
     answer = await client.generate(text=QUESTION, sampling_params={"temperature": 0, "max_new_tokens": count})
@@ -290,13 +290,13 @@ async def test_a_batch_is_answered_in_its_order_with_numbered_rids(client: Any) 
 
 
 async def test_copies_lose_the_rid(client: Any) -> None:
-    """With ``n`` above 1 the rid that was given is discarded, as SGLang does."""
+    """With ``n`` above 1 the rid of the request is discarded, as SGLang does."""
     answers = await client.generate(input_ids=[1, 2], sampling_params={**FREE, "n": 2}, rid="mine")
     assert len({answer["meta_info"]["id"] for answer in answers} | {"mine"}) == 3
 
 
 async def test_a_stream_grows_and_ends_with_done(client: Any) -> None:
-    """Each event holds all that came before it; only the last has a finish reason."""
+    """Each event contains all earlier output; only the last has a finish reason."""
     ask = {"input_ids": [1, 2, 3], "sampling_params": {**FREE, "sampling_seed": 3}, "return_logprob": True}
     *events, done = [event async for event in client.stream(**ask)]
     whole = await client.generate(**ask)
@@ -310,14 +310,14 @@ async def test_a_stream_grows_and_ends_with_done(client: Any) -> None:
 
 
 async def test_a_streamed_batch_numbers_its_events(client: Any) -> None:
-    """``index`` says which prompt an event belongs to; each prompt ends once."""
+    """``index`` identifies the prompt of an event; each prompt ends once."""
     events = [event async for event in client.stream(input_ids=[[1], [2]], sampling_params=FREE)]
     ends = [event["index"] for event in events[:-1] if event["meta_info"]["finish_reason"]]
     assert sorted(ends) == [0, 1]
 
 
 async def test_the_texts_of_tokens_come_on_request(client: Any, tokenizer: Any) -> None:
-    """``return_text_in_logprobs`` fills the third place of each triple."""
+    """``return_text_in_logprobs`` fills the third element of each triple."""
     answer = await client.generate(
         text=QUESTION, sampling_params={"temperature": 0}, return_logprob=True, return_text_in_logprobs=True
     )
@@ -329,7 +329,7 @@ async def load(client: Any, name: str) -> int:
     return int((await client.get("/v1/loads"))[1]["loads"][0][name])
 
 
-async def test_a_call_that_is_given_up_is_aborted(client: Any) -> None:
+async def test_a_call_that_is_cancelled_is_aborted(client: Any) -> None:
     """A client that stops waiting for its answer leaves nothing running."""
     long = {"ignore_eos": True, "max_new_tokens": 900}
     async with anyio.create_task_group() as tasks:
@@ -344,7 +344,7 @@ async def test_a_call_that_is_given_up_is_aborted(client: Any) -> None:
 
 
 async def test_a_disconnect_ends_a_stream(client: Any) -> None:
-    """A client that goes away leaves nothing running, and its rid is free again."""
+    """A client that disconnects leaves nothing running, and its rid is free again."""
     ask = {"input_ids": [1, 2, 3], "sampling_params": {"ignore_eos": True, "max_new_tokens": 900}, "rid": "gone"}
     events = client.stream(**ask)
     assert (await anext(events))["meta_info"]["id"] == "gone"

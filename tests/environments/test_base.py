@@ -30,7 +30,7 @@ class Shop(ToolEnvironment):
     async def price(self, items: list[str]) -> float:
         """Ask for a price."""
         if not items:
-            raise ValueError("nothing asked for")
+            raise ValueError("no item")
         return 2.5 * len(items)
 
     @tool
@@ -40,7 +40,7 @@ class Shop(ToolEnvironment):
     def not_a_tool(self) -> None: ...
 
 
-def asked(*calls: ToolCall) -> Message:
+def reply_with(*calls: ToolCall) -> Message:
     return Message("assistant", "", tool_calls=calls)
 
 
@@ -66,7 +66,7 @@ def test_tools_are_the_marked_methods_in_their_order() -> None:
 async def test_calls_are_answered_in_their_order() -> None:
     """One tool message for each, with its id and name; sync and async alike."""
     shop = Shop()
-    result = await shop.step(asked(call("price", items=["a", "b"]), call("buy", item="a", gift=True)))
+    result = await shop.step(reply_with(call("price", items=["a", "b"]), call("buy", item="a", gift=True)))
     assert [message.content for message in result.messages] == ["5.0", "1 a (gift)"]
     assert [message.tool_call_id for message in result.messages] == ["id of price", "id of buy"]
     assert {message.role for message in result.messages} == {"tool"}
@@ -81,13 +81,13 @@ async def test_calls_are_answered_in_their_order() -> None:
         (call("buy", item="a", count="3"), "Expected `int`, got `str`"),
         (call("buy", item="a", colour="red"), "unknown field `colour`"),
         (call("buy", item="a", size="xl"), "Invalid enum value"),
-        (call("price", items=[]), "nothing asked for"),
+        (call("price", items=[]), "no item"),
     ],
 )
-async def test_what_the_model_did_wrong_is_said_to_the_model(wrong: ToolCall, words: str) -> None:
-    """As a message, counted; the other calls of the reply still run, and the episode goes on."""
+async def test_what_the_model_did_wrong_is_reported_to_the_model(wrong: ToolCall, words: str) -> None:
+    """As a message, counted; the other calls of the reply still run, and the episode continues."""
     shop = Shop()
-    result = await shop.step(asked(wrong, call("buy", item="b")))
+    result = await shop.step(reply_with(wrong, call("buy", item="b")))
     assert result.messages[0].content.startswith("Error: ")
     assert words in result.messages[0].content
     assert result.messages[1].content == "1 b"
@@ -96,13 +96,13 @@ async def test_what_the_model_did_wrong_is_said_to_the_model(wrong: ToolCall, wo
 
 
 async def test_what_the_world_did_wrong_is_raised() -> None:
-    """It is no lesson for the model: whoever drives the environment attributes it."""
+    """It does not go to the model; the caller of the environment attributes it."""
     with pytest.raises(ConnectionError, match="the world is down"):
-        await Shop().step(asked(call("crash")))
+        await Shop().step(reply_with(call("crash")))
 
 
 async def test_a_reply_without_calls_ends_the_episode() -> None:
-    """Unless ``answer`` says otherwise."""
+    """Unless ``answer`` is overridden."""
 
     class Patient(Shop):
         async def answer(self, reply: Message) -> StepResult:
@@ -133,7 +133,7 @@ def test_an_argument_without_a_type_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["positional", "keyword"])
 def test_arguments_without_names_are_refused(kind: str) -> None:
-    """A model cannot be told of ``*args`` and ``**kwargs``; otherwise each call of the tool would crash."""
+    """A schema cannot describe ``*args`` and ``**kwargs``; otherwise each call of the tool would crash."""
 
     class Loose(ToolEnvironment):
         if kind == "positional":
@@ -173,6 +173,6 @@ def test_tools_are_inherited_and_replaced() -> None:
 async def test_episodes_share_nothing() -> None:
     """Two environments of one class have their own state."""
     one, two = Shop(), Shop()
-    await one.step(asked(call("buy", item="a")))
+    await one.step(reply_with(call("buy", item="a")))
     assert (one.sold, two.sold) == (["a"], [])
     await one.close()

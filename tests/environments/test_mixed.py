@@ -59,7 +59,7 @@ async def test_before_the_start_its_tools_are_all_of_them() -> None:
 
 
 async def test_it_goes_on_from_a_snapshot_where_all_can() -> None:
-    """One that cannot makes it start again, and not go on wrongly."""
+    """One environment that is not resumable makes the whole not resumable."""
     resumable = MixedEnvironment({"sums": CalculatorEnvironment, "talk": partial(SingleTurnEnvironment, "Be brief.")})
     assert isinstance(resumable, Resumable)
     await resumable.restore(prompt("sums"), None)
@@ -70,7 +70,7 @@ async def test_it_goes_on_from_a_snapshot_where_all_can() -> None:
 
 @pytest.mark.parametrize("name", [None, "other", 3])
 async def test_a_prompt_for_none_of_them_is_refused(name: Any) -> None:
-    """With the names there are."""
+    """With the existing names."""
     with pytest.raises(ConfigError, match=r"metadata\['environment'\]: got .*expected one of \['sums'\]"):
         await MixedEnvironment({"sums": CalculatorEnvironment}).start(prompt(name))
     with pytest.raises(ConfigError, match="at least one"):

@@ -53,7 +53,7 @@ def namespaces(request: pytest.FixtureRequest) -> bool:
 
 
 def openly(code: str, folder: Path, **how: object) -> subprocess.CompletedProcess[str]:
-    """Run a program as anybody would."""
+    """Run a program without the sandbox."""
     line = [sys.executable, "-I", "-c", code]
     return subprocess.run(line, cwd=folder, text=True, capture_output=True, timeout=60, check=False, **how)  # type: ignore[call-overload, no-any-return]
 
@@ -167,7 +167,7 @@ class Escape:
 
     name: str
     forbidden_by: str
-    """What of the containment must hold it."""
+    """The name of the containment that must prevent it."""
     code: str
     seen: Callable[[Scene, str], bool]
 
@@ -370,7 +370,7 @@ async def test_no_way_out(escape: Escape, namespaces: bool, scene: Scene) -> Non
 def test_the_attempt_would_have_been_seen(escape: Escape, scene: Scene) -> None:
     """The same program in an ordinary process does what it attempts."""
     if escape.name == "a namespace of its own" and not containment().namespaces:
-        pytest.skip("nobody gets one here")
+        pytest.skip("not available on this machine")
     if escape.name == "a virtual machine's socket" and "OUT" not in openly(TRY + escape.code, scene.own).stdout:
         pytest.skip("this kernel has none")
     code = f"{TRY}N = {scene.names()!r}\n{escape.code}"
@@ -389,7 +389,7 @@ async def ran(code: str, namespaces: bool, stdin: str = "", paths: tuple[str, ..
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 async def test_a_flood_is_cut_and_said(stream: str, namespaces: bool) -> None:
-    """The beginning is kept, the rest is read away, and the program gets to its end."""
+    """The beginning is kept, the rest is discarded, and the program runs to its end."""
     code = f"import sys\nfor _ in range(3000): sys.{stream}.write('x' * 1000)\nexit(7)"
     done = await ran(code, namespaces, output_bytes=1000)
     assert getattr(done, stream) == "x" * 1000
@@ -414,7 +414,7 @@ while True: time.sleep(1)
 
 @pytest.mark.parametrize("name", STUBBORN)
 async def test_the_deadline_ends_whatever_runs(name: str, namespaces: bool) -> None:
-    """It says so, it is not much later, and no process is left."""
+    """``timed_out`` is set, the delay is small, and no process is left."""
     mark = f"d{os.getpid()}-{'n' if namespaces else 'w'}-{list(STUBBORN).index(name)}"
     code = CALL_ME.format(name=mark) + STUBBORN[name]
     done = await ran(code, namespaces, stdin="x" * MIB, seconds=1.5, output_bytes=10)
@@ -424,7 +424,7 @@ async def test_the_deadline_ends_whatever_runs(name: str, namespaces: bool) -> N
 
 
 async def test_processor_time_is_limited_apart_from_wall_time(namespaces: bool) -> None:
-    """A loop is ended by it, a wait is not."""
+    """CPU time ends a loop, not a wait."""
     looped = await ran("while True: pass", namespaces, cpu_seconds=1)
     assert (looped.timed_out, looped.exit_code) == (True, -signal.SIGXCPU)
     waited = await ran("import time; time.sleep(1.3)", namespaces, cpu_seconds=1)
@@ -433,7 +433,7 @@ async def test_processor_time_is_limited_apart_from_wall_time(namespaces: bool) 
 
 @pytest.mark.parametrize("target", ["os.getppid()", "1", "0", "os.getpid()"])
 async def test_signals_reach_the_program_alone(target: str, namespaces: bool) -> None:
-    """Whomever it kills, we get an answer, and we are still there."""
+    """Whatever it kills, the call returns a result."""
     code = f"import os, signal\nprint(1, flush=True)\nfor n in (signal.SIGTERM, signal.SIGKILL): os.kill({target}, n)"
     done = await ran(code, namespaces)
     assert done.stdout == "1\n"
@@ -463,7 +463,7 @@ async def test_memory_that_is_not_there_is_a_memory_error(namespaces: bool) -> N
 
 
 async def test_no_folder_is_left(tmp_path: Path) -> None:
-    """However deep, unreadable or oddly named what is in it is; and a link's target stays."""
+    """Also deep, unreadable and oddly named entries; the target of a link stays."""
     (tmp_path / "kept").write_text("x")
     code = f"""
 import os, sys
@@ -494,7 +494,7 @@ async def test_a_cancelled_run_is_gone_when_the_cancellation_is(namespaces: bool
 
 
 async def test_a_cancelled_run_is_no_failure_of_the_sandbox(namespaces: bool) -> None:
-    """It ends with the cancellation and with nothing else, so that nobody has to tell the two apart."""
+    """A cancelled call raises the cancellation and no other error."""
     mark = f"n{os.getpid()}-{namespaces:d}"
     seen: list[type[BaseException]] = []
 
@@ -537,7 +537,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def test_where_namespaces_are_forbidden_it_says_so_and_goes_on(tmp_path: Path) -> None:
-    """A kernel that refuses them, for real: what then is not enforced is in the log at the start, with the reason."""
+    """A kernel without namespaces: the log lists at the start what is not enforced, with the reason."""
     if not containment().namespaces:
         pytest.skip("they are forbidden here anyway")
     script = """
@@ -709,7 +709,7 @@ async def test_packages_are_there_where_they_are_given(namespaces: bool) -> None
 
 
 async def test_many_run_at_once(namespaces: bool) -> None:
-    """Each has its own folder and its own answer; standing in line is nobody's time."""
+    """Each has its own folder and its own result; the wait for a slot does not count as its time."""
     answers: dict[int, str] = {}
 
     async def one(number: int) -> None:
@@ -741,7 +741,7 @@ async def answered(environment: PythonToolEnvironment, code: str) -> str:
 
 
 async def test_an_episode_with_the_tool() -> None:
-    """What it prints comes back, with what the model must know beside; a reply without a call is the end."""
+    """The tool returns the output with notes for the model; a reply without a call ends the episode."""
     environment = PythonToolEnvironment(limits=PythonLimits(seconds=3, output_bytes=20))
     assert isinstance(environment, Environment)
     assert isinstance(environment, Resumable)

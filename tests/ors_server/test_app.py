@@ -1,4 +1,4 @@
-"""Our environments as an ORS server: real clients, our own client, and clients that leave."""
+"""Our environments as an ORS server: clients of other SDKs, our own client, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_our_client_gets_what_a_rollout_would_get(server: ORSServer) -> No
 
 
 async def test_a_user_who_answers_is_no_end(url: str) -> None:
-    """A reply without calls goes on where the environment goes on; other clients see that it is not finished."""
+    """After a reply without calls the episode continues if the environment does; other clients read ``finished``."""
 
     async def user(conversation: Any) -> str | None:
         return "And then?" if len(conversation) < 4 else None
@@ -136,17 +136,17 @@ async def test_groups_are_scored_by_the_recipe() -> None:
 
 
 async def test_a_call_outlives_its_connection(url: str) -> None:
-    """Its result is there for whoever asks with its number; it has run once."""
+    """Its result is returned for its task id; it has run once."""
     transport = HttpClient(connect_seconds=5)
     headers = {"X-Session-ID": "mine"}
     await transport.post(f"{url}/create", b'{"split": "train", "index": 0}', headers)
     body = b'{"name": "say", "input": {"words": "once"}}'
     async with transport.open("POST", f"{url}/sums/call", headers, body, fresh=True) as answer:
-        number = (await answer.read_chunk()).split(b"data: ")[1].split(b"\r")[0]
-    again = b'{"name": "say", "input": {}, "task_id": "' + number + b'"}'
+        task_id = (await answer.read_chunk()).split(b"data: ")[1].split(b"\r")[0]
+    again = b'{"name": "say", "input": {}, "task_id": "' + task_id + b'"}'
     status, payload = await transport.post(f"{url}/sums/call", again, headers)
     assert (status, b'"once"' in payload) == (200, True)
-    status, payload = await transport.post(f"{url}/sums/call", again.replace(number, b"other"), headers)
+    status, payload = await transport.post(f"{url}/sums/call", again.replace(task_id, b"other"), headers)
     assert b"unknown task_id" in payload
     await transport.aclose()
 
@@ -160,15 +160,15 @@ async def test_a_call_outlives_its_connection(url: str) -> None:
         ("/create", b'{"task_spec": {"index": "x"}}', {"X-Session-ID": "a"}, 400, b"Invalid index"),
         ("/create", b"[]", {"X-Session-ID": "a"}, 422, b"no JSON object"),
         ("/create", b"{}", {}, 400, b"X-Session-ID"),
-        ("/ping", b"", {"X-Session-ID": "nobody"}, 404, b"not found"),
-        ("/sums/call", b"{}", {"X-Session-ID": "nobody"}, 404, b"not found"),
-        ("/sums/score_group", b"{}", {"X-Session-ID": "nobody"}, 404, b"not found"),
+        ("/ping", b"", {"X-Session-ID": "unknown"}, 404, b"not found"),
+        ("/sums/call", b"{}", {"X-Session-ID": "unknown"}, 404, b"not found"),
+        ("/sums/score_group", b"{}", {"X-Session-ID": "unknown"}, 404, b"not found"),
     ],
 )
-async def test_bad_requests_are_told_what_is_wrong(
+async def test_responses_to_bad_requests_name_the_problem(
     url: str, path: str, body: bytes, headers: dict[str, str], status: int, words: bytes
 ) -> None:
-    """And the server goes on."""
+    """And the server continues."""
     transport = HttpClient(connect_seconds=5)
     if path.endswith("splits"):
         got, payload = await transport.get(url + path, headers)
@@ -179,8 +179,8 @@ async def test_bad_requests_are_told_what_is_wrong(
     await transport.aclose()
 
 
-async def test_sessions_are_closed_once_by_whoever_is_first() -> None:
-    """By their client, or with the server; also those that are still starting."""
+async def test_sessions_are_closed_once_by_client_or_server() -> None:
+    """Also those that are still starting."""
     events: list[str] = []
 
     class Watched(Talkative):
@@ -211,7 +211,7 @@ async def test_sessions_are_closed_once_by_whoever_is_first() -> None:
 
 
 async def test_an_environment_that_fails_to_start_is_the_sessions_failure() -> None:
-    """Its words arrive; the next session is a new one."""
+    """The client gets its message; the next session is a new one."""
 
     class Fails(Talkative):
         async def start(self, prompt: Prompt) -> Any:
@@ -225,7 +225,7 @@ async def test_an_environment_that_fails_to_start_is_the_sessions_failure() -> N
 
 
 async def test_a_step_without_a_finite_reward_is_the_sessions_failure() -> None:
-    """The client is told the field and the value, and no reward."""
+    """The client gets the field and the value, and no reward."""
 
     class Fails(Talkative):
         async def step(self, reply: Message) -> StepResult:
@@ -250,7 +250,7 @@ async def test_an_address_that_is_taken_is_refused(url: str) -> None:
 
 
 def test_the_command_serves_a_recipe() -> None:
-    """``rollouts serve-env`` says its URL, and ends with its parent's input."""
+    """``rollouts serve-env`` prints its URL, and ends with its parent's input."""
     line = [sys.executable, "-m", "rollouts", "serve-env", "configs/calculator.py", "--port", "0"]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(

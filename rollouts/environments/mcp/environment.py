@@ -1,10 +1,10 @@
-"""The tools of MCP servers as an environment, beside tools of one's own.
+"""An environment with the tools of MCP servers and its own.
 
-Invariant: whatever a server does, the model gets one answer to each of its calls, or the episode fails by name: a
-tool's error, a late answer and a server that ended while it was asked are told to the model; a server that cannot be
-reached any more fails the episode. What the model cannot be shown, an image say, is described and counted.
+Invariant: each call gets one tool message, or the episode fails with a named cause. A tool's error, a timeout and a
+server that ends during a call become messages to the model; an unreachable server fails the episode. Content that is
+not text, e.g. an image, is described and counted.
 
-This module knows no transport; :mod:`rollouts.environments.mcp.session` does.
+This module does not know the transport; :mod:`rollouts.environments.mcp.session` does.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["McpEnvironment"]
 class McpEnvironment(ToolEnvironment):
     """An environment whose tools are those of MCP servers, and its own methods marked with ``tool``.
 
-    A reply without calls ends the episode; override :meth:`answer` for anything else.
+    A reply without calls ends the episode; override :meth:`answer` to change this.
 
     Args:
-        servers: whose tools; their names must differ.
-        system_prompt: put before a prompt that has none.
+        servers: the MCP servers; the names of all tools must differ.
+        system_prompt: prepended to a prompt without a system message.
     """
 
     def __init__(self, *servers: McpServer, system_prompt: str = "") -> None:
@@ -44,25 +44,25 @@ class McpEnvironment(ToolEnvironment):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        found = [*super().tools, *(tool for server in self.servers for tool in server.tools)]
-        return found if self._places else ()  # the names differ
+        tools = [*super().tools, *(tool for server in self.servers for tool in server.tools)]
+        return tools if self._server_of else ()  # _server_of raises on duplicate names
 
     @functools.cached_property
-    def _places(self) -> dict[str, int]:
-        """Which server has which tool."""
-        places = {tool.name: -1 for tool in super().tools}
-        for number, server in enumerate(self.servers):
+    def _server_of(self) -> dict[str, int]:
+        """Tool name to the index of its server; -1 for own methods."""
+        owners = {tool.name: -1 for tool in super().tools}
+        for index, server in enumerate(self.servers):
             for tool in server.tools:
-                if tool.name in places:
-                    other = self.servers[places[tool.name]].name if places[tool.name] >= 0 else type(self).__name__
+                if tool.name in owners:
+                    other = self.servers[owners[tool.name]].name if owners[tool.name] >= 0 else type(self).__name__
                     expected = f"names that differ: {server.name} and {other} both have it (McpServer.only chooses)"
                     raise ConfigError.of("McpEnvironment.tools", tool.name, expected)
-                places[tool.name] = number
-        return places
+                owners[tool.name] = index
+        return owners
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        for number in sorted({place for place in self._places.values() if place >= 0}):
-            self._sessions[number] = await self.servers[number].take()
+        for index in sorted({index for index in self._server_of.values() if index >= 0}):
+            self._sessions[index] = await self.servers[index].take()
         return await super().start(prompt)
 
     async def step(self, reply: Message) -> StepResult:
@@ -73,36 +73,36 @@ class McpEnvironment(ToolEnvironment):
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
         try:
-            for number, session in sessions.items():
-                await self.servers[number].give_back(session)
+            for index, session in sessions.items():
+                await self.servers[index].give_back(session)
         finally:
             await super().close()
 
     async def _run(self, call: ToolCall) -> tuple[Message, bool]:
-        place = self._places[call.name]
-        if place < 0:
+        index = self._server_of[call.name]
+        if index < 0:
             return await super()._run(call)
         failed = True
         try:
-            result = await self._sessions[place].call(call.name, dict(call.arguments))
-            content, failed = self._shown(result), bool(result.isError)
+            result = await self._sessions[index].call(call.name, dict(call.arguments))
+            content, failed = self._text_of(result), bool(result.isError)
             content = f"Error: {content}" if failed else content
         except ToolRefused as error:
             content = f"Error: {error}"
         except SessionOver as error:
-            await self._reopen(place)
-            content = f"Error: {error}. It has been started anew; whether this call had an effect is not known."
+            await self._reopen(index)
+            content = f"Error: {error}. It has been restarted; whether this call had an effect is not known."
         return Message("tool", content, tool_call_id=call.id, name=call.name), failed
 
-    async def _reopen(self, place: int) -> None:
-        """Raises SessionOver if there is no way back, which fails the episode."""
+    async def _reopen(self, index: int) -> None:
+        """Replace a lost session. Raises SessionOver, which fails the episode, if that is not possible."""
         self._counts["mcp_sessions_lost"] += 1
-        server = self.servers[place]
-        await server.give_back(self._sessions.pop(place))
-        self._sessions[place] = await server.take()
+        server = self.servers[index]
+        await server.give_back(self._sessions.pop(index))
+        self._sessions[index] = await server.take()
 
-    def _shown(self, result: Any) -> str:
-        """What a text model can be shown of a result; the rest is described."""
+    def _text_of(self, result: Any) -> str:
+        """A result as text; content that is not text is described."""
         texts = [self._block(block) for block in result.content]
         if not result.content and result.structuredContent is not None:
             texts = [msgspec.json.encode(result.structuredContent).decode()]

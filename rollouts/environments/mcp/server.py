@@ -1,4 +1,4 @@
-"""An MCP server: how it is reached, its tools, and its sessions, one for each episode or one that episodes share."""
+"""The configuration of an MCP server, its tools, and its sessions: one for each episode, or one shared session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class McpServer:
     """One MCP server: a command that is started for each session (stdio), or a URL (streamable HTTP).
 
     Raises:
-        ConfigError: neither or both, or a value that cannot be.
+        ConfigError: neither or both are set, or a value is invalid.
     """
 
     command: tuple[str, ...] = attrs.field(default=(), converter=tuple)
@@ -35,20 +35,20 @@ class McpServer:
     url: str | None = None
     """The endpoint, e.g. ``"http://127.0.0.1:8000/mcp"``."""
     name: str = ""
-    """For messages; by default the command's or URL's last part."""
+    """Used in messages; by default the last part of the command or URL."""
     env: Mapping[str, str] | None = attrs.field(default=None, repr=False)
-    """Variables for the command, beside those few that the SDK passes on."""
+    """Environment variables for the command, in addition to the few that the SDK passes on."""
     cwd: str | os.PathLike[str] | None = None
     headers: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     """Sent with every request to the URL, e.g. an authorization; never printed."""
     only: tuple[str, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(tuple))
     """Names of the tools to offer; all by default."""
     shared: bool = False
-    """One session for all episodes that overlap in time, instead of one for each: for servers that keep no state."""
+    """Concurrent episodes share one session instead of one each; for stateless servers."""
     open_seconds: float = attrs.field(default=30.0, validator=_seconds)
     """Deadline for the start and the listing of tools."""
     call_seconds: float = attrs.field(default=60.0, validator=_seconds)
-    """Deadline of one call; a late one is an error for the model."""
+    """Deadline of one call; the model sees a timeout as an error."""
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
     _tools: tuple[Tool, ...] | None = attrs.field(default=None, init=False, repr=False)
     _opening: anyio.Lock = attrs.field(factory=anyio.Lock, init=False, repr=False)
@@ -65,29 +65,29 @@ class McpServer:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What the server offers. Asked once, and then for as long as it takes: a recipe does so before the run.
+        """The server's tools. The first access requests them and blocks; a recipe does this before the run.
 
         Raises:
-            ConfigError: it cannot be asked, offers nothing, or a tool whose schema is none of an object.
+            ConfigError: the server does not answer or lists no tool, or a tool's schema is not that of an object.
         """
         with self._lock:
             if self._tools is None:
                 try:
-                    found = list_tools(self)
+                    entries = list_tools(self)
                 except (SessionOver, ToolRefused) as error:
                     raise ConfigError(f"McpServer: {error}; expected a server that lists its tools") from error
-                self._tools = self._chosen([_tool_of(self.name, tool) for tool in found])
+                self._tools = self._chosen([_tool_of(self.name, entry) for entry in entries])
             return self._tools
 
     def _chosen(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        there = [tool.name for tool in tools]
-        missing = [name for name in self.only or () if name not in there]
+        listed = [tool.name for tool in tools]
+        missing = [name for name in self.only or () if name not in listed]
         if missing or not tools:
-            raise ConfigError.of(f"McpServer.only ({self.name})", self.only, f"some of the tools it lists: {there}")
+            raise ConfigError.of(f"McpServer.only ({self.name})", self.only, f"some of the tools it lists: {listed}")
         return tuple(tool for tool in tools if self.only is None or tool.name in self.only)
 
     async def take(self) -> McpSession:
-        """A session, of one's own or the shared one. Each is given back with :meth:`give_back`."""
+        """Open a session, or return the shared one. The caller returns it with :meth:`give_back`."""
         if not self.shared:
             return await McpSession.open(self)
         async with self._opening:
@@ -98,7 +98,7 @@ class McpServer:
             return self._session
 
     async def give_back(self, session: McpSession) -> None:
-        """Close a session, or, of the shared one, say that one episode less uses it."""
+        """Close a session; a shared one is closed by its last user."""
         if not self.shared:
             await session.close()
             return
@@ -113,10 +113,10 @@ class McpServer:
             await session.close()
 
 
-def _tool_of(server: str, found: Any) -> Tool:
-    schema = found.inputSchema
+def _tool_of(server: str, entry: Any) -> Tool:
+    schema = entry.inputSchema
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ConfigError.of(
-            f"MCP server {server!r}, tool {found.name!r}, inputSchema", schema, "a schema of an object"
+            f"MCP server {server!r}, tool {entry.name!r}, inputSchema", schema, "a schema of an object"
         )
-    return Tool(found.name, found.description or "", {"properties": {}, **schema, "type": "object"})
+    return Tool(entry.name, entry.description or "", {"properties": {}, **schema, "type": "object"})

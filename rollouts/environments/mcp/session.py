@@ -1,9 +1,8 @@
-"""Sessions with MCP servers: each opened, used and closed by one task, in a thread that holds all of a process.
+"""Sessions with MCP servers. One task opens, uses and closes each session, in one thread for the whole process.
 
-Invariant: the cancel scopes of the SDK never meet those of whoever calls. A caller waits for a future; that it is
-cancelled or late ends its own request and nothing else. When a session is over, for whatever reason, every call that
-still waits for it ends with :class:`SessionOver`, and its server's process is gone. The thread exists while there is a
-session.
+Invariant: the cancel scopes of the SDK and those of the caller never mix. A caller waits for a future; its cancellation
+or timeout ends its own request and nothing else. When a session ends, every pending call raises :class:`SessionOver`,
+and the server's process is gone. The thread exists while there is a session.
 
 This module knows no environment and no message.
 """
@@ -35,7 +34,7 @@ _PING_SECONDS = 5.0
 
 
 class ServerOptions(Protocol):
-    """What a session needs to know of its server; :class:`~rollouts.environments.mcp.McpServer` has it."""
+    """The fields of :class:`~rollouts.environments.mcp.McpServer` that a session reads."""
 
     name: str
     command: tuple[str, ...]
@@ -48,15 +47,15 @@ class ServerOptions(Protocol):
 
 
 class SessionOver(Exception):
-    """The session ended before the call was answered: whether it had an effect is not known."""
+    """The session ended before the call was answered; whether the call had an effect is not known."""
 
 
 class ToolRefused(Exception):
-    """The server answered a call with an error of the protocol, or not in time; the session goes on."""
+    """A protocol error or a timeout of one call; the session remains usable."""
 
 
 class _Sessions:
-    """The thread of the sessions, kept while somebody has one."""
+    """The thread of all sessions, which exists while a session is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,7 +71,7 @@ class _Sessions:
             return self._portal
 
     def leave(self) -> None:
-        """May wait for the thread to end."""
+        """Close the thread after the last session; blocks until it ends."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -85,7 +84,7 @@ _SESSIONS = _Sessions()
 
 @attrs.define(eq=False)
 class McpSession:
-    """One session. :meth:`open` makes it; whoever has it closes it."""
+    """One session, created by :meth:`open`. The caller closes it."""
 
     server: ServerOptions
     _portal: BlockingPortal = attrs.field(repr=False)
@@ -96,15 +95,15 @@ class McpSession:
 
     @classmethod
     async def open(cls, server: ServerOptions) -> McpSession:
-        """Start the server, or connect to it, and agree on the protocol.
+        """Start the server, or connect to it, and initialize the protocol.
 
         Raises:
-            SessionOver: it does not start, does not answer within ``open_seconds``, or speaks something else.
+            SessionOver: the server does not start, does not answer within ``open_seconds``, or does not speak MCP.
         """
         session = cls(server, _SESSIONS.enter())
         try:
             ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-            session._ended = session._portal.start_task_soon(session._own, ready)
+            session._ended = session._portal.start_task_soon(session._run, ready)
             await asyncio.wrap_future(ready)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -114,37 +113,37 @@ class McpSession:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or is about to."""
+        """Whether the session has ended or is closing."""
         return self._ended is None or self._ended.done() or self._closing.is_set()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool; gives the SDK's ``CallToolResult``.
+        """Call a tool; returns the SDK's ``CallToolResult``.
 
         Raises:
             SessionOver: the server is gone.
-            ToolRefused: an error of the protocol, or no answer within ``call_seconds``.
+            ToolRefused: a protocol error, or no answer within ``call_seconds``.
         """
-        return await self._do(lambda: self._asked(tool, arguments))
+        return await self._submit(lambda: self._call_tool(tool, arguments))
 
     async def tools(self) -> list[Any]:
-        """All tools that the server lists, as the SDK has them."""
+        """All tools that the server lists, as objects of the SDK."""
 
         async def pages() -> list[Any]:
             assert self._client is not None
-            found: list[Any] = []
+            tools: list[Any] = []
             cursor = None
             while True:
                 page = await self._client.list_tools(cursor)
-                found += page.tools
+                tools += page.tools
                 cursor = page.nextCursor
                 if not cursor:
-                    return found
+                    return tools
 
-        listing: list[Any] = await self._do(pages)
+        listing: list[Any] = await self._submit(pages)
         return listing
 
     async def close(self) -> None:
-        """End it, and wait until its server's process is gone. A second time does nothing."""
+        """End the session and wait until the server's process is gone. Idempotent."""
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -152,15 +151,15 @@ class McpSession:
             if not ended.done():
                 self._portal.start_task_soon(self._closing.set)
             with contextlib.suppress(Exception):
-                await asyncio.wrap_future(ended)  # a cancellation cancels the owner
+                await asyncio.wrap_future(ended)  # a cancellation of the caller cancels the session's task
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(_SESSIONS.leave)
 
     # -- in the thread of the sessions --
 
-    async def _own(self, ready: concurrent.futures.Future[None]) -> None:
-        """The whole life of the session."""
+    async def _run(self, ready: concurrent.futures.Future[None]) -> None:
+        """Open the session, wait for its end, and close it, all in one task."""
         with _error_output() as errors:
             try:
                 with anyio.CancelScope(deadline=anyio.current_time() + self.server.open_seconds) as opening:
@@ -173,7 +172,7 @@ class McpSession:
                 if opening.cancelled_caught and not ready.done():
                     late = f"did not answer within {self.server.open_seconds:g} s{_stderr_tail(errors)}"
                     ready.set_exception(SessionOver(f"MCP server {self.server.name!r} {late}"))
-            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - told to whoever waits
+            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - passed to the waiting caller
                 if not ready.done():
                     why = f"did not start: {_innermost(error)}{_stderr_tail(errors)}"
                     over = SessionOver(f"MCP server {self.server.name!r} {why}")
@@ -183,7 +182,7 @@ class McpSession:
                 self._client = None
                 self._closing.set()
                 if not ready.done():
-                    ready.set_exception(SessionOver(f"MCP server {self.server.name!r}: the session was given up"))
+                    ready.set_exception(SessionOver(f"MCP server {self.server.name!r}: the session was cancelled"))
                 for scope in self._calls:
                     scope.cancel()
 
@@ -195,7 +194,7 @@ class McpSession:
         stack.callback(tasks.cancel_scope.cancel)
 
         async def relay() -> None:
-            """The SDK's session does not say that its server is gone; the end of its stream does."""
+            """Detect the server's end by the end of its stream: the SDK's session does not report it."""
             async with send, read:
                 with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                     async for message in read:
@@ -206,18 +205,18 @@ class McpSession:
         tasks.start_soon(relay)
         return client
 
-    async def _asked(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def _call_tool(self, tool: str, arguments: dict[str, Any]) -> Any:
         assert self._client is not None
         sdk = _sdk()
         try:
             return await self._client.call_tool(tool, arguments, datetime.timedelta(seconds=self.server.call_seconds))
         except sdk.McpError as error:
             if error.error.code == _TIMED_OUT:
-                await self._is_there()
+                await self._check_alive()
             raise
 
-    async def _is_there(self) -> None:
-        """Whether a server that did not answer in time still answers at all: the SDK may not have seen it go."""
+    async def _check_alive(self) -> None:
+        """Raise if the server does not answer a ping after a timeout: the SDK may not have noticed its end."""
         assert self._client is not None
         with anyio.move_on_after(_PING_SECONDS) as waited:
             await self._client.send_ping()
@@ -225,51 +224,51 @@ class McpSession:
             self._closing.set()
             raise ConnectionError(f"no answer within {self.server.call_seconds:g} s, and none to a ping")
 
-    async def _do(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Ask in the other thread, for as long as the session lives."""
+    async def _submit(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run ``work`` in the thread of the sessions; the end of the session cancels it."""
         if self.over:
             raise SessionOver(f"the session with MCP server {self.server.name!r} is over")
-        return await asyncio.wrap_future(self._portal.start_task_soon(self._while_it_lives, work))
+        return await asyncio.wrap_future(self._portal.start_task_soon(self._run_cancellable, work))
 
-    async def _while_it_lives(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def _run_cancellable(self, work: Callable[[], Awaitable[Any]]) -> Any:
         with anyio.CancelScope() as scope:
             self._calls.add(scope)
             try:
                 if self._client is not None:
                     return await work()
             except Exception as error:
-                raise self._judged(error) from error
+                raise self._classified(error) from error
             finally:
                 self._calls.discard(scope)
-        raise SessionOver(f"MCP server {self.server.name!r} ended while it was asked")
+        raise SessionOver(f"MCP server {self.server.name!r} ended during a call")
 
-    def _judged(self, error: Exception) -> Exception:
+    def _classified(self, error: Exception) -> Exception:
         code = getattr(getattr(error, "error", None), "code", None)
         if code is None and not isinstance(error, RuntimeError):
             self._closing.set()
             return SessionOver(f"MCP server {self.server.name!r}: {_innermost(error)}")
         if code in _OVER:
             self._closing.set()
-            return SessionOver(f"MCP server {self.server.name!r} ended while it was asked: {error}")
+            return SessionOver(f"MCP server {self.server.name!r} ended during a call: {error}")
         if code == _TIMED_OUT:
             return ToolRefused(f"no answer within {self.server.call_seconds:g} s")
         return ToolRefused(str(error))
 
 
 _OVER = (-32000, 32600)
-"""Codes that the SDK makes itself: the connection is closed; the HTTP session is not known any more."""
+"""Codes that the SDK itself creates: the connection is closed; the server no longer knows the HTTP session."""
 _TIMED_OUT = 408
 
 
 def list_tools(server: ServerOptions) -> list[Any]:
-    """The tools of a server, asked in a session of its own; blocks until it answers.
+    """List the tools of a server in a session of its own; blocks until the server answers.
 
     Raises:
-        SessionOver: it does not start or does not answer.
-        ToolRefused: it answers with an error.
+        SessionOver: the server does not start or does not answer.
+        ToolRefused: the server answers with an error.
     """
 
-    async def ask() -> list[Any]:
+    async def list_in_session() -> list[Any]:
         session = await McpSession.open(server)
         try:
             with anyio.fail_after(server.open_seconds):
@@ -281,14 +280,14 @@ def list_tools(server: ServerOptions) -> list[Any]:
                 await session.close()
 
     with start_blocking_portal(name="mcp tools") as portal:
-        return portal.call(ask)
+        return portal.call(list_in_session)
 
 
 def _sdk() -> Any:
-    """The official SDK.
+    """Import the official SDK.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the SDK is not installed.
     """
     try:
         import mcp
@@ -322,7 +321,7 @@ async def _transport(server: ServerOptions, errors: TextIO) -> Any:
 
 @contextlib.contextmanager
 def _error_output() -> Iterator[TextIO]:
-    """Where a server's process writes its complaints, to be quoted when it fails."""
+    """A temporary file for the server's standard error, which failure messages quote."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         yield cast(TextIO, errors)
 
@@ -330,7 +329,7 @@ def _error_output() -> Iterator[TextIO]:
 def _stderr_tail(errors: TextIO) -> str:
     errors.seek(0)
     text = errors.read().strip()[-_ERROR_TAIL:]
-    return f"; it said: {text}" if text else ""
+    return f"; its stderr: {text}" if text else ""
 
 
 def _innermost(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Environments behind the Open Reward Standard: a client of any ORS server, with ``openreward`` or without.
+"""Environments on servers of the Open Reward Standard (ORS); the ``openreward`` package is not needed.
 
 server = ORSServer("http://127.0.0.1:8080")
 prompts = await server.prompts("train")

@@ -1,7 +1,7 @@
-"""An ORS server as a client sees it: what it offers, and sessions in it.
+"""A client of an ORS server: its environments, splits and tasks, and sessions on it.
 
-Invariant: everything wrong with a name or a split is said before a task is taken, with what there is. Deadlines are its
-callers'. It knows no trajectory and no sample.
+Invariant: an unknown environment or split is an error before any task runs, and the message lists the valid names.
+Callers set the deadlines. This module knows no trajectory and no sample.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Prompt, Tool, without_password
 from rollouts.environments.ors.connection import Connection
 from rollouts.environments.ors.keepalive import EVERY
-from rollouts.environments.ors.session import ORSSession, forget, new_session_id
+from rollouts.environments.ors.session import ORSSession, create_session_id, delete_session_id
 from rollouts.environments.ors.wire import Listing, ORSError, Secret, read, tools_of
 from rollouts.errors import ConfigError, EnvironmentFailure
 
 __all__ = ["ORSServer", "ORSTask", "spec_digest"]
 
-_LISTINGS_KEPT = 512
+_MAX_CACHED_OFFERS = 512
 
 
 @attrs.frozen
 class ORSTask:
-    """A task by its own description, or by its place in a split."""
+    """A task, identified by its specification or by its index in a split."""
 
     spec: Mapping[str, Any] | None = None
     split: str | None = None
@@ -41,18 +41,18 @@ class ORSTask:
 
     @classmethod
     def of(cls, prompt: Prompt) -> ORSTask:
-        """The task that a prompt's metadata names: ``task_spec``, or ``split`` and ``index``.
+        """Read the task from a prompt's metadata: ``task_spec``, or ``split`` and ``index``.
 
         Raises:
-            ConfigError: it names none.
+            ConfigError: the metadata has no task.
         """
-        known = prompt.metadata
-        if isinstance(known.get("task_spec"), Mapping):
-            return cls(spec=known["task_spec"])
-        if isinstance(known.get("split"), str) and isinstance(known.get("index"), int):
-            return cls(split=known["split"], index=known["index"])
+        metadata = prompt.metadata
+        if isinstance(metadata.get("task_spec"), Mapping):
+            return cls(spec=metadata["task_spec"])
+        if isinstance(metadata.get("split"), str) and isinstance(metadata.get("index"), int):
+            return cls(split=metadata["split"], index=metadata["index"])
         raise ConfigError.of(
-            "Prompt.metadata", dict(known), 'the key "task_spec" with an object, or "split" and "index"'
+            "Prompt.metadata", dict(metadata), 'the key "task_spec" with an object, or "split" and "index"'
         )
 
     def to_wire(self) -> dict[str, Any]:
@@ -60,21 +60,21 @@ class ORSTask:
 
 
 class ORSServer:
-    """Where environments are; one for all rollouts, in any event loop.
+    """A client of an ORS server, shared by all rollouts; usable in any event loop.
 
     Args:
-        base_url: of a server of one's own, or of a cloud of them.
-        environment: the environment's name there; by default the server's first.
-        deployment: in a cloud, which server is meant, e.g. ``"Organization/EnvironmentName"``.
-        api_key: of a cloud; with one, session numbers are the server's and not ours.
-        secrets: handed to the environment of each session, by name: a value, or a value and the hosts it may go to.
-        missing_secrets: names of secrets that there is no value for; messages of failures say them.
-        starting_seconds: how long a server that says that it is starting is waited for (the deadline of an
-            environment's start, ``Limits.step_seconds``, bounds it too).
-        ping_seconds: how often a session gives a sign of life.
+        base_url: URL of a single server or of a cloud.
+        environment: the environment's name on the server; by default the server's first.
+        deployment: the server within a cloud, e.g. ``"Organization/EnvironmentName"``.
+        api_key: key of a cloud; a cloud creates the session ids itself.
+        secrets: passed to the environment of each session, by name: a value, or a value and its allowed hosts.
+        missing_secrets: names of secrets without a value; listed in error messages.
+        starting_seconds: how long to retry while the server reports that it is starting (also bounded by
+            ``Limits.step_seconds``, the deadline of an environment's start).
+        ping_seconds: interval of a session's keep-alive pings.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: ``base_url`` is not an HTTP URL.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ORSServer:
         self.environment = environment
         self.ping_seconds = ping_seconds
         self._takes_secrets_in_body: bool | None = None
-        self._listings: collections.OrderedDict[bytes, _Asked] = collections.OrderedDict()
+        self._offers: collections.OrderedDict[bytes, _CachedOffer] = collections.OrderedDict()
 
     def __repr__(self) -> str:
         return f"<ORSServer {without_password(self._connection.url)}, environment {self.environment or 'the first'}>"
@@ -108,9 +108,9 @@ class ORSServer:
     # -- what it offers --
 
     async def name(self) -> str:
-        """The environment's name, asked for once where none was given."""
+        """The environment's name; by default requested from the server, once."""
         if self.environment is None:
-            names = read(list[str], await self._connection.ask("GET", "/list_environments"), "environments")
+            names = read(list[str], await self._connection.request("GET", "/list_environments"), "environments")
             if not names:
                 raise ORSError(f"{without_password(self._connection.url)} serves no environment")
             self.environment = names[0]
@@ -118,20 +118,20 @@ class ORSServer:
 
     async def splits(self) -> list[str]:
         """Names of the splits."""
-        entries = read(list[dict[str, Any]], await self._ask_here("GET", "/splits"), "splits")
+        entries = read(list[dict[str, Any]], await self._request_environment("GET", "/splits"), "splits")
         return [str(entry.get("name")) for entry in entries]
 
     async def task_specs(self, split: str, *, limit: int | None = None, rng: random.Random | None = None) -> list[Any]:
-        """The descriptions of a split's tasks; one by one where the environment cannot list them.
+        """The specifications of a split's tasks; requested one by one if the environment cannot list them.
 
         Args:
-            split: its name.
-            limit: at most so many.
-            rng: shuffle them first.
+            split: the split's name.
+            limit: maximum number of tasks.
+            rng: shuffles the tasks before the limit applies.
 
         Raises:
-            ConfigError: there is no such split; the message has those that there are.
-            EnvironmentFailure: the server is not there, or fails.
+            ConfigError: the split does not exist; the message lists the existing ones.
+            EnvironmentFailure: the server is unreachable or fails.
         """
         with boundary(EnvironmentFailure, f"{self!r}: tasks of {split!r}"):
             known = await self.splits()
@@ -140,22 +140,22 @@ class ORSServer:
                     "split", split, f"one of {', '.join(known)} ({without_password(self._connection.url)})"
                 )
             try:
-                answer = await self._ask_here("POST", "/tasks", {"split": split})
-                specs = list(read(dict[str, Any], answer, "tasks")["tasks"])
-                return [specs[index] for index in _chosen(len(specs), limit, rng)]
+                payload = await self._request_environment("POST", "/tasks", {"split": split})
+                specs = list(read(dict[str, Any], payload, "tasks")["tasks"])
+                return [specs[index] for index in _indices(len(specs), limit, rng)]
             except ORSError as error:
                 if error.status != 400:
                     raise
-            answer = await self._ask_here("POST", "/num_tasks", {"split": split})
-            count = int(read(dict[str, Any], answer, "num_tasks")["num_tasks"])
-            found = []
-            for index in _chosen(count, limit, rng):
-                answer = await self._ask_here("POST", "/task", {"split": split, "index": index})
-                found.append(read(dict[str, Any], answer, "task")["task"])
-            return found
+            payload = await self._request_environment("POST", "/num_tasks", {"split": split})
+            count = int(read(dict[str, Any], payload, "num_tasks")["num_tasks"])
+            specs = []
+            for index in _indices(count, limit, rng):
+                payload = await self._request_environment("POST", "/task", {"split": split, "index": index})
+                specs.append(read(dict[str, Any], payload, "task")["task"])
+            return specs
 
     async def prompts(self, split: str, *, limit: int | None = None) -> list[Prompt]:
-        """The tasks of a split as prompts: each names its task, whose words come from the session.
+        """The tasks of a split as prompts. A prompt identifies its task; the session provides the messages.
 
         Raises:
             ConfigError: as :meth:`task_specs`.
@@ -171,46 +171,46 @@ class ORSServer:
         ]
 
     async def session(self, task: ORSTask) -> ORSSession:
-        """Begin a session; whoever has it closes it."""
+        """Create a session. The caller closes it."""
         session = ORSSession(self._connection, await self.name(), self.ping_seconds)
         try:
             await session.create({**task.to_wire(), **await self._secrets_in_body()})
         except BaseException:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5), contextlib.suppress(ORSError):
-                await session.close()  # what it says is not why the session could not be made
+                await session.close()  # its error would hide why the creation failed
             raise
         return session
 
     async def offer(self, session: ORSSession, task: ORSTask) -> tuple[Listing, tuple[Tool, ...]]:
-        """The tools of a task, asked for by the first of its sessions; others of the same moment wait for it.
+        """The tools of a task, cached: its first session requests them, concurrent sessions wait for the result.
 
         Raises:
-            ORSError: a tool's input schema is none, or the server does not say.
+            ORSError: a tool's input schema is invalid, or the request failed.
         """
         key = msgspec.json.encode(task.to_wire())
-        asked = self._listings.setdefault(key, _Asked())
-        self._listings.move_to_end(key)
-        if len(self._listings) > _LISTINGS_KEPT:
-            self._listings.popitem(last=False)
-        if asked.offer is None:
-            async with asked.lock:
-                if asked.offer is None:
+        cached = self._offers.setdefault(key, _CachedOffer())
+        self._offers.move_to_end(key)
+        if len(self._offers) > _MAX_CACHED_OFFERS:
+            self._offers.popitem(last=False)
+        if cached.offer is None:
+            async with cached.lock:
+                if cached.offer is None:
                     listing = await session.listing()
-                    asked.offer = listing, tools_of(listing)
-        return asked.offer
+                    cached.offer = listing, tools_of(listing)
+        return cached.offer
 
     async def aclose(self) -> None:
-        """Close this event loop's connections; they close with the loop otherwise."""
+        """Close this event loop's connections; otherwise they close with the loop."""
         await self._connection.aclose()
 
     async def _secrets_in_body(self) -> dict[str, Any]:
-        """Secrets as a field of the body, for servers of ``ors-sdk``, which read no header and tell no version."""
+        """Secrets as a field of the body, for servers of ``ors-sdk``: they ignore the header and have no /version."""
         values = self._connection.secret_values
         if not values:
             return {}
         if self._takes_secrets_in_body is None:
             try:
-                await self._connection.ask("GET", "/version")
+                await self._connection.request("GET", "/version")
                 self._takes_secrets_in_body = False
             except ORSError as error:
                 if error.status is None:
@@ -218,31 +218,31 @@ class ORSServer:
                 self._takes_secrets_in_body = True
         return {"secrets": values} if self._takes_secrets_in_body else {}
 
-    async def _ask_here(self, method: str, path: str, body: Any = None) -> bytes:
-        """Ask about the environment, outside of any session of a rollout."""
+    async def _request_environment(self, method: str, path: str, body: Any = None) -> bytes:
+        """Send a request about the environment; a cloud requires a session id, which is deleted afterwards."""
         path = f"/{await self.name()}{path}"
         if not self._connection.has_key:
-            return await self._connection.ask(method, path, body)
-        number = await new_session_id(self._connection)
+            return await self._connection.request(method, path, body)
+        session_id = await create_session_id(self._connection)
         try:
-            return await self._connection.ask(method, path, body, session=number)
+            return await self._connection.request(method, path, body, session_id=session_id)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-                await forget(self._connection, number)
+                await delete_session_id(self._connection, session_id)
 
 
 @attrs.define(eq=False)
-class _Asked:
+class _CachedOffer:
     lock: anyio.Lock = attrs.field(factory=anyio.Lock)
     offer: tuple[Listing, tuple[Tool, ...]] | None = None
 
 
 def spec_digest(spec: Any) -> str:
-    """Sixteen letters that tell tasks apart."""
+    """A hash of a task specification: 16 hex digits of its SHA-256."""
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _chosen(count: int, limit: int | None, rng: random.Random | None) -> list[int]:
+def _indices(count: int, limit: int | None, rng: random.Random | None) -> list[int]:
     order = list(range(count))
     if rng is not None:
         rng.shuffle(order)

@@ -1,10 +1,9 @@
-"""Requests to an ORS server: sent once, or again where that is safe.
+"""Requests to an ORS server, with retries where they are safe.
 
-Invariant: what may be asked again is asked again, and nothing else. A request that cannot have arrived, one that a
-starting server turned away, and one that changes nothing are repeated; a call of which the server may have heard is
-only ever resumed by the number that the server gave it. Secrets and keys are in no message and no repr.
+Invariant: a request is retried only if it cannot have arrived, a starting server rejected it, or it is idempotent. A
+call that may have arrived is never sent again, only resumed by its task id. No message and no repr contains a secret.
 
-It knows no task and no tool.
+This module knows no task and no tool.
 """
 
 from __future__ import annotations
@@ -30,27 +29,19 @@ _RETRIED = frozenset({429, 502, 503, 504})
 _ATTEMPTS = 4
 _LONGEST_PAUSE = 10.0
 _ANSWER_SECONDS = 60.0
-"""For an answer to begin, or one that is not streamed to end; who waits for an environment says so after 25."""
+"""Deadline for the start of a stream, or for a whole response without one; a server that is still starting an
+environment responds after 25 s."""
 _SILENCE = 30.0
-"""At least so many seconds without a byte, and at most twice as many, and a stream is dead; a server says something
-every 10."""
+"""A stream without a byte for 30 to 60 seconds is dead; servers send a ping every 10."""
 _LAST_BYTES = 0.2
-"""Seconds that a stream may stay open after its result: a connection that was not read to the end is lost."""
+"""Seconds to wait for a stream's end after its result: a connection that is not read to the end cannot be reused."""
 
 
 class Connection:
-    """Where a server is, and what proves who asks.
-
-    Args:
-        base_url: where.
-        api_key: of a cloud.
-        deployment: in a cloud, which server is meant.
-        secrets: handed to environments that are made.
-        missing_secrets: names of secrets that there is no value for; complaints of the server are said with them.
-        starting_seconds: how long a server that says that it is starting is waited for.
+    """URL, credentials and connection pools of a server. Arguments as :class:`ORSServer`.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: ``base_url`` is not an HTTP URL.
     """
 
     def __init__(
@@ -79,108 +70,108 @@ class Connection:
 
     @property
     def has_key(self) -> bool:
-        """Whether it is a cloud's, which numbers sessions itself."""
+        """Whether there is an API key: then the server is a cloud, which creates session ids itself."""
         return bool(self._api_key)
 
     @property
     def secret_values(self) -> dict[str, str]:
         return {name: secret if isinstance(secret, str) else secret[0] for name, secret in self._secrets.items()}
 
-    async def ask(
-        self, method: str, path: str, body: Any = None, *, session: str | None = None, done: int | None = None
+    async def request(
+        self, method: str, path: str, body: Any = None, *, session_id: str | None = None, done: int | None = None
     ) -> bytes:
-        """One request that may be repeated.
+        """Send a request that may be retried; return the body of the response.
 
         Args:
             method: GET or POST.
-            path: after the base URL.
+            path: appended to the base URL.
             body: encoded as JSON.
-            session: the number of a session.
-            done: a status that says, at a second attempt, that the first one had arrived.
+            session_id: of the session, if any.
+            done: a status that, on a retry, means that an earlier attempt succeeded.
 
         Raises:
-            ORSError: it was refused, or there is no answer after all attempts.
+            ORSError: the server refused the request, or there is no response after all attempts.
         """
         retry = _Retry(self._starting_seconds)
-        headers = self.headers(session, secret=path == "/create")
+        headers = self.headers(session_id, secret=path == "/create")
         data = b"" if body is None else msgspec.json.encode(body)
         while True:
             again, lost, problem = True, True, None
-            retry.pause_as_told = None
+            retry.retry_after = None
             with anyio.move_on_after(_ANSWER_SECONDS):
                 try:
-                    async with self._pool().open(method, self.url + path, headers, data) as answer:
-                        payload = await answer.read()
-                    if answer.status < 300 or (retry.lost and answer.status == done):
+                    async with self._pool().open(method, self.url + path, headers, data) as response:
+                        payload = await response.read()
+                    if response.status < 300 or (retry.lost and response.status == done):
                         return payload
-                    problem, lost = self._refusal(f"{method} {self._shown}{path}", answer.status, payload), False
-                    again = answer.status in _RETRIED
-                    retry.told(answer)
+                    problem, lost = self._refusal(f"{method} {self._shown}{path}", response.status, payload), False
+                    again = response.status in _RETRIED
+                    retry.read_headers(response)
                 except EndpointUnavailable as error:
-                    problem, lost = ORSError(self._plain(str(error))), isinstance(error, ConnectionLost)
+                    problem, lost = ORSError(self._redacted(str(error))), isinstance(error, ConnectionLost)
             retry.lost = retry.lost or lost
             if not again or not await retry.pause():
                 raise problem or ORSError(f"{method} {self._shown}{path}: no answer within {_ANSWER_SECONDS:g} s")
 
-    async def stream(self, path: str, body: dict[str, Any], session: str) -> str:
-        """One request whose answer is streamed; where the stream breaks, it is resumed and never sent anew.
+    async def stream(self, path: str, body: dict[str, Any], session_id: str) -> str:
+        """Send a request with a streamed response; return its result. A broken stream is resumed, never sent again.
 
         Raises:
-            ORSError: it was refused, what it started raised, or it cannot be resumed.
+            ORSError: the server refused the request, the call raised, or the stream cannot be resumed.
         """
         retry = _Retry(self._starting_seconds)
         what = f"POST {self._shown}{path}"
-        headers = {**self.headers(session), "Accept": "text/event-stream"}
+        headers = {**self.headers(session_id), "Accept": "text/event-stream"}
         run = _Run()
         while True:
             sent = msgspec.json.encode(body if run.task_id is None else {**body, "task_id": run.task_id})
             again, problem = False, None
-            retry.pause_as_told = None
-            with anyio.move_on_after(_ANSWER_SECONDS) as patience:
+            retry.retry_after = None
+            with anyio.move_on_after(_ANSWER_SECONDS) as scope:
                 try:
-                    async with self._pool().open("POST", self.url + path, headers, sent) as answer:
-                        if answer.status == 200:
-                            await self._follow(answer, run, retry, patience)
-                            problem = ORSError(f"{what}: the stream ended before its end")
+                    async with self._pool().open("POST", self.url + path, headers, sent) as response:
+                        if response.status == 200:
+                            await self._follow(response, run, retry, scope)
+                            problem = ORSError(f"{what}: the stream ended without a result")
                         else:
-                            problem = self._refusal(what, answer.status, await answer.read())
-                            retry.told(answer)
-                            again = answer.status in _RETRIED and retry.starting
+                            problem = self._refusal(what, response.status, await response.read())
+                            retry.read_headers(response)
+                            again = response.status in _RETRIED and retry.starting
                 except EndpointUnavailable as error:
-                    problem, again = ORSError(self._plain(str(error))), isinstance(error, ConnectFailed)
+                    problem, again = ORSError(self._redacted(str(error))), isinstance(error, ConnectFailed)
             if run.result is not None:
                 return run.result
             resumes = run.task_id is not None and (problem is None or problem.status in (None, *_RETRIED))
             if not (again or resumes) or not await retry.pause():
-                raise problem or ORSError(f"{what}: it fell silent")
+                raise problem or ORSError(f"{what}: the stream timed out")
 
-    async def _follow(self, answer: Response, run: _Run, retry: _Retry, patience: anyio.CancelScope) -> None:
-        """Read a stream to its end; what comes after the result is none of it."""
+    async def _follow(self, response: Response, run: _Run, retry: _Retry, scope: anyio.CancelScope) -> None:
+        """Read a stream to its end; bytes after the result are ignored."""
         parts: list[str] = []
         events = Events()
-        while more := await answer.read_chunk():
+        while more := await response.read_chunk():
             now = anyio.current_time()
-            if patience.deadline < now + _SILENCE:  # setting it costs as much as reading
-                patience.deadline = now + 2 * _SILENCE
+            if scope.deadline < now + _SILENCE:  # not on each chunk: setting it costs as much as reading
+                scope.deadline = now + 2 * _SILENCE
             for event, text in events.feed(more):
                 if event == "task_id":
                     run.task_id, retry.failures = text.strip(), 0
                 elif event == "error":
-                    raise ORSError(self._said(text or "an error without words"))
+                    raise ORSError(self._error_text(text or "an error without a message"))
                 elif event == "chunk":
                     parts.append(text)
                 elif event == "end":
                     run.result = "".join((*parts, text))
-                    patience.deadline = now + _LAST_BYTES
-                    while await answer.read_chunk():
+                    scope.deadline = now + _LAST_BYTES
+                    while await response.read_chunk():
                         pass
                     return
 
-    def headers(self, session: str | None, *, secret: bool = False) -> dict[str, str]:
-        """What goes with a request; secrets with the one that makes an environment only."""
+    def headers(self, session_id: str | None, *, secret: bool = False) -> dict[str, str]:
+        """The headers of a request; ``secret`` adds the secrets, which only the creation of an environment needs."""
         headers = {"Content-Type": "application/json"}
-        if session is not None:
-            headers["X-Session-ID"] = session
+        if session_id is not None:
+            headers["X-Session-ID"] = session_id
         if self._api_key:
             headers["X-API-Key"] = self._api_key
         if self.deployment:
@@ -195,10 +186,10 @@ class Connection:
             detail = detail.get("detail", detail) if isinstance(detail, dict) else detail
         except (msgspec.DecodeError, ValueError):
             detail = payload[:400].decode(errors="replace")
-        return ORSError(f"{what}: status {status}: {self._said(str(detail))}", status=status)
+        return ORSError(f"{what}: status {status}: {self._error_text(str(detail))}", status=status)
 
-    def _plain(self, text: str) -> str:
-        """Words without our secrets."""
+    def _redacted(self, text: str) -> str:
+        """Replace secrets and the API key by ``***``."""
         for secret in self._secrets.values():
             value = secret if isinstance(secret, str) else secret[0]
             text = text.replace(value, "***") if value else text
@@ -206,10 +197,10 @@ class Connection:
             text = text.replace(self._api_key, "***")
         return text
 
-    def _said(self, words: str) -> str:
-        """What a server complains of, and what may be the reason."""
+    def _error_text(self, text: str) -> str:
+        """A server's error message without secrets, with the names of missing secrets as a possible cause."""
         missing = ", ".join(self._missing)
-        return self._plain(words)[:1000] + (f" (secrets without a value, so not sent: {missing})" if missing else "")
+        return self._redacted(text)[:1000] + (f" (secrets without a value, so not sent: {missing})" if missing else "")
 
     def _pool(self) -> HttpClient:
         loop = asyncio.get_running_loop()
@@ -218,40 +209,41 @@ class Connection:
         return self._pools[loop]
 
     async def aclose(self) -> None:
-        """Close this event loop's connections; they close with the loop otherwise."""
+        """Close this event loop's connections; otherwise they close with the loop."""
         await self._pool().aclose()
 
 
 @attrs.define
 class _Run:
-    """A call that a server runs."""
+    """A call that runs on the server."""
 
     task_id: str | None = None
-    """The number that it gave it, to be resumed by."""
+    """The id from the server by which the call is resumed."""
     result: str | None = None
 
 
 @attrs.define
 class _Retry:
-    """How often something was tried, and when it is given up."""
+    """Retry state of one request."""
 
     starting_seconds: float
     failures: int = 0
     lost: bool = False
-    """Whether an attempt may have arrived without an answer."""
+    """An attempt may have arrived, but its response was lost."""
     starting: bool = False
-    """The server's last word was that it is starting."""
-    pause_as_told: float | None = None
+    """The last response reported that the server is starting."""
+    retry_after: float | None = None
+    """Seconds, from the header ``Retry-After`` of the last response."""
     began: float = attrs.field(factory=time.monotonic)
 
-    def told(self, answer: Response) -> None:
-        """What a refusal says of another attempt."""
-        self.starting = answer.headers.get("X-Backend-State") == "starting"
-        after = answer.headers.get("Retry-After", "").strip()
-        self.pause_as_told = float(after) if after.isdigit() else None
+    def read_headers(self, response: Response) -> None:
+        """Read ``X-Backend-State`` and ``Retry-After``."""
+        self.starting = response.headers.get("X-Backend-State") == "starting"
+        after = response.headers.get("Retry-After", "").strip()
+        self.retry_after = float(after) if after.isdigit() else None
 
     async def pause(self) -> bool:
-        """Wait for the next attempt; ``False`` when there is to be none."""
+        """Wait before the next attempt; return ``False`` if there are no attempts left."""
         if self.starting:
             if time.monotonic() - self.began >= self.starting_seconds:
                 return False
@@ -259,7 +251,7 @@ class _Retry:
             self.failures += 1
             if self.failures >= _ATTEMPTS:
                 return False
-        wanted = 0.25 * 2 ** max(0, self.failures - 1) if self.pause_as_told is None else self.pause_as_told
+        seconds = 0.25 * 2 ** max(0, self.failures - 1) if self.retry_after is None else self.retry_after
         self.starting = False
-        await anyio.sleep(min(wanted, _LONGEST_PAUSE))
+        await anyio.sleep(min(seconds, _LONGEST_PAUSE))
         return True

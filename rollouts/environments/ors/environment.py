@@ -1,9 +1,9 @@
-"""An environment of an ORS server as one of ours.
+"""An environment of an ORS server as an :class:`~rollouts.environments.base.Environment`.
 
-Invariant: one session for each rollout, deleted at its end whatever happened. A call that the server would not run is a
-message to the model; a tool that raised, a session that is gone and a server that is not there end the rollout.
+Invariant: one session for each rollout, always deleted at its end. A call that the server refused is a message to the
+model; a tool that raised, a lost session and an unreachable server end the rollout.
 
-It sees messages; secrets and session numbers stay in the modules beside it.
+This module sees messages, never a secret or a session id.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ __all__ = ["CONTINUES", "CallRecord", "ORSEnvironment"]
 
 NUDGE = "There was no tool call in that. Go on with one of the tools."
 CONTINUES = "continues"
-"""Key of an output's metadata: the episode goes on after the reply that the terminal tool was given. Only servers of
-this package set it; in the standard a reply without calls is the last."""
+"""Metadata key of an output: the episode continues after a call of the terminal tool. Only servers of this package set
+it; in the standard a reply without calls is the last."""
 
 
 @attrs.frozen
 class CallRecord:
-    """One call that was made."""
+    """One call and its result."""
 
     id: str
     name: str
     text: str
-    """What the model is told."""
+    """The content of the tool message."""
     reward: float | None
     finished: bool
     failed: bool
-    """The server would not run it."""
+    """The server refused the call."""
     metadata: Any
 
 
 class ORSEnvironment:
-    """One task of an ORS server; which one stands in the prompt's metadata (``task_spec``, or ``split`` and ``index``).
+    """One task of an ORS server, named by the prompt's metadata (``task_spec``, or ``split`` and ``index``).
 
     Each call's reward is a step reward. A reply without calls goes to the environment's terminal tool and ends the
-    episode; where there is none, the model is told to use its tools.
+    episode. Without a terminal tool, the model gets ``nudge`` as a user message.
 
     Args:
-        server: where it runs; shared by all rollouts.
-        nudge: what a reply without calls is answered with where there is no terminal tool.
+        server: the environment's server, shared by all rollouts.
+        nudge: the answer to a reply without calls if there is no terminal tool.
     """
 
     def __init__(self, server: ORSServer, *, nudge: str = NUDGE) -> None:
@@ -59,7 +59,7 @@ class ORSEnvironment:
         self.calls: list[CallRecord] = []
         """Every call so far, in order."""
         self.finished = False
-        """Whether the environment itself has said that the episode is over."""
+        """Whether the environment reported the end of the episode."""
         self._session: ORSSession | None = None
         self._tools: tuple[Tool, ...] = ()
         self._listing = Listing([])
@@ -99,26 +99,26 @@ class ORSEnvironment:
             return StepResult([Message("user", self.nudge)], metrics={"replies_without_calls": 1})
         arguments = {} if terminal.arg is None else {terminal.arg: reply.content}
         record = await self._call("", terminal.name, arguments)
-        goes_on = record.failed or (isinstance(record.metadata, dict) and record.metadata.get(CONTINUES) is True)
-        self.finished = self.finished or not goes_on
+        continues = record.failed or (isinstance(record.metadata, dict) and record.metadata.get(CONTINUES) is True)
+        self.finished = self.finished or not continues
         return self._result([record], [Message("user", record.text)])
 
-    async def _call(self, number: str, name: str, arguments: Any) -> CallRecord:
-        assert self._session is not None, "an environment is started before it is asked"
+    async def _call(self, call_id: str, name: str, arguments: Any) -> CallRecord:
+        assert self._session is not None, "step before start"
         answer = await self._session.call(name, arguments)
-        record = self._record(number, name, answer)
+        record = self._record(call_id, name, answer)
         self.calls.append(record)
         self.finished = self.finished or record.finished
         return record
 
-    def _record(self, number: str, name: str, answer: CallAnswer) -> CallRecord:
+    def _record(self, call_id: str, name: str, answer: CallAnswer) -> CallRecord:
         if answer.ok and answer.output is not None:
             text, hidden = text_of(answer.output.blocks)
             self._hidden += hidden
             output = answer.output
-            return CallRecord(number, name, text, output.reward, output.finished, False, output.metadata)
+            return CallRecord(call_id, name, text, output.reward, output.finished, False, output.metadata)
         over = answer.reason == "episode_finished"
-        return CallRecord(number, name, f"Error: {answer.error}", None, over, True, {"reason": answer.reason})
+        return CallRecord(call_id, name, f"Error: {answer.error}", None, over, True, {"reason": answer.reason})
 
     def _result(self, records: Sequence[CallRecord], messages: Sequence[Message]) -> StepResult:
         rewards = tuple(record.reward for record in records if record.reward is not None)

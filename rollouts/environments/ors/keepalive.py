@@ -1,8 +1,8 @@
-"""Signs of life for sessions that are waiting for their model: a server takes those that are silent for dead.
+"""Keep-alive pings for sessions that wait for their model; servers close silent sessions.
 
-Invariant: while a session is listed here, its server hears of it at least every ``EVERY`` seconds, however busy the
-event loop of the rollouts is: the signs are sent from a thread of their own, which ends when no session is left. What
-comes of a sign is not looked at; the next request of the session will find out.
+Invariant: each listed session sends a request at least every ``EVERY`` seconds. Pings come from a thread of their own,
+so a busy event loop does not delay them; the thread ends with the last session. The result of a ping is ignored: the
+next request of the session will report an error.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["EVERY", "KeepAlive", "Listed"]
 
 EVERY = 10.0
 _SECONDS = 10.0
-"""Deadline of one sign."""
+"""Deadline of one ping."""
 
 
 @attrs.define(eq=False)
 class Listed:
-    """A session that is to be kept alive."""
+    """A session to keep alive."""
 
     url: str
     headers: Mapping[str, str] = attrs.field(repr=False)
     every: float = EVERY
     heard: float = attrs.field(factory=time.monotonic)
-    """When it was last asked for anything, which is a sign of life too."""
+    """Time of the session's last request or ping."""
 
 
 class KeepAlive:
-    """The sessions of a process, and the thread that speaks for them."""
+    """The sessions of a process, and the thread that pings them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class KeepAlive:
         return self._thread is not None
 
     def add(self, session: Listed) -> None:
-        """Keep a session alive from now on."""
+        """Start to ping a session."""
         with self._lock:
             self._listed.add(session)
             if self._thread is None:
@@ -60,12 +60,12 @@ class KeepAlive:
                 self._thread.start()
 
     def discard(self, session: Listed) -> None:
-        """Let it go."""
+        """Stop pinging a session."""
         with self._lock:
             self._listed.discard(session)
 
     async def _rounds(self) -> None:
-        transport = HttpClient(connect_seconds=5.0)
+        client = HttpClient(connect_seconds=5.0)
         try:
             while True:
                 with self._lock:
@@ -75,15 +75,15 @@ class KeepAlive:
                     listed = list(self._listed)
                 await anyio.sleep(min(session.every for session in listed) / 10)
                 now = time.monotonic()
-                async with anyio.create_task_group() as signs:
+                async with anyio.create_task_group() as tasks:
                     for session in listed:
                         if now - session.heard >= 0.9 * session.every:
-                            signs.start_soon(_sign, transport, session)
+                            tasks.start_soon(_ping, client, session)
         finally:
-            await transport.aclose()
+            await client.aclose()
 
 
-async def _sign(transport: HttpClient, session: Listed) -> None:
+async def _ping(client: HttpClient, session: Listed) -> None:
     session.heard = time.monotonic()
     with anyio.move_on_after(_SECONDS), contextlib.suppress(EndpointUnavailable):
-        await transport.post(session.url, b"", session.headers)
+        await client.post(session.url, b"", session.headers)

@@ -1,7 +1,7 @@
-"""A group's rewards from the environment itself, which compares the rollouts of one task.
+"""Group rewards from the environment, which compares the rollouts of one task.
 
-Invariant: one number for each rollout, in order, or an error; never a made-up score. It reads of a sample only its
-conversation and its task.
+Invariant: one score for each rollout, in order, or an error; there is no default score. It reads only the messages and
+the metadata of a sample.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLAIN = ("text", "image")
 
 
 class Conversation(Protocol):
-    """What is read of a sample."""
+    """The fields of a sample that are read."""
 
     messages: list[dict[str, Any]]
     metadata: Any
@@ -29,7 +29,7 @@ class GroupScore:
     """``score_group`` of an ORS environment as a ``reward_fn`` for ``RolloutConfig(group_rm=True)``.
 
     Args:
-        server: where the environment is; the task stands in the samples' metadata.
+        server: the environment's server; the samples' metadata identifies the task.
     """
 
     def __init__(self, server: ORSServer) -> None:
@@ -39,7 +39,7 @@ class GroupScore:
         """The scores of a group.
 
         Raises:
-            ORSError: the environment does not score groups, or fails to.
+            ORSError: the environment does not score groups, or scoring failed.
         """
         first: Mapping[str, Any] = samples[0].metadata
         session = await self.server.session(ORSTask.of(Prompt("", metadata=first)))
@@ -54,6 +54,6 @@ class GroupScore:
 
 
 def _replies(messages: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> list[dict[str, Any]]:
-    """What came of the prompt: from the first reply on."""
-    first = next((place for place, chat in enumerate(messages) if chat["role"] == "assistant"), len(messages))
+    """The messages from the first reply on, without the prompt."""
+    first = next((index for index, chat in enumerate(messages) if chat["role"] == "assistant"), len(messages))
     return blocks_of(messages[first:], allowed)

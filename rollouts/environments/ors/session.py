@@ -1,7 +1,7 @@
-"""One environment on an ORS server, from its creation to its deletion.
+"""One session on an ORS server, from its creation to its deletion.
 
-Invariant: it is deleted by whoever made it, also where its creation was given up half way; until then its server hears
-of it, however long the model thinks. A call runs once, or nobody knows and that is an error.
+Invariant: :meth:`ORSSession.close` deletes the session, also after a cancelled creation. Until then it is kept alive,
+however long the model takes. A call runs once; if that is not certain, it raises.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rollouts.environments.ors.wire import (
     text_of,
 )
 
-__all__ = ["ORSSession", "forget", "new_session_id"]
+__all__ = ["ORSSession", "create_session_id", "delete_session_id"]
 
 _KEEP_ALIVE = KeepAlive()
 
 
-async def new_session_id(connection: Connection) -> str:
-    """The number of a new session: ours, or in a cloud the server's."""
+async def create_session_id(connection: Connection) -> str:
+    """Return a new session id: a random one, or one that the cloud creates."""
     if not connection.has_key:
         return uuid.uuid4().hex
-    events = Events().feed(await connection.ask("POST", "/create_session", {}))
-    number = next((text.strip() for event, text in events if event == "task_id"), None)
-    if not number:
-        raise ORSError("POST /create_session: no session number came")
-    return number
+    events = Events().feed(await connection.request("POST", "/create_session", {}))
+    session_id = next((text.strip() for event, text in events if event == "task_id"), None)
+    if not session_id:
+        raise ORSError("POST /create_session: the response has no session id")
+    return session_id
 
 
-async def forget(connection: Connection, number: str) -> None:
-    """Give a cloud's session number back."""
+async def delete_session_id(connection: Connection, session_id: str) -> None:
+    """Delete a session id that a cloud created."""
     if connection.has_key:
-        await connection.ask("POST", "/delete_session", session=number)
+        await connection.request("POST", "/delete_session", session_id=session_id)
 
 
 class ORSSession:
@@ -53,45 +53,45 @@ class ORSSession:
 
     Args:
         connection: to the server.
-        environment: which of its environments.
-        ping_seconds: how often it gives a sign of life.
+        environment: the environment's name.
+        ping_seconds: interval of keep-alive pings.
     """
 
     def __init__(self, connection: Connection, environment: str, ping_seconds: float) -> None:
         self.environment = environment
         self._connection = connection
         self._ping_seconds = ping_seconds
-        self._number: str | None = None
+        self._id: str | None = None
         self._listed: Listed | None = None
 
     def __repr__(self) -> str:
-        return f"<ORSSession {self._number} over {self._connection!r}>"
+        return f"<ORSSession {self._id} over {self._connection!r}>"
 
     async def create(self, task: Mapping[str, Any]) -> None:
-        """Make the environment for a task, as fields of the wire; its setup goes on when this returns."""
+        """Create the environment for a task (fields of the wire format). Its setup continues on the server."""
         connection = self._connection
-        self._number = number = await new_session_id(connection)
+        self._id = session_id = await create_session_id(connection)
         body = {"env_name": self.environment, **task}
-        await connection.ask("POST", "/create", body, session=number, done=400)
-        self._listed = Listed(f"{connection.url}/ping", connection.headers(number), self._ping_seconds)
+        await connection.request("POST", "/create", body, session_id=session_id, done=400)
+        self._listed = Listed(f"{connection.url}/ping", connection.headers(session_id), self._ping_seconds)
         _KEEP_ALIVE.add(self._listed)
 
     async def listing(self) -> Listing:
-        """The tools, those of this task among them."""
-        return read(Listing, await self._ask("/task_tools"), "tools")
+        """The tools of the environment and of this task."""
+        return read(Listing, await self._get("/task_tools"), "tools")
 
     async def opening(self, listing: Listing) -> tuple[list[Message], int]:
-        """The messages of the prompt, and how many blocks in it cannot be shown."""
+        """The messages of the prompt, and the number of its blocks that are not text."""
         if listing.message_block_types is not None:
-            return messages_of(await self._ask("/messages"), "messages")
-        text, hidden = text_of(read(list[Block], await self._ask("/prompt"), "prompt"))
+            return messages_of(await self._get("/messages"), "messages")
+        text, hidden = text_of(read(list[Block], await self._get("/prompt"), "prompt"))
         return [Message("user", text)], hidden
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         """Run a tool once.
 
         Raises:
-            ORSError: the tool raised, or nobody knows what became of it.
+            ORSError: the tool raised, or its outcome is unknown.
         """
         what = f"tool {name!r}"
         try:
@@ -101,10 +101,10 @@ class ORSSession:
         return read(CallAnswer, text, what)
 
     async def score_group(self, candidates: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
-        """A reward for each candidate, given as messages of the standard; the environment compares them.
+        """Return a reward for each candidate (messages of the standard); the environment compares them.
 
         Raises:
-            ORSError: it cannot, it failed, or the number of scores is another.
+            ORSError: scoring failed, is not supported, or returned the wrong number of scores.
         """
         body = {"candidates": [{"messages": list(messages)} for messages in candidates]}
         text = await self._stream("/score_group", body)
@@ -117,22 +117,22 @@ class ORSSession:
         """Delete the environment."""
         if self._listed is not None:
             _KEEP_ALIVE.discard(self._listed)
-        if self._number is not None:
-            number, self._number = self._number, None
+        if self._id is not None:
+            session_id, self._id = self._id, None
             try:
-                await self._connection.ask("POST", "/delete", session=number)
+                await self._connection.request("POST", "/delete", session_id=session_id)
             finally:
-                await forget(self._connection, number)
+                await delete_session_id(self._connection, session_id)
 
-    async def _ask(self, path: str) -> bytes:
-        self._alive()
-        return await self._connection.ask("GET", f"/{self.environment}{path}", session=self._number)
+    async def _get(self, path: str) -> bytes:
+        self._mark_active()
+        return await self._connection.request("GET", f"/{self.environment}{path}", session_id=self._id)
 
     async def _stream(self, path: str, body: dict[str, Any]) -> str:
-        self._alive()
-        assert self._number is not None, "a session is used between its creation and its end"
-        return await self._connection.stream(f"/{self.environment}{path}", body, self._number)
+        self._mark_active()
+        assert self._id is not None, "the session is not created or is closed"
+        return await self._connection.stream(f"/{self.environment}{path}", body, self._id)
 
-    def _alive(self) -> None:
+    def _mark_active(self) -> None:
         if self._listed is not None:
             self._listed.heard = time.monotonic()

@@ -1,7 +1,7 @@
-"""What goes over the wire of the Open Reward Standard, as typed values.
+"""The wire format of the Open Reward Standard, as typed values.
 
-Invariant: whatever bytes a server sends become one of these values or an :class:`ORSError` that says what was wrong
-with them. This module does no I/O.
+Invariant: any bytes from a server become one of these values, or an :class:`ORSError` that names the problem. This
+module does no I/O.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = [
 
 
 class ORSError(Exception):
-    """An ORS server did not do what was asked: not there, refused, or its environment broke."""
+    """A request to an ORS server failed: it is unreachable, it refused the request, or its environment raised."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
-        """The HTTP status, where there was an answer."""
+        """The HTTP status; ``None`` without a response."""
 
 
 class Block(msgspec.Struct):
-    """A piece of a prompt or of a tool's output."""
+    """A part of a prompt or of a tool's output."""
 
     type: str
     text: str = ""
@@ -49,14 +49,14 @@ class Block(msgspec.Struct):
 
 
 class WireMessage(msgspec.Struct):
-    """A turn of a prompt."""
+    """One message of a prompt."""
 
     role: str
     blocks: list[dict[str, Any]]
 
 
 class Output(msgspec.Struct):
-    """What a tool gave back."""
+    """The output of a tool."""
 
     blocks: list[Block]
     reward: float | None = None
@@ -65,7 +65,7 @@ class Output(msgspec.Struct):
 
 
 class CallAnswer(msgspec.Struct):
-    """The end of a tool call: its output, or why it was not run."""
+    """The result of a tool call: its output, or why the server refused it."""
 
     ok: bool
     output: Output | None = None
@@ -83,10 +83,10 @@ class Listing(msgspec.Struct):
 
     tools: list[dict[str, Any]]
     terminal_tool: _Terminal | None = None
-    """Ends the episode with the text of a reply without calls; the model does not see it."""
+    """The tool that receives a reply without calls and ends the episode; the model does not see it."""
     supports_score_group: bool | None = None
     message_block_types: list[str] | None = None
-    """Kinds of blocks in messages; absent where there are no messages but only a prompt."""
+    """Types of blocks in messages; ``None`` if the server has a prompt but no messages."""
 
 
 class _Score(msgspec.Struct):
@@ -106,16 +106,16 @@ def read(kind: type[Read], payload: bytes | str, what: str) -> Read:
     """Decode JSON into a type.
 
     Raises:
-        ORSError: it is something else.
+        ORSError: the payload does not have this type.
     """
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ORSError(f"{what}: the answer is not what the standard says ({error})") from None
+        raise ORSError(f"{what}: the response does not follow the standard ({error})") from None
 
 
 def text_of(blocks: Sequence[Block]) -> tuple[str, int]:
-    """The text of blocks, and how many were none: the model is told of those in words."""
+    """The text of blocks, and the number of blocks that are not text; the text describes those."""
     texts = [
         block.text if block.type == "text" else f"({block.type} that cannot be shown here: {block.mimeType or '?'})"
         for block in blocks
@@ -124,8 +124,8 @@ def text_of(blocks: Sequence[Block]) -> tuple[str, int]:
 
 
 def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> list[dict[str, Any]]:
-    """Chat dicts as messages of the standard, where results of tools are a user's; without what is not allowed."""
-    made: list[dict[str, Any]] = []
+    """Chat dicts as messages of the standard; tool results become user messages. Drops types that are not allowed."""
+    converted: list[dict[str, Any]] = []
     for chat in messages:
         text = chat.get("content") or ""
         blocks: list[dict[str, Any]] = []
@@ -145,17 +145,17 @@ def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> 
             )
         blocks = [block for block in blocks if block["type"] in allowed]
         if blocks:
-            made.append({"role": role, "blocks": blocks})
-    return made
+            converted.append({"role": role, "blocks": blocks})
+    return converted
 
 
 def messages_of(payload: bytes, what: str) -> tuple[list[Message], int]:
-    """The messages of a prompt, and how many blocks could not be shown. Results of tools become messages of their own.
+    """The messages of a prompt, and the number of blocks that are not text. Tool results become messages of their own.
 
     Raises:
-        ORSError: they are no messages.
+        ORSError: the payload is not a list of messages.
     """
-    made: list[Message] = []
+    messages: list[Message] = []
     hidden = 0
     for entry in read(list[WireMessage], payload, what):
         texts: list[Block] = []
@@ -172,26 +172,26 @@ def messages_of(payload: bytes, what: str) -> tuple[list[Message], int]:
                 inner = _blocks(block.get("blocks"), what)
                 text, missing = text_of(inner)
                 hidden += missing
-                made.append(Message("tool", text, tool_call_id=block.get("tool_call_id")))
+                messages.append(Message("tool", text, tool_call_id=block.get("tool_call_id")))
             else:
                 texts += _blocks([block], what)
         text, missing = text_of(texts)
         hidden += missing
         if text or calls or reasoning:
             chat = {"role": entry.role, "content": text, "tool_calls": calls}
-            made.append(Message.from_chat({**chat, "reasoning_content": "".join(reasoning) or None}))
-    return made, hidden
+            messages.append(Message.from_chat({**chat, "reasoning_content": "".join(reasoning) or None}))
+    return messages, hidden
 
 
 def _blocks(value: Any, what: str) -> list[Block]:
     try:
         return msgspec.convert(value, list[Block])
     except msgspec.ValidationError as error:
-        raise ORSError(f"{what}: the answer is not what the standard says ({error})") from None
+        raise ORSError(f"{what}: the response does not follow the standard ({error})") from None
 
 
 def tools_of(listing: Listing) -> tuple[Tool, ...]:
-    """The tools that the model is told of.
+    """The tools shown to the model.
 
     Raises:
         ORSError: a tool's input schema is not a JSON schema of an object; the message names the tool.
@@ -213,7 +213,7 @@ def _tool(entry: Mapping[str, Any]) -> Tool:
 
 
 def _problem(schema: Any) -> str | None:
-    """What is wrong with an object schema, as far as a template or a parser looks at it."""
+    """Describe what is wrong with an object schema; checks only what templates and parsers read."""
     if not isinstance(schema, Mapping):
         return f"is {schema!r}"
     if schema.get("type", "object") != "object":
@@ -231,7 +231,7 @@ def _problem(schema: Any) -> str | None:
 
 
 class Events:
-    """Reads server-sent events from bytes as they come."""
+    """Incremental parser of server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -239,27 +239,27 @@ class Events:
         self._data: list[str] = []
 
     def feed(self, more: bytes) -> list[tuple[str, str]]:
-        """The events that are complete now, as name and data."""
+        """Feed bytes; return the events that are now complete, as (name, data)."""
         *lines, self._rest = (self._rest + more).split(b"\n")
-        found = []
+        events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if not line:
                 if self._event:
-                    found.append((self._event, "\n".join(self._data)))
+                    events.append((self._event, "\n".join(self._data)))
                 self._event, self._data = "", []
                 continue
             name, _, value = line.partition(b":")
-            value = value.removeprefix(b" ")  # one space belongs to the format, further ones to the data
+            value = value.removeprefix(b" ")  # one space is format, further ones are data
             if name == b"event":
                 self._event = value.decode(errors="replace")
             elif name == b"data":
                 self._data.append(value.decode(errors="replace"))
-        return found
+        return events
 
 
 Secret = str | tuple[str, Sequence[str]]
-"""A value, or a value and the hosts that it may be sent to."""
+"""A value, or a value and its allowed hosts."""
 
 _HOSTS: Mapping[str, tuple[str, ...]] = {
     "openai_api_key": ("api.openai.com",),
@@ -269,11 +269,11 @@ _HOSTS: Mapping[str, tuple[str, ...]] = {
     "tavily_api_key": ("api.tavily.com",),
     "hf_token": ("huggingface.co", "api-inference.huggingface.co"),
 }
-"""Where the keys of well-known services may go; a cloud that holds environments asks for it."""
+"""Allowed hosts of the keys of well-known services; clouds require them."""
 
 
 def secrets_header(secrets: Mapping[str, Secret]) -> str:
-    """The header that carries secrets."""
+    """The value of the header ``X-Secrets``: base64 of JSON."""
     payload = {}
     for name, secret in secrets.items():
         value, hosts = (secret, _HOSTS.get(name.lower(), ())) if isinstance(secret, str) else secret

@@ -1,1 +1,1 @@
-"""What runs untrusted code in a process of its own: launcher, supervisor, child, and the system calls that they use."""
+"""The sandbox for untrusted code: launcher, supervisor, child process, and the system calls that they use."""

@@ -1,11 +1,11 @@
-"""The inside: what the warden's child does to itself before it becomes the program that is not trusted.
+"""The child of the supervisor: it confines itself, then becomes the untrusted program.
 
-Invariant: each step is taken before the program begins, in the process that the program will be or descend from; a step
-that fails is told to the warden, and the program does not begin. In namespaces the program sees a file system of its
-own, with the interpreter and the system's libraries read-only and one folder of memory to write to.
+Invariant: each step runs before the program starts, in the program's own process or an ancestor. A step that fails is
+reported to the supervisor, and the program does not start. In namespaces the program sees its own file system: the
+interpreter and the system libraries are read-only, and one in-memory folder is writable.
 
-The chain is warden, gate (enters the namespaces), init (their process 1; builds the file system, gives up privileges,
-waits), program. Without namespaces the gate is its own init.
+The process chain is supervisor, gate (enters the namespaces), init (process 1 of the namespaces; builds the file
+system, drops privileges, waits), program. Without namespaces the gate is also init.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rollouts.environments.sandbox import kernel, seccomp
 __all__ = ["INNER_USER", "SYSTEM", "enter", "outer_user"]
 
 INNER_USER = 1000
-"""Who the program is, as it sees itself in its namespace."""
-NOBODY = 65534
-"""Who it is outside, where the warden is root."""
+"""User id of the program inside its namespace."""
+_OVERFLOW_USER = 65534
+"""User id of the program outside, if the supervisor is root; an account without rights."""
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/nix/store")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
@@ -47,8 +47,8 @@ exec(compile(open("main.py", "rb").read(), "main.py", "exec"))
 
 
 def outer_user() -> int:
-    """The user outside that the program runs as: never root where root can become somebody else."""
-    return os.geteuid() or NOBODY
+    """User id of the program outside its namespace: not root if the supervisor is root."""
+    return os.geteuid() or _OVERFLOW_USER
 
 
 def enter(
@@ -58,15 +58,15 @@ def enter(
     streams: tuple[int, int, int],
     status: int,
     go: int,
-    not_ours: Sequence[int],
+    supervisor_fds: Sequence[int],
 ) -> None:
-    """Become the program, without the descriptors that are the warden's. Never returns."""
+    """Close the supervisor's descriptors and become the program. Never returns."""
     try:
-        for number in not_ours:
+        for number in supervisor_fds:
             os.close(number)
         _enter(request, folder, code, streams, status, go)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the warden must hear of it
-        _tell(status, broken=f"{type(error).__name__}: {error}")
+    except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
+        _report(status, broken=f"{type(error).__name__}: {error}")
     os._exit(1)
 
 
@@ -80,9 +80,9 @@ def _enter(
     if request["namespaces"]:
         kernel.die_with_parent()
         kernel.unshare(kernel.NAMESPACES)
-        _tell(status, unshared=os.getpid())
+        _report(status, unshared=os.getpid())
         if os.read(go, 1) != b"g":
-            raise OSError("the warden did not let it go on")
+            raise OSError("the supervisor did not map the users of the namespace")
         init = os.fork()
         if init:
             os.close(status)
@@ -106,7 +106,7 @@ def _enter(
         rules = kernel.Landlock()
         rules.allow([*SYSTEM, *_SYSTEM_FILES, *request["readable"]], write=False)
         rules.allow([*_DEVICES, folder], write=True)
-        rules.close_the_door()
+        rules.enforce()
         mechanisms.append("landlock")
     if os.geteuid() != 0 or request["namespaces"]:
         mechanisms.append("user")
@@ -126,30 +126,30 @@ def _give_up_privileges(user: int, go: int) -> None:
     hung_up = select.poll()
     hung_up.register(go, select.POLLHUP)
     if hung_up.poll(0):
-        os._exit(1)  # the warden ended before the kernel knew our wish
+        os._exit(1)  # the supervisor ended before die_with_parent took effect
     os.close(go)
 
 
 def _plain_user(request: dict[str, Any], folder: str) -> int:
-    """Nobody where we are root and nobody can run the interpreter; otherwise who we are."""
+    """The user id without namespaces: 65534 if we are root and that user can run the interpreter, else our own."""
     if os.geteuid() != 0:
         return os.getuid()
     try:
-        os.seteuid(NOBODY)
+        os.seteuid(_OVERFLOW_USER)
     except OSError:
         return 0
     can = all(os.access(path, os.R_OK, effective_ids=True) for path in [*request["readable"], request["python"]])
     os.seteuid(0)
     if can:
-        os.chown(folder, NOBODY, NOBODY)
-    return NOBODY if can else 0
+        os.chown(folder, _OVERFLOW_USER, _OVERFLOW_USER)
+    return _OVERFLOW_USER if can else 0
 
 
 # -- the file system --------------------------------------------------------------------------------------------------
 
 
 def _build_root(request: dict[str, Any], folder: str) -> None:
-    """A root of our own: what may be read, bound read-only; devices; and ``/tmp``, of limited size, in memory."""
+    """Build the root: read-only bind mounts of readable paths, devices, and an in-memory ``/tmp`` of limited size."""
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}
     folders = [path for path in SYSTEM if path not in links]
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
@@ -163,28 +163,28 @@ def _build_root(request: dict[str, Any], folder: str) -> None:
     kernel.mount("tmpfs", "/tmp", "tmpfs", limits, f"size={request['disk_bytes']},nr_inodes={inodes},mode=1777")
     os.mkdir("/tmp/work")
     for path in [*folders, *_SYSTEM_FILES, *request["readable"]]:
-        if os.path.exists(f"/old{path}") and not _shown(path):
-            kernel.bind_read_only(f"/old{path}", _place_for(path))
+        if os.path.exists(f"/old{path}") and not _is_mounted(path):
+            kernel.bind_read_only(f"/old{path}", _mount_point(path))
     for path, target in links.items():
         os.symlink(target, path)
     for path in _DEVICES:
-        kernel.bind_read_only(f"/old{path}", _place_for(path), devices=True)
+        kernel.bind_read_only(f"/old{path}", _mount_point(path), devices=True)
     os.symlink("/tmp", "/dev/shm")
     kernel.unmount("/old")
     os.rmdir("/old")
     kernel.read_only("/", recursive=False, devices=True)
 
 
-def _shown(path: str) -> bool:
-    """Whether it is there already, inside something shown before; where it is a mere mount point it is not."""
+def _is_mounted(path: str) -> bool:
+    """Whether an earlier bind mount contains the path; an empty mount point does not count."""
     try:
         return os.path.samefile(path, f"/old{path}")
     except OSError:
         return False
 
 
-def _place_for(path: str) -> str:
-    """An empty file or folder to bind on."""
+def _mount_point(path: str) -> str:
+    """Create an empty file or folder to mount on."""
     if os.path.isdir(f"/old{path}"):
         os.makedirs(path, exist_ok=True)
     else:
@@ -208,13 +208,13 @@ def _become_program(
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         boot = _BOOT.format(folder=folder, paths=request["paths"])
-        _tell(status, begun=mechanisms)
+        _report(status, begun=mechanisms)
         os.set_inheritable(status, False)
-        _close_all_but(status)
+        _close_all_except(status)
         line = [request["python"], "-I", "-S", "-B", "-X", "utf8", "-c", boot]
         os.execve(request["python"], line, environment)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the warden must hear of it
-        _tell(status, broken=f"{type(error).__name__}: {error}")
+    except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
+        _report(status, broken=f"{type(error).__name__}: {error}")
     os._exit(1)
 
 
@@ -230,7 +230,7 @@ def _set_limits(request: dict[str, Any]) -> None:
         "RLIMIT_MSGQUEUE": (0, 0),
     }
     if request["namespaces"]:
-        limits["RLIMIT_NPROC"] = (request["processes"] + 2,) * 2  # beside the gate and init
+        limits["RLIMIT_NPROC"] = (request["processes"] + 2,) * 2  # plus the gate and init
     for name, values in limits.items():
         if hasattr(resource, name):
             kind = getattr(resource, name)
@@ -240,21 +240,21 @@ def _set_limits(request: dict[str, Any]) -> None:
             resource.setrlimit(kind, values)
 
 
-def _close_all_but(kept: int) -> None:
+def _close_all_except(descriptor: int) -> None:
     highest = 1 << 16
-    os.closerange(3, kept)
-    os.closerange(kept + 1, highest)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, highest)
 
 
 def _wait_for(program: int, status: int) -> None:
-    """Reap whatever ends, until the program does; tell how."""
+    """Reap child processes until the program ends; report its exit code and CPU time."""
     while True:
         ended, how = os.wait()
         if ended == program:
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
-            _tell(status, exit=os.waitstatus_to_exitcode(how), cpu=used.ru_utime + used.ru_stime)
+            _report(status, exit=os.waitstatus_to_exitcode(how), cpu=used.ru_utime + used.ru_stime)
             os._exit(0)
 
 
-def _tell(status: int, **what: Any) -> None:
+def _report(status: int, **what: Any) -> None:
     os.write(status, json.dumps(what).encode() + b"\n")

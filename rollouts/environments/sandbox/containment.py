@@ -1,6 +1,6 @@
-"""What a sandbox enforces on this machine and what it does not, as one value: pure words over the warden's report.
+"""What the sandbox enforces on this machine and what it does not, computed from the supervisor's report.
 
-Invariant: every name of :data:`NAMES` is in exactly one of the two columns.
+Invariant: every name of :data:`NAMES` is in exactly one of ``enforced`` and ``not_enforced``.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ NAMES = (
     "environment",
     "descriptors",
 )
-"""What there is to enforce: limits, and the ways out."""
+"""Everything that a sandbox can enforce: resource limits and isolation."""
 
 REQUIRED = ("network", "writing", "reading", "signals", "survivors")
-"""What is required where the caller does not say. Namespaces enforce it, and so do Landlock and seccomp together."""
+"""Required by default. Namespaces enforce all of it; so do Landlock and seccomp together."""
 
 
 @attrs.frozen(repr=False)
 class Containment:
-    """What is enforced, and how; what is not, and why."""
+    """What is enforced and by which mechanism; what is not enforced and why."""
 
     enforced: Mapping[str, str]
     not_enforced: Mapping[str, str]
     mechanisms: Sequence[str]
-    """What of the platform is used: ``namespaces``, ``landlock``, ``seccomp``, ``user``."""
+    """The mechanisms in use, of ``namespaces``, ``landlock``, ``seccomp``, ``user``."""
 
     @property
     def namespaces(self) -> bool:
         return "namespaces" in self.mechanisms
 
     def check(self, require: Collection[str] | Literal["all"]) -> None:
-        """Refuse to go on where something required is not enforced.
+        """Raise if a required name is not enforced.
 
         Raises:
-            ConfigError: it is not, or there is no such name.
+            ConfigError: a required name is not enforced or is unknown.
         """
         names = NAMES if require == "all" else (require,) if isinstance(require, str) else tuple(require)
         missing: dict[str, list[str]] = {}
@@ -65,42 +65,42 @@ class Containment:
             if name in self.not_enforced:
                 missing.setdefault(self.not_enforced[name], []).append(name)
         if missing:
-            lacks = ", ".join(f"{', '.join(held)} ({why})" for why, held in missing.items())
-            given = require if isinstance(require, str) else list(names)
+            lacks = ", ".join(f"{', '.join(group)} ({why})" for why, group in missing.items())
+            got = require if isinstance(require, str) else list(names)
             enforced = [name for name in names if name in self.enforced]
             raise ConfigError(
-                f"require: got {given!r}; this machine does not enforce "
+                f"require: got {got!r}; this machine does not enforce "
                 f"{lacks}; expected one that does, or pass require={enforced!r} to run without"
             )
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {how}" for name, how in self.enforced.items()]
         lines += [f"  {name}: NOT ENFORCED, {why}" for name, why in self.not_enforced.items()]
-        return "\n".join(["Untrusted Python is held like this:", *lines])
+        return "\n".join(["Containment of untrusted Python:", *lines])
 
 
 def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: str = sys.platform) -> Containment:
-    """What follows from the mechanisms that a first run had."""
+    """Derive the containment from the mechanisms that a first run reported."""
     own = "namespaces" in mechanisms
     calls, files, user = ("seccomp" in mechanisms, "landlock" in mechanisms, "user" in mechanisms)
     here = f"no namespaces here ({why_no_namespaces})"
     no_filter = f"{here} and no system call filter"
-    found: dict[str, str | None] = {
+    how_by_name: dict[str, str | None] = {
         "seconds": "everything is killed at the deadline",
         "cpu_seconds": "RLIMIT_CPU, of each process",
         "memory": "RLIMIT_AS, of each process" if platform == "linux" else None,
-        "processes": "RLIMIT_NPROC in a user namespace" if own else "seccomp: none but the first" if calls else None,
+        "processes": "RLIMIT_NPROC in a user namespace" if own else "seccomp: only the first" if calls else None,
         "file_size": "RLIMIT_FSIZE",
         "disk": "a file system in memory, of that size" if own else None,
-        "output": "the warden reads the rest away",
+        "output": "the supervisor discards the rest",
         "network": "a network namespace without a network" if own else "seccomp: no sockets" if calls else None,
         "writing": "a file system of its own" if own else "Landlock and seccomp" if files and calls else None,
         "reading": "a file system of its own" if own else "Landlock" if files else None,
-        "signals": "a process namespace" if own else "seccomp: to itself only" if calls else None,
+        "signals": "a process namespace" if own else "seccomp: only to itself" if calls else None,
         "survivors": "a process namespace" if own else "seccomp: no other process" if calls else None,
         "privileges": "no capability, not root" if user else None,
-        "environment": "it is not handed on",
-        "descriptors": "closed but for the three streams",
+        "environment": "not passed on",
+        "descriptors": "closed except the three streams",
     }
     reasons = {
         "memory": f"{platform} does not limit the address space",
@@ -110,7 +110,7 @@ def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: 
         "privileges": "we are root, and only root can read the interpreter",
     }
     return Containment(
-        {name: how for name, how in found.items() if how is not None},
-        {name: reasons.get(name, no_filter) for name, how in found.items() if how is None},
+        {name: how for name, how in how_by_name.items() if how is not None},
+        {name: reasons.get(name, no_filter) for name, how in how_by_name.items() if how is None},
         tuple(mechanisms),
     )

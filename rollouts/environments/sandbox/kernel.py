@@ -1,7 +1,7 @@
-"""The few words of the Linux kernel that Python's standard library lacks: namespaces, mounts, capabilities, Landlock.
+"""Linux system calls that the standard library lacks: namespaces, mounts, capabilities, Landlock.
 
-Invariant: a call that the kernel refuses raises ``OSError`` with the call's name; nothing is half done in silence.
-Standard library only, as everything in this folder but the launcher. It knows nothing of who calls, and why.
+Invariant: a failed system call raises ``OSError`` with the call's name; no failure is ignored. It uses the standard
+library only, like everything in this folder except the launcher. It does not know what a caller uses it for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MACHINES = {"x86_64": 0, "aarch64": 1}
-"""Machines whose syscall numbers are known, with their column in tables of them."""
+"""Machines with known syscall numbers, and their column in the tables of numbers."""
 
 NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, NEWNS, NEWPID, NEWNET, NEWIPC, NEWUTS."""
@@ -78,17 +78,17 @@ def unshare(flags: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphans among our descendants become our children, so that they can be found."""
+    """Make orphaned descendants our children, so that they can be found."""
     _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Ask for SIGKILL when the parent ends. A change of user takes the wish back, so it comes after."""
+    """Request SIGKILL when the parent ends. A change of user resets this, so call it afterwards."""
     _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, _SIGKILL)
 
 
 def hide_from_tracers() -> None:
-    """Nobody of the same user can trace this process or read its memory."""
+    """Deny other processes of the same user to trace this process or read its memory."""
     _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, 0)
 
 
@@ -97,11 +97,11 @@ def no_new_privileges() -> None:
 
 
 def drop_capabilities(user: int, group: int) -> None:
-    """Become ``user`` without any privilege, for good."""
+    """Become ``user`` and drop all capabilities irrevocably."""
     for capability in range(64):
         try:
             _prctl("PR_CAPBSET_DROP", _PR_CAPBSET_DROP, capability)
-        except OSError:  # not one that this kernel knows, or not ours to drop
+        except OSError:  # unknown to this kernel, or not permitted
             break
     if os.getuid() != user:
         os.setgroups([])
@@ -135,7 +135,7 @@ def pivot_root(root: str, old: str) -> None:
 
 
 def read_only(target: str, *, recursive: bool, devices: bool = False) -> None:
-    """Make a mount read-only, with all that is mounted beneath (Linux 5.12)."""
+    """Make a mount read-only, with ``recursive`` also the mounts below it (Linux 5.12)."""
     attributes = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
     argument = struct.pack("=QQQQ", attributes, 0, 0, 0)
     _syscall(
@@ -150,7 +150,7 @@ def read_only(target: str, *, recursive: bool, devices: bool = False) -> None:
 
 
 def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
-    """Show a file or folder at another place; a device stays as writable as it is."""
+    """Bind-mount a file or folder; a device keeps its access rights."""
     mount(source, target, flags=MS_BIND | MS_REC)
     if not devices:
         read_only(target, recursive=True)
@@ -161,11 +161,11 @@ def bind_read_only(source: str, target: str, *, devices: bool = False) -> None:
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _READ, _FILE = _EXECUTE | _READ_FILE | _READ_DIR, _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | 1 << 15
 _RIGHTS = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}
-"""By version: one past the last right to files that it knows."""
+"""By version: the bit after its last file access right."""
 
 
 def landlock_abi() -> int:
-    """The version of Landlock here; 0 where there is none."""
+    """The Landlock version of this kernel; 0 without Landlock."""
     try:
         return _syscall("landlock_create_ruleset", _number(444, 444), 0, 0, 1)
     except OSError:
@@ -173,28 +173,28 @@ def landlock_abi() -> int:
 
 
 class Landlock:
-    """Rules of which files this process and its children may use; everything not named is refused."""
+    """File access rules for this process and its children; everything not listed is denied."""
 
     def __init__(self) -> None:
         abi = landlock_abi()
         self._all = _RIGHTS[min(abi, 5)] - 1
-        scopes = 3 if abi >= 6 else 0  # abstract sockets and signals stay inside
+        scopes = 3 if abi >= 6 else 0  # abstract sockets and signals
         attributes = struct.pack("=QQQ", self._all, 0, scopes)[: 24 if abi >= 6 else 8]
         self._rules = _syscall("landlock_create_ruleset", _number(444, 444), attributes, len(attributes), 0)
 
     def allow(self, paths: Iterable[str], *, write: bool) -> None:
-        """Let the files at or beneath ``paths`` be read, or used in every way; paths that do not exist are left out."""
+        """Allow reading at or below ``paths``, with ``write`` every access; paths that do not exist are skipped."""
         for path in paths:
             if not os.path.exists(path):
                 continue
-            place = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
+            descriptor = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
             rights = self._all if write else _READ
             rights &= self._all if os.path.isdir(path) else _FILE
-            rule = struct.pack("=Qi", rights & self._all, place)
+            rule = struct.pack("=Qi", rights & self._all, descriptor)
             _syscall("landlock_add_rule", _number(445, 445), self._rules, 1, rule, 0)
-            os.close(place)
+            os.close(descriptor)
 
-    def close_the_door(self) -> None:
-        """From here on the rules hold. Needs :func:`no_new_privileges`."""
+    def enforce(self) -> None:
+        """Enforce the rules from now on. Requires :func:`no_new_privileges`."""
         _syscall("landlock_restrict_self", _number(446, 446), self._rules, 0)
         os.close(self._rules)

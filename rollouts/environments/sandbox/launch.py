@@ -1,9 +1,9 @@
-"""Our side of the sandbox: starts a warden for one program, hands it the request, takes its answer.
+"""The launcher of the sandbox: starts a supervisor for one program, sends the request, reads the answer.
 
-Invariant: the warden inherits no environment variable and, beside its pipes, no descriptor; when our side goes away,
-however it goes, its lifeline is cut. What the warden cannot do is a :class:`SandboxError`, never an answer.
+Invariant: the supervisor inherits no environment variable and no descriptor except its pipes. When this process ends,
+for any reason, the lifeline pipe closes. A failure of the supervisor is a :class:`SandboxError`, never an answer.
 
-It knows no limits' meaning and no messages. Blocking: to be called in a worker thread.
+It does not interpret limits and knows no messages. It blocks: call it in a worker thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _GRACE_SECONDS = 60.0
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; the program's own failures are answers."""
+    """The sandbox itself failed; failures of the program are answers."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the warden tells of one program."""
+    """The supervisor's report on one program."""
 
     broken: str | None
     mechanisms: list[str]
@@ -49,26 +49,26 @@ def run_program(
 
     Args:
         code: Python source.
-        stdin: what it reads.
+        stdin: its standard input.
         paths: folders that it may import from.
-        settings: limits in the warden's words, and ``namespaces``.
+        settings: the fields of ``PythonLimits``, and ``namespaces``.
         lifeline: the reading end of a pipe.
 
     Returns:
-        What became of it, its standard output and its standard error.
+        The report, the standard output and the standard error.
 
     Raises:
-        SandboxError: it could not be run as was asked.
+        SandboxError: the sandbox could not be set up, or the supervisor failed.
     """
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    places = [os.path.realpath(path) for path in paths]
+    folders = [os.path.realpath(path) for path in paths]
     prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)} - {"/"}
     folder = tempfile.mkdtemp(prefix="rollouts-python-")
     request = {
         **settings,
         "python": python,
-        "paths": places,
-        "readable": [python, *sorted(prefixes), *places],
+        "paths": folders,
+        "readable": [python, *sorted(prefixes), *folders],
         "folder": os.path.realpath(folder),
         "code_bytes": len(code),
         "stdin_bytes": len(stdin),
@@ -78,13 +78,13 @@ def run_program(
     try:
         out, errors, status = _converse(line, payload, lifeline, settings["seconds"] + _GRACE_SECONDS)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # the warden does it, unless it was killed
+        shutil.rmtree(folder, ignore_errors=True)  # in case the supervisor was killed
     head, _, outputs = out.partition(b"\n")
     try:
         answer = msgspec.json.decode(head, type=Answer)
     except msgspec.DecodeError:
-        said = errors.decode(errors="replace").strip()
-        raise SandboxError(f"the sandbox's warden ended with status {status} and no answer: {said}") from None
+        stderr = errors.decode(errors="replace").strip()
+        raise SandboxError(f"the sandbox's supervisor ended with status {status} and no answer: {stderr}") from None
     if answer.broken is not None:
         raise SandboxError(f"the sandbox could not be set up: {answer.broken}")
     return answer, outputs[: answer.sizes[0]], outputs[answer.sizes[0] :]
@@ -100,10 +100,10 @@ def _converse(line: list[str], payload: bytes, lifeline: int, seconds: float) ->
         env={},
         cwd="/",
         start_new_session=True,
-    ) as warden:
+    ) as supervisor:
         try:
-            out, errors = warden.communicate(payload, timeout=seconds)
+            out, errors = supervisor.communicate(payload, timeout=seconds)
         except subprocess.TimeoutExpired:
-            warden.kill()
-            raise SandboxError(f"the sandbox's warden did not answer within {seconds:g} s") from None
-    return out, errors, warden.returncode
+            supervisor.kill()
+            raise SandboxError(f"the sandbox's supervisor did not answer within {seconds:g} s") from None
+    return out, errors, supervisor.returncode

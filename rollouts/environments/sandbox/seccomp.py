@@ -1,9 +1,9 @@
-"""A seccomp filter: the calls of the kernel that untrusted Python has no business with.
+"""A seccomp filter that denies system calls that untrusted Python does not need.
 
-Invariant: an unknown machine gets no filter (and that is said), another machine's calls kill the process. What is
-refused fails with ``EPERM``, so that the program can go on. The table of numbers is the kernel's, for x86-64 and arm64.
+Invariant: an unknown machine gets no filter (:func:`forbid_syscalls` returns ``False``); system calls of another
+architecture kill the process. A denied call fails with ``EPERM``, so the program continues.
 
-No library that binds libseccomp is kept up well enough to depend on; the filter is forty lines.
+The filter is written by hand (forty lines) because no maintained Python binding of libseccomp exists.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ALWAYS: dict[str, tuple[int, int]] = {
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # ways round the limits: calls in a ring, memory that is in no address space
+    # bypasses of the limits: io_uring, and memory outside the address space
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -76,7 +76,7 @@ _ALWAYS: dict[str, tuple[int, int]] = {
 }
 
 _ALONE: dict[str, tuple[int, int]] = {
-    # where no namespace holds it: no other processes, no leaving the group, nothing that Landlock does not see
+    # without namespaces: no other processes, no change of group, no file attributes (Landlock does not check them)
     "fork": (57, _ABSENT),
     "vfork": (58, _ABSENT),
     "setsid": (112, 157),
@@ -127,23 +127,25 @@ _REFUSE = _step(_RETURN, _ERROR | errno.EPERM)
 
 
 def _when(number: int, *steps: bytes) -> bytes:
-    """``steps`` for one call; they end in a return."""
+    """``steps`` for one system call; they end in a return."""
     return b"" if number == _ABSENT else _step(_EQUAL, number, no=len(steps)) + b"".join(steps)
 
 
 def _argument(index: int) -> bytes:
-    return _step(_LOAD, 16 + 8 * index)  # the lower half, on a little-endian machine
+    return _step(_LOAD, 16 + 8 * index)  # the lower 32 bits on a little-endian machine
 
 
 def _program(column: int, architecture: int, alone: bool) -> bytes:
     me = os.getpid()
     steps = _step(_LOAD, _ARCHITECTURE) + _step(_EQUAL, architecture, yes=1) + _step(_RETURN, _KILL_PROCESS)
     steps += _step(_LOAD, _NUMBER)
-    if architecture == _ARCHITECTURES["x86_64"]:  # the other way of counting calls there
+    if architecture == _ARCHITECTURES["x86_64"]:  # the x32 ABI
         steps += _step(_AT_LEAST, 0x40000000, no=1) + _step(_RETURN, _KILL_PROCESS)
     for numbers in (_ALWAYS | _ALONE if alone else _ALWAYS).values():
         steps += _when(numbers[column], _REFUSE)
-    steps += _when(_CLONE3[column], _step(_RETURN, _ERROR | errno.ENOSYS))  # its flags cannot be seen; clone's can
+    steps += _when(
+        _CLONE3[column], _step(_RETURN, _ERROR | errno.ENOSYS)
+    )  # a filter cannot read its flags; clone's it can
     if alone:
         steps += _when(_SOCKET[column], _REFUSE)
         steps += _when(_CLONE[column], _argument(0), _step(_ANY_BIT, _THREAD, no=1), _PASS, _REFUSE)
@@ -151,7 +153,7 @@ def _program(column: int, architecture: int, alone: bool) -> bytes:
         for call in (_KILL, _TGKILL):
             steps += _when(call[column], _argument(0), _step(_EQUAL, me, no=1), _PASS, _REFUSE)
     else:
-        families = [_step(_EQUAL, family, yes=3 - place) for place, family in enumerate((_AF_UNIX, _AF_INET))]
+        families = [_step(_EQUAL, family, yes=3 - i) for i, family in enumerate((_AF_UNIX, _AF_INET))]
         last = _step(_EQUAL, _AF_INET6, yes=1)
         steps += _when(_SOCKET[column], _argument(0), *families, last, _REFUSE, _PASS)
         steps += _when(_CLONE[column], _argument(0), _step(_ANY_BIT, _NEW_NAMESPACE, no=1), _REFUSE, _PASS)
@@ -159,13 +161,13 @@ def _program(column: int, architecture: int, alone: bool) -> bytes:
 
 
 def forbid_syscalls(*, alone: bool) -> bool:
-    """Put the filter on this process and all that it starts. Needs ``no_new_privileges``.
+    """Install the filter for this process and its children. Requires ``no_new_privileges``.
 
     Args:
-        alone: it is held by no namespace: it gets no process beside itself, no socket, and signals itself only.
+        alone: there are no namespaces: also deny new processes, sockets, and signals to other processes.
 
     Returns:
-        Whether this machine has a filter.
+        Whether the filter is installed; ``False`` on an unknown machine.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
@@ -176,6 +178,6 @@ def forbid_syscalls(*, alone: bool) -> bool:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_void_p))
 
-    held = Program(len(program) // 8, ctypes.addressof(steps))
+    filter_program = Program(len(program) // 8, ctypes.addressof(steps))
     libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(held), 0, 0) == 0)
+    return bool(libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(filter_program), 0, 0) == 0)

@@ -1,10 +1,10 @@
-"""The warden: a small process between ours and the program that is not trusted. It starts it, watches it, ends it.
+"""The supervisor: a small process that starts, watches and kills the untrusted program.
 
-Invariant: when the warden has answered, or its lifeline was cut, nothing of the program is left: no process, no file.
-It keeps the beginning of each output up to a size and reads the rest away, so a flood costs nobody memory.
+Invariant: when the supervisor has answered, or its lifeline pipe is closed, no process and no file of the program is
+left. It stores the beginning of each output and discards the rest, so its memory is bounded.
 
-Standard library only, and started without the packages that rollouts needs (:data:`BOOT`): it begins in milliseconds.
-It knows the request and nothing else: no environment variable and no descriptor of ours comes this far.
+It uses the standard library only and starts without the packages that rollouts needs (:data:`BOOT`), in milliseconds.
+It knows only the request: it has none of the parent's environment variables and descriptors.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ for name in ("rollouts", "rollouts.environments", "rollouts.environments.sandbox
 from rollouts.environments.sandbox.supervisor import main
 main(int(sys.argv[2]))
 """
-"""Run with the folder of this module and the number of the lifeline: imports it without its parents, and so without
-what they import."""
+"""Program text with two arguments, the folder of this module and the lifeline's descriptor. It imports this module
+without its parent packages, and so without their imports."""
 
 _SETUP_SECONDS = 30.0
 _CHUNK = 1 << 16
 
 
 def main(lifeline: int) -> None:
-    """Serve one request from standard input, and answer it on standard output."""
+    """Read one request from standard input, serve it, and write the answer to standard output."""
     request = json.loads(sys.stdin.buffer.readline())
     code = sys.stdin.buffer.read(request["code_bytes"])
-    given = sys.stdin.buffer.read(request["stdin_bytes"])
+    data = sys.stdin.buffer.read(request["stdin_bytes"])
     request["linux"] = sys.platform == "linux"
     if request["linux"]:
         kernel.become_subreaper()
     folder = request["folder"]
     try:
-        answer, outputs = _Watch(request, folder, code, given, lifeline).run()
+        answer, outputs = _Watch(request, folder, code, data, lifeline).run()
     finally:
         _remove(folder)
     answer["sizes"] = [len(output) for output in outputs]
@@ -57,15 +57,15 @@ def main(lifeline: int) -> None:
 
 
 class _Watch:
-    """One program from its start until nothing of it is left."""
+    """One program, from its start until all its processes are gone."""
 
-    def __init__(self, request: dict[str, Any], folder: str, code: bytes, given: bytes, lifeline: int) -> None:
+    def __init__(self, request: dict[str, Any], folder: str, code: bytes, data: bytes, lifeline: int) -> None:
         self.request = request
-        self.given = memoryview(given)
+        self.unwritten = memoryview(data)
         self.outputs = [bytearray(), bytearray()]
         self.truncated = [False, False]
-        self.told: dict[str, Any] = {}
-        self.half_told = b""
+        self.report: dict[str, Any] = {}
+        self.partial_line = b""
         self.cut_off = self.timed_out = False
         self.began = time.monotonic()
         self.deadline = self.began + _SETUP_SECONDS
@@ -83,8 +83,8 @@ class _Watch:
             os.close(number)
 
         self.selector = selectors.DefaultSelector()
-        self.selector.register(lifeline, selectors.EVENT_READ, self._lifeline_cut)
-        self.selector.register(self.status, selectors.EVENT_READ, self._hear)
+        self.selector.register(lifeline, selectors.EVENT_READ, self._lifeline_closed)
+        self.selector.register(self.status, selectors.EVENT_READ, self._read_status)
         for which, (readable, _) in enumerate(self.streams):
             os.set_blocking(readable, False)
             self.selector.register(readable, selectors.EVENT_READ, lambda which=which: self._read(which))
@@ -93,7 +93,7 @@ class _Watch:
 
     def run(self) -> tuple[dict[str, Any], list[bytes]]:
         try:
-            while not (self.cut_off or "exit" in self.told or "broken" in self.told):
+            while not (self.cut_off or "exit" in self.report or "broken" in self.report):
                 left = self.deadline - time.monotonic()
                 if left <= 0:
                     self.timed_out = True
@@ -102,18 +102,18 @@ class _Watch:
                     key.data()
             seconds = time.monotonic() - self.began
         finally:
-            self._end_everything()
+            self._kill_all()
         for which in (0, 1):
             while self._read(which):
                 pass
-        if self.timed_out and "begun" not in self.told:
-            self.told["broken"] = f"it did not begin within {_SETUP_SECONDS:g} s"
-        code = self.told.get("exit", -signal.SIGKILL)
-        used_up = self.told.get("cpu", 0.0) >= self.request["cpu_seconds"]
+        if self.timed_out and "begun" not in self.report:
+            self.report["broken"] = f"the program did not start within {_SETUP_SECONDS:g} s"
+        code = self.report.get("exit", -signal.SIGKILL)
+        used_up = self.report.get("cpu", 0.0) >= self.request["cpu_seconds"]
         out_of_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_up)
         answer = {
-            "broken": self.told.get("broken"),
-            "mechanisms": self.told.get("begun", []),
+            "broken": self.report.get("broken"),
+            "mechanisms": self.report.get("begun", []),
             "exit_code": code,
             "timed_out": self.timed_out or out_of_cpu,
             "truncated": any(self.truncated),
@@ -121,27 +121,27 @@ class _Watch:
         }
         return answer, [bytes(output) for output in self.outputs]
 
-    # -- what happens --
+    # -- events --
 
-    def _lifeline_cut(self) -> None:
+    def _lifeline_closed(self) -> None:
         self.cut_off = True
 
-    def _hear(self) -> None:
-        heard = os.read(self.status, _CHUNK)
-        if not heard:
-            self.told.setdefault("exit", -signal.SIGKILL)  # init was killed with it
+    def _read_status(self) -> None:
+        data = os.read(self.status, _CHUNK)
+        if not data:
+            self.report.setdefault("exit", -signal.SIGKILL)  # init was killed with it
             return
-        *lines, self.half_told = (self.half_told + heard).split(b"\n")
+        *lines, self.partial_line = (self.partial_line + data).split(b"\n")
         for line in lines:
-            self.told |= json.loads(line)
-            if "unshared" in self.told:
-                self._map_users(self.told.pop("unshared"))
+            self.report |= json.loads(line)
+            if "unshared" in self.report:
+                self._map_users(self.report.pop("unshared"))
             if b"begun" in line:
                 self.began = time.monotonic()
                 self.deadline = self.began + self.request["seconds"]
 
     def _map_users(self, gate: int) -> None:
-        """Say who the namespace's users are outside: root is root while it builds, the program never is."""
+        """Map the namespace's users to users outside. Root stays root during the setup; the program is never root."""
         user, group = os.geteuid(), os.getegid()
         inner = INNER_USER
         try:
@@ -154,10 +154,10 @@ class _Watch:
             _write(f"/proc/{gate}/gid_map", maps[1])
             os.write(self.go, b"g")
         except OSError as error:
-            self.told["broken"] = f"user namespace: {error}"
+            self.report["broken"] = f"user namespace: {error}"
 
     def _read(self, which: int) -> bool:
-        """Take what there is; whether there was anything."""
+        """Read what is available; return whether there was anything."""
         source = self.streams[which][0]
         try:
             data = os.read(source, _CHUNK)
@@ -175,19 +175,20 @@ class _Watch:
 
     def _write(self) -> None:
         try:
-            self.given = self.given[os.write(self.stdin, self.given[:_CHUNK]) :] if self.given else self.given
+            if self.unwritten:
+                self.unwritten = self.unwritten[os.write(self.stdin, self.unwritten[:_CHUNK]) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.given = self.given[:0]
-        if not self.given:
+            self.unwritten = self.unwritten[:0]
+        if not self.unwritten:
             self.selector.unregister(self.stdin)
             os.close(self.stdin)
 
     # -- the end --
 
-    def _end_everything(self) -> None:
-        """Kill the gate with its group, then whatever comes to us as an orphan, until there is nothing."""
+    def _kill_all(self) -> None:
+        """Kill the gate with its process group, then each orphan that becomes our child, until none is left."""
         with _no_such_process():
             os.killpg(self.gate, signal.SIGKILL)
         with _no_such_process():
@@ -204,7 +205,7 @@ class _Watch:
                 return
 
 
-class _no_such_process:  # noqa: N801 - reads as what it forgives
+class _no_such_process:  # noqa: N801 - named like contextlib.suppress, after the error that it suppresses
     def __enter__(self) -> None:
         return None
 
@@ -226,7 +227,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Delete a tree of any depth, following no link: what a folder holds is moved up rather than descended into."""
+    """Delete a tree of any depth without following links: moves the content of folders up instead of descending."""
     moved = 0
     here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     while names := os.listdir(here):
@@ -234,7 +235,7 @@ def _remove(folder: str) -> None:
             if not stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
                 os.unlink(name, dir_fd=here)
                 continue
-            os.chmod(name, 0o700, dir_fd=here)  # no link: that was just looked at, and everybody else is dead
+            os.chmod(name, 0o700, dir_fd=here)  # not a link: checked above, and no other process is left
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
             for child in os.listdir(inner):
                 moved += 1

@@ -54,11 +54,11 @@ def http() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 async def step(environment: McpEnvironment, *calls: tuple[str, dict[str, Any]]) -> StepResult:
-    asked = [ToolCall(name, arguments, id=str(number)) for number, (name, arguments) in enumerate(calls)]
-    return await environment.step(Message("assistant", tool_calls=asked))
+    tool_calls = [ToolCall(name, arguments, id=str(number)) for number, (name, arguments) in enumerate(calls)]
+    return await environment.step(Message("assistant", tool_calls=tool_calls))
 
 
-async def told(environment: McpEnvironment, name: str, **arguments: Any) -> str:
+async def content_of(environment: McpEnvironment, name: str, **arguments: Any) -> str:
     return (await step(environment, (name, arguments))).messages[0].content
 
 
@@ -88,22 +88,22 @@ async def test_the_tools_of_a_server_are_ours_over_http(http: tuple[str, subproc
     """The same over streamable HTTP."""
     environment = McpEnvironment(McpServer(url=http[0], only=("add",)))
     await environment.start(Prompt("Well?"))
-    assert await told(environment, "add", a=5, b=3) == "8"
+    assert await content_of(environment, "add", a=5, b=3) == "8"
     await environment.close()
 
 
 async def test_what_cannot_be_shown_is_described_and_counted(server: McpServer) -> None:
-    """An image beside a text is said to be there; a resource with text is read."""
+    """An image next to a text is described; a resource with text is read."""
     environment = McpEnvironment(server)
     await environment.start(Prompt("Well?"))
     shown = await step(environment, ("picture", {}))
     assert shown.messages[0].content == "a red dot\n[an image, image/png, 36 bytes: it cannot be shown here]"
     assert shown.metrics == {"tool_errors": 0, "mcp_blocks_not_shown": 1}
-    assert await told(environment, "document") == "to be read"
+    assert await content_of(environment, "document") == "to be read"
     await environment.close()
 
 
-async def test_errors_of_a_tool_are_told_to_the_model() -> None:
+async def test_errors_of_a_tool_go_to_the_model() -> None:
     """What it raises, arguments that do not fit, and an answer that does not come in time."""
     environment = McpEnvironment(stdio(call_seconds=1.0))
     await environment.start(Prompt("Well?"))
@@ -117,7 +117,7 @@ async def test_errors_of_a_tool_are_told_to_the_model() -> None:
     await environment.close()
 
 
-async def test_own_tools_stand_beside_those_of_servers() -> None:
+async def test_own_tools_are_offered_with_those_of_servers() -> None:
     """A subclass has both."""
 
     class Both(McpEnvironment):
@@ -142,8 +142,8 @@ async def test_each_episode_has_a_session_and_its_process_ends_with_it(server: M
     first, second = McpEnvironment(server), McpEnvironment(server)
     await first.start(Prompt("Well?"))
     await second.start(Prompt("Well?"))
-    assert await told(first, "count") == await told(second, "count") == "1"
-    pids = [int(await told(environment, "pid")) for environment in (first, second)]
+    assert await content_of(first, "count") == await content_of(second, "count") == "1"
+    pids = [int(await content_of(environment, "pid")) for environment in (first, second)]
     assert len(set(pids)) == 2
     await first.close()
     await second.close()
@@ -159,63 +159,63 @@ async def test_a_shared_session_lasts_while_an_episode_uses_it() -> None:
     first, second, third = (McpEnvironment(server) for _ in range(3))
     await first.start(Prompt("Well?"))
     await second.start(Prompt("Well?"))
-    assert [await told(first, "count"), await told(second, "count")] == ["1", "2"]
+    assert [await content_of(first, "count"), await content_of(second, "count")] == ["1", "2"]
     await first.close()
-    assert await told(second, "count") == "3"
+    assert await content_of(second, "count") == "3"
     await second.close()
     await third.start(Prompt("Well?"))
-    assert await told(third, "count") == "1"
+    assert await content_of(third, "count") == "1"
     await third.close()
 
 
 async def test_a_cancelled_call_ends_and_the_session_goes_on(server: McpServer) -> None:
-    """A deadline around a step is the caller's own affair."""
+    """A deadline around a step cancels its own call only."""
     environment = McpEnvironment(server)
     await environment.start(Prompt("Well?"))
     with anyio.move_on_after(0.3) as scope:
-        await told(environment, "sleep")
+        await content_of(environment, "sleep")
     assert scope.cancelled_caught
-    assert await told(environment, "add", a=1, b=1) == "2"
+    assert await content_of(environment, "add", a=1, b=1) == "2"
     await environment.close()
 
 
 # -- servers that die -------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_dies_in_a_call_is_started_anew(server: McpServer) -> None:
-    """The model is told that the effect is not known; the next call is answered by a new process."""
+async def test_a_server_that_dies_in_a_call_is_restarted(server: McpServer) -> None:
+    """The model reads that the effect is not known; a new process answers the next call."""
     environment = McpEnvironment(server)
     await environment.start(Prompt("Well?"))
     lost = await step(environment, ("end", {}), ("add", {"a": 1, "b": 1}))
-    assert "ended while it was asked" in lost.messages[0].content
+    assert "ended during a call" in lost.messages[0].content
     assert "not known" in lost.messages[0].content
     assert lost.messages[1].content == "2"
     assert lost.metrics == {"tool_errors": 1, "mcp_sessions_lost": 1}
     await environment.close()
 
 
-async def test_a_server_that_died_between_two_calls_is_started_anew(server: McpServer) -> None:
-    """Nobody was asking when it went."""
+async def test_a_server_that_died_between_two_calls_is_restarted(server: McpServer) -> None:
+    """No call was running when it ended."""
     environment = McpEnvironment(server)
     await environment.start(Prompt("Well?"))
-    os.kill(int(await told(environment, "pid")), signal.SIGKILL)
-    texts = [await told(environment, "add", a=1, b=1) for _ in range(2)]
+    os.kill(int(await content_of(environment, "pid")), signal.SIGKILL)
+    texts = [await content_of(environment, "add", a=1, b=1) for _ in range(2)]
     assert texts[1] == "2"
     assert texts[0].startswith(("2", "Error: "))
     await environment.close()
 
 
 def played(server: McpServer, *calls: str) -> Any:
-    """An episode in which the demo model says these calls, and then nothing more."""
+    """An episode in which the model makes these calls, then ends."""
     tokenizer = load_tokenizer(DEMO_MODEL)
-    said = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in calls]
-    replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in [*said, "Done."]]
+    texts = [f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in calls]
+    replies = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in [*texts, "Done."]]
     run = partial(run_agent, sampling=SamplingParams(), limits=Limits(max_turns=9))
     return run(Prompt("Go."), partial(McpEnvironment, server), ScriptedPolicy(replies), renderer_for(tokenizer))
 
 
 async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path: Path) -> None:
-    """As a failure of the environment's step, with what the server said when it did not start."""
+    """As a failure of the environment's step, with the stderr of the server that did not start."""
     server = stdio(env={"MCP_TOOLS_DEAD": str(tmp_path / "dead")}, only=("count", "end"))
     trajectory = await played(server, "count", "end")
     assert trajectory.stop_reason is StopReason.FAILED
@@ -225,7 +225,7 @@ async def test_a_server_that_cannot_be_started_again_fails_the_episode(tmp_path:
 
 
 async def test_a_server_that_is_gone_before_the_episode_fails_its_start(tmp_path: Path) -> None:
-    """It listed its tools once, and is not there any more."""
+    """It listed its tools once, and is no longer reachable."""
     server = stdio(env={"MCP_TOOLS_DEAD": str(tmp_path / "dead")}, only=("count",))
     assert server.tools
     (tmp_path / "dead").touch()
@@ -234,7 +234,7 @@ async def test_a_server_that_is_gone_before_the_episode_fails_its_start(tmp_path
 
 
 async def test_an_http_server_that_is_gone_fails_the_episode(http: tuple[str, subprocess.Popen[str]]) -> None:
-    """In the middle of a call, and nobody answers at the URL afterwards."""
+    """During a call; afterwards no server answers at the URL."""
     trajectory = await played(McpServer(url=http[0], only=("count", "end"), call_seconds=1), "count", "end")
     assert trajectory.stop_reason is StopReason.FAILED
     assert trajectory.failure.cause == "environment_step"
@@ -266,7 +266,7 @@ def test_a_server_that_cannot_be_is_refused(options: dict[str, Any], words: str)
 
 
 def test_a_server_that_does_not_start_is_named() -> None:
-    """A program that is not there, one that says nothing, and one that says something else."""
+    """A missing program, a silent one, and one that does not speak MCP."""
     for command, words in (
         (("no-such-program-here",), "no-such-program-here"),
         ((sys.executable, "-c", "import sys; sys.exit('no licence')"), "no licence"),
@@ -296,6 +296,6 @@ async def test_a_published_server() -> None:
     assert {tool.name for tool in environment.tools} == {"get_current_time", "convert_time"}
     await environment.start(Prompt("Well?"))
     arguments = {"source_timezone": "UTC", "time": "16:30", "target_timezone": "Asia/Kolkata"}
-    assert "22:00" in await told(environment, "convert_time", **arguments)
-    assert (await told(environment, "get_current_time", timezone="Nowhere/At all")).startswith("Error")
+    assert "22:00" in await content_of(environment, "convert_time", **arguments)
+    assert (await content_of(environment, "get_current_time", timezone="Nowhere/At all")).startswith("Error")
     await environment.close()

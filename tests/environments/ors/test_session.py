@@ -1,4 +1,4 @@
-"""Sessions with a server that misbehaves: what is resumed, what is waited for, what ends a rollout; signs of life."""
+"""Sessions with a server that misbehaves: what is resumed, retried, or ends a rollout; keep-alive pings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Toy:
     """An ORS server of one tool, whose calls are answered by handlers in turn."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.callers: set[object] = set()
         self.answers: list[Handler] = []
@@ -54,7 +54,7 @@ class Toy:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
-        self.asked.append(path)
+        self.requested.append(path)
         if path == "/ping":
             self.pinged.set()
         if path == "/toy/task_tools":
@@ -84,7 +84,7 @@ async def streamed(request: web.Request, *parts: bytes, cut: bool = False) -> we
     return response
 
 
-def says(*parts: bytes, cut: bool = False) -> Handler:
+def stream_of(*parts: bytes, cut: bool = False) -> Handler:
     return lambda request: streamed(request, *parts, cut=cut)
 
 
@@ -124,15 +124,15 @@ async def started(server: ORSServer) -> AsyncIterator[ORSEnvironment]:
     await environment.close()
 
 
-DONE = says(event("task_id", "n1"), event("end", RESULT))
+DONE = stream_of(event("task_id", "n1"), event("end", RESULT))
 
 
-async def test_a_stream_that_breaks_is_resumed_by_its_number(toy: Toy, started: ORSEnvironment) -> None:
-    """The call is not sent anew; what had come of the result before is not counted twice."""
+async def test_a_stream_that_breaks_is_resumed_by_its_task_id(toy: Toy, started: ORSEnvironment) -> None:
+    """The call is not sent again; parts of the result that arrived before are not duplicated."""
     toy.answers = [
-        says(event("task_id", "n1"), event("chunk", RESULT[:20]), cut=True),
-        says(event("task_id", "n1"), cut=True),
-        says(event("task_id", "n1"), b": ping\r\n\r\n", event("chunk", RESULT[:9]), event("end", RESULT[9:])),
+        stream_of(event("task_id", "n1"), event("chunk", RESULT[:20]), cut=True),
+        stream_of(event("task_id", "n1"), cut=True),
+        stream_of(event("task_id", "n1"), b": ping\r\n\r\n", event("chunk", RESULT[:9]), event("end", RESULT[9:])),
     ]
     result = await started.step(CALL)
     assert (result.messages[0].content, result.reward) == ("fine", (0.5,))
@@ -140,13 +140,13 @@ async def test_a_stream_that_breaks_is_resumed_by_its_number(toy: Toy, started: 
 
 
 async def test_calls_share_a_connection_however_late_their_streams_end(toy: Toy, started: ORSEnvironment) -> None:
-    """A connection that was not read to the end is lost, and making one costs more than a call."""
+    """A connection that is not read to the end cannot be reused, and a new one costs more than a call."""
 
     async def ends_late(request: web.Request) -> web.StreamResponse:
         response = await streamed(request, event("end", RESULT))
         for _ in range(50):  # the client has read the result by then
             await anyio.lowlevel.checkpoint()
-        await response.write(event("chunk", "nobody asked"))
+        await response.write(event("chunk", "late"))
         return response
 
     toy.answers = [ends_late] * 3
@@ -155,7 +155,7 @@ async def test_calls_share_a_connection_however_late_their_streams_end(toy: Toy,
 
 
 async def test_a_stream_that_does_not_end_after_its_result_is_left(toy: Toy, started: ORSEnvironment) -> None:
-    """The result is there, and that is all that was asked for."""
+    """The call needs the result only."""
     left = anyio.Event()
 
     async def stays(request: web.Request) -> web.StreamResponse:
@@ -173,7 +173,7 @@ async def test_a_stream_that_does_not_end_after_its_result_is_left(toy: Toy, sta
 
 
 async def test_a_call_that_may_have_arrived_is_not_sent_again(toy: Toy, started: ORSEnvironment) -> None:
-    """Nobody knows whether it ran, and that is an error."""
+    """It is not known whether the call ran; this is an error."""
     toy.answers = [reset, DONE]
     with pytest.raises(ORSError, match=r"tool 't': .* connection broke before the response"):
         await started.step(CALL)
@@ -182,32 +182,32 @@ async def test_a_call_that_may_have_arrived_is_not_sent_again(toy: Toy, started:
 
 @pytest.mark.parametrize("status", [500, 502])
 async def test_a_refused_call_is_not_sent_again(toy: Toy, started: ORSEnvironment, status: int) -> None:
-    """Whatever stands in between may have passed it on."""
+    """A proxy may have forwarded the call."""
     toy.answers = [refuses(status), DONE]
     with pytest.raises(ORSError, match=f"status {status}: not so"):
         await started.step(CALL)
 
 
 async def test_a_call_that_a_starting_server_turned_away_is_sent_again(toy: Toy, started: ORSEnvironment) -> None:
-    """It says that nothing has run."""
+    """This status means that the call did not run."""
     toy.answers = [refuses(503, {"X-Backend-State": "starting", "Retry-After": "0"})] * 6 + [DONE]
     assert (await started.step(CALL)).reward == (0.5,)
 
 
 async def test_a_server_that_forgot_a_call_ends_the_rollout(toy: Toy, started: ORSEnvironment) -> None:
-    """Its word is in the message."""
-    toy.answers = [says(event("task_id", "n1"), cut=True), says(event("error", "unknown task_id"))]
+    """The server's error is in the message."""
+    toy.answers = [stream_of(event("task_id", "n1"), cut=True), stream_of(event("error", "unknown task_id"))]
     with pytest.raises(ORSError, match="tool 't': unknown task_id"):
         await started.step(CALL)
 
 
 async def test_an_environment_that_is_starting_is_waited_for(toy: Toy, server: ORSServer) -> None:
-    """Longer than other failures are put up with."""
+    """For longer than other failures are retried."""
     toy.starting = 9
     environment = ORSEnvironment(server)
     assert [message.content for message in await environment.start(PROMPT)] == ["go"]
     await environment.close()
-    assert toy.asked.count("/toy/prompt") == 10
+    assert toy.requested.count("/toy/prompt") == 10
 
 
 async def test_a_session_gives_signs_of_life_while_the_model_thinks(toy: Toy, started: ORSEnvironment) -> None:
@@ -223,7 +223,7 @@ async def test_a_session_is_deleted_when_its_start_fails(toy: Toy, server: ORSSe
     with pytest.raises(ORSError):
         await environment.start(PROMPT)
     await environment.close()
-    assert toy.asked.count("/delete") == 1
+    assert toy.requested.count("/delete") == 1
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ async def test_failures_are_the_environments_and_cost_one_rollout(toy: Toy, serv
     """Through the loop: a dead server at the start, a tool that raises at a step; each has its cause."""
     renderer = renderer_for(str(DEMO_MODEL))
     call = '<tool_call>\n{"name": "t", "arguments": {}}\n</tool_call>'
-    said = [*renderer.encode(call).tolist(), renderer.stop_token_ids[0]]
+    reply = [*renderer.encode(call).tolist(), renderer.stop_token_ids[0]]
     play = functools.partial(
         run_agent,
         PROMPT,
@@ -258,13 +258,13 @@ async def test_failures_are_the_environments_and_cost_one_rollout(toy: Toy, serv
         limits=Limits(max_turns=3),
     )
     dead = ORSServer("http://127.0.0.1:9", environment="toy")
-    trajectory = await play(environment_cls=functools.partial(ORSEnvironment, dead), policy=ScriptedPolicy([said]))
+    trajectory = await play(environment_cls=functools.partial(ORSEnvironment, dead), policy=ScriptedPolicy([reply]))
     await dead.aclose()
     assert trajectory.failure is not None
     assert (trajectory.failure.kind, trajectory.failure.cause) == ("EnvironmentFailure", "environment_start")
     assert "cannot connect" in trajectory.failure.message
-    toy.answers = [DONE, says(event("task_id", "n"), event("error", "boom"))]
-    policy = ScriptedPolicy([said, said])
+    toy.answers = [DONE, stream_of(event("task_id", "n"), event("error", "boom"))]
+    policy = ScriptedPolicy([reply, reply])
     trajectory = await play(environment_cls=functools.partial(ORSEnvironment, server), policy=policy)
     assert trajectory.failure is not None
     assert (trajectory.failure.kind, trajectory.failure.cause) == ("EnvironmentFailure", "environment_step")

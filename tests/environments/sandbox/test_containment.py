@@ -1,4 +1,4 @@
-"""What is said to be enforced: all of it is named, and nothing that the mechanisms do not give."""
+"""The reported containment: every name is listed, and nothing that the mechanisms do not enforce."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SUBSETS = [kept for size in range(5) for kept in itertools.combinations(MECHANIS
 @pytest.mark.parametrize("mechanisms", SUBSETS, ids=lambda kept: "-".join(kept) or "nothing")
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_every_name_is_on_one_side(mechanisms: tuple[str, ...], platform: str) -> None:
-    """And the ``repr`` says each of them, with how or why not."""
-    held = containment_of(mechanisms, "not today", platform)
-    assert sorted([*held.enforced, *held.not_enforced]) == sorted(NAMES)
-    for name, text in {**held.enforced, **{k: f"NOT ENFORCED, {v}" for k, v in held.not_enforced.items()}}.items():
-        assert f"\n  {name}: {text}" in repr(held)
+    """The ``repr`` lists each of them, with the mechanism or the reason."""
+    report = containment_of(mechanisms, "not today", platform)
+    assert sorted([*report.enforced, *report.not_enforced]) == sorted(NAMES)
+    for name, text in {**report.enforced, **{k: f"NOT ENFORCED, {v}" for k, v in report.not_enforced.items()}}.items():
+        assert f"\n  {name}: {text}" in repr(report)
 
 
 def test_without_any_mechanism_only_limits_hold() -> None:
-    """Those that any POSIX system has, and what is not handed on."""
-    held = containment_of((), "not today", "darwin")
-    assert set(held.enforced) == {"seconds", "cpu_seconds", "file_size", "output", "environment", "descriptors"}
+    """The limits of any POSIX system, and the environment and descriptors."""
+    report = containment_of((), "not today", "darwin")
+    assert set(report.enforced) == {"seconds", "cpu_seconds", "file_size", "output", "environment", "descriptors"}
 
 
 def test_namespaces_and_no_root_hold_everything() -> None:
@@ -37,10 +37,10 @@ def test_namespaces_and_no_root_hold_everything() -> None:
 @pytest.mark.parametrize("mechanisms", SUBSETS, ids=lambda kept: "-".join(kept) or "nothing")
 def test_what_is_required_by_default_needs_namespaces_or_both_of_the_others(mechanisms: tuple[str, ...]) -> None:
     """An ordinary kernel starts in either mode, as any user; one with less refuses."""
-    held = containment_of(mechanisms, "not today", "linux")
+    report = containment_of(mechanisms, "not today", "linux")
     enough = "namespaces" in mechanisms or {"landlock", "seccomp"} <= set(mechanisms)
     if enough:
-        held.check(REQUIRED)
+        report.check(REQUIRED)
     else:
         with pytest.raises(ConfigError, match=r"expected .*pass require=\["):
-            held.check(REQUIRED)
+            report.check(REQUIRED)

@@ -1,4 +1,4 @@
-"""Our side of the sandbox: what cannot be set up is an error, never an answer."""
+"""The launcher of the sandbox: a setup that fails is an error, never an answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_program_answers(lifeline: int) -> None:
     assert (answer.exit_code, answer.sizes, out, errors) == (0, [1, 2], b"a", b"bc")
 
 
-def test_what_cannot_be_set_up_is_said(lifeline: int) -> None:
+def test_a_failed_setup_is_an_error(lifeline: int) -> None:
     """With the step that failed; the program has not begun."""
     if not containment().namespaces:
         pytest.skip("the step that can be made to fail needs them")
@@ -39,7 +39,7 @@ def test_what_cannot_be_set_up_is_said(lifeline: int) -> None:
         run_program(b"print(1)", b"", (), {**SETTINGS, "namespaces": True, "disk_bytes": -1}, lifeline)
 
 
-def test_a_warden_that_fails_is_no_answer(lifeline: int) -> None:
+def test_a_supervisor_that_fails_is_an_error(lifeline: int) -> None:
     """Its traceback is in the error."""
     settings = {name: value for name, value in SETTINGS.items() if name != "output_bytes"}
     with pytest.raises(SandboxError, match=r"ended with status 1 and no answer: (.|\n)*KeyError: 'output_bytes'"):

@@ -71,21 +71,23 @@ def test_what_is_refused_and_what_is_not(machine: str, alone: bool) -> None:
     architecture = seccomp._ARCHITECTURES[machine]
     program = seccomp._program(column, architecture, alone)
 
-    def asked(name: str, argument: int = 0) -> int:
+    def verdict(name: str, argument: int = 0) -> int:
         return run(program, architecture, NUMBERS[name][column], argument)
 
     for name in seccomp._ALWAYS:
-        assert NUMBERS[name][column] < 0 or asked(name) == NO, name
+        assert NUMBERS[name][column] < 0 or verdict(name) == NO, name
     for name in seccomp._ALONE:
-        assert NUMBERS[name][column] < 0 or asked(name) == (NO if alone else PASS), name
-    assert [asked("socket", family) for family in (1, 2, 10, 16, 40)] == ([NO] * 5 if alone else [PASS] * 3 + [NO] * 2)
-    assert asked("clone", 0x00010F00) == PASS
-    assert asked("clone", 0x10000011) == NO
-    assert asked("clone", 17) == (NO if alone else PASS)
-    assert asked("clone3") == seccomp._ERROR | 38
+        assert NUMBERS[name][column] < 0 or verdict(name) == (NO if alone else PASS), name
+    assert [verdict("socket", family) for family in (1, 2, 10, 16, 40)] == (
+        [NO] * 5 if alone else [PASS] * 3 + [NO] * 2
+    )
+    assert verdict("clone", 0x00010F00) == PASS
+    assert verdict("clone", 0x10000011) == NO
+    assert verdict("clone", 17) == (NO if alone else PASS)
+    assert verdict("clone3") == seccomp._ERROR | 38
     for name in ("kill", "tgkill"):
-        assert (asked(name, os.getpid()), asked(name, 1)) == (PASS, NO if alone else PASS)
-    assert (asked("prlimit64", 0), asked("prlimit64", 7)) == (PASS, NO if alone else PASS)
+        assert (verdict(name, os.getpid()), verdict(name, 1)) == (PASS, NO if alone else PASS)
+    assert (verdict("prlimit64", 0), verdict("prlimit64", 7)) == (PASS, NO if alone else PASS)
     assert run(program, architecture, 63 if column else 0) == PASS  # read
     assert run(program, 0x40000003, 4) == KILL  # another machine
     if machine == "x86_64":
