@@ -18,7 +18,7 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.server import StubServer
 
 RESET = struct.pack("ii", 1, 0)
-"""Set a linger time of zero, so that closing resets the connection."""
+"""A linger time of zero, so that closing resets the connection."""
 
 How: TypeAlias = Literal["reset", "half_close"]
 
