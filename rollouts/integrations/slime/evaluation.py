@@ -91,9 +91,9 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
     for sample in samples:
         assert sample.group_index is not None  # the buffer numbers its prompts
         row = sample.group_index // entry.n_samples
-        record = slime_sample_of(sample)
-        if record is not None and record.group_index in (None, sample.group_index):
-            record.group_index = row
+        slime_sample = slime_sample_of(sample)
+        if slime_sample is not None and slime_sample.group_index in (None, sample.group_index):
+            slime_sample.group_index = row
         sample.group_index = row
     return samples, len(failures)
 
