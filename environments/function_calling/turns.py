@@ -72,12 +72,12 @@ class CallsInTurns(FileTools, MathTools, ToolEnvironment):
         return StepResult(self._turns[self.turn])
 
     async def snapshot(self) -> Any:
-        return {"disk": self.disk, "way": self.way, "turn": self.turn, "told": self._results}
+        return {"disk": self.disk, "way": self.way, "turn": self.turn, "results": self._results}
 
     async def restore(self, prompt: Prompt, snapshot: Any) -> None:
         self._begin(prompt)
         self.disk, self.way = snapshot["disk"], list(snapshot["way"])
-        self.turn, self._results = snapshot["turn"], list(snapshot["told"])
+        self.turn, self._results = snapshot["turn"], list(snapshot["results"])
 
     def _begin(self, prompt: Prompt) -> None:
         self._turns, self._calls, root = _row(prompt)
