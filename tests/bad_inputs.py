@@ -351,7 +351,7 @@ ROWS = [
     Row(SERVER, "ids that were not sent", "5 ids were sent; the server counts 6", asked("wrong_count")),
     Row(SERVER, "logprobs of other ids", "output_token_logprobs are not those of output_ids: first difference at 2", asked("wrong_ids")),
     Row(SERVER, "a logprob that is not a number", "output_token_logprobs[0]: got nan; expected a finite number", asked("nan")),
-    Row(SERVER, "a logprob above 0", "output_token_logprobs[0]: got 5.0; expected a logprob <= 0, give or take 0.0001 of rounding", asked(sampled(7, 5.0))),
+    Row(SERVER, "a logprob above 0", "output_token_logprobs[0]: got 5.0; expected a logprob <= 0, with a tolerance of 0.0001 for rounding", asked(sampled(7, 5.0))),
     Row(SERVER, "an id outside the vocabulary", "output_ids[0]: got id 1000000; expected 0 <= id < 509 (vocab_size): does the tokenizer belong to the server's model?", asked(sampled(1_000_000, -0.5), vocab_size=509)),
     Row(SERVER, "no logprobs", "3 sampled ids came without the requested output_token_logprobs", asked("no_logprobs")),
     Row(CALLS, "a call that is not JSON", "Error: The tool call could not be read: it is not valid JSON: …", spoken('<tool_call>\n{"name": "add", "arguments": {\n</tool_call>')),
