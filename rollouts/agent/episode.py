@@ -144,24 +144,18 @@ class Episode:
         while True:
             if reply is None:  # else the past ended with a reply that the environment answers first
                 turn += 1
-                # 3. Request a completion.
-                budget, limit = self._token_budget()
-                if budget < 1:
-                    return limit
-                completion = await self._request_completion(budget)
-                # 4. Parse the reply.
-                reply = self._parse_reply(completion, tools)
-                # 5. Check the limits.
-                reason = self._check_limits(completion, reply, turn, budget, limit)
+                # 3. Request a completion, 4. parse the reply, and 5. check the limits.
+                reply, reason = await self.request_reply(turn, tools)
                 if reason is not None:
                     return reason
+                assert reply is not None, "an episode continues only with a reply"
             # 6. Step the environment.
             step = await self._step_environment(environment, name, reply)
             if step.done:
                 return StopReason.TASK_COMPLETED
             if turn >= self.limits.max_turns:
                 return StopReason.MAX_TURNS
-            # 7. Append the result: a bridge behind the tokens so far, or a new branch.
+            # 7. Append the result: a bridge after the tokens so far, or a new branch.
             await self.append_messages(step.messages, tools)
             # 8. Log the turn. Without a snapshot the first turn is enough: it shows that the episode had begun.
             if resumable is not None or self.replies == 1:
@@ -169,16 +163,19 @@ class Episode:
             reply = None
 
     async def request_reply(self, turn: int, tools: Sequence[Tool]) -> tuple[Message | None, StopReason | None]:
-        """Steps 3 to 5 of :meth:`play`, for a caller that runs the tools itself.
+        """Steps 3 to 5 of :meth:`play`; public for a caller that runs the tools itself.
 
         Returns:
             The reply, ``None`` if the limits leave no token for it; and why the episode ends, ``None`` if it does not.
         """
+        # 3. Request a completion.
         budget, limit = self._token_budget()
         if budget < 1:
             return None, limit
         completion = await self._request_completion(budget)
+        # 4. Parse the reply.
         reply = self._parse_reply(completion, tools)
+        # 5. Check the limits.
         return reply, self._check_limits(completion, reply, turn, budget, limit)
 
     # -- 1. start the environment, 2. open the conversation --

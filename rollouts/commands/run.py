@@ -85,7 +85,7 @@ async def _with_telemetry(telemetry: Telemetry, recipe: Recipe) -> AsyncIterator
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     with serving_metrics(telemetry.metrics_port) as metrics:
 
-        async def observe(manager: AsyncRolloutManager) -> None:
+        async def export_metrics(manager: AsyncRolloutManager) -> None:
             lag = LoopLag()
 
             def read() -> dict[str, float]:
@@ -95,7 +95,7 @@ async def _with_telemetry(telemetry: Telemetry, recipe: Recipe) -> AsyncIterator
                 tasks.start_soon(lag.run)
                 tasks.start_soon(metrics.run, read)
 
-        yield recipe.config, observe
+        yield recipe.config, export_metrics
 
 
 async def _watch_pauses(manager: AsyncRolloutManager) -> None:
@@ -172,7 +172,7 @@ async def launch(
                     if distribute is not None:
                         config = await stack.enter_async_context(distribute(target, recipe))
                         played = attrs.evolve(recipe, config=config)
-                    config, observe = await stack.enter_async_context(_with_telemetry(telemetry, played))
+                    config, export_metrics = await stack.enter_async_context(_with_telemetry(telemetry, played))
                     played = attrs.evolve(played, config=config)
                     opening = functools.partial(_open, target, recipe, server, out, format, overwrite, resume)
                     writer, run_journal, state = await anyio.to_thread.run_sync(opening)
@@ -180,8 +180,8 @@ async def launch(
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show: Watch = functools.partial(watch, batches=recipe.batches, console=console)
-                    if observe is not None:
-                        show = _both(show, observe)
+                    if export_metrics is not None:
+                        show = _both(show, export_metrics)
                     show = _both(show, _watch_pauses)
                     with contextlib.ExitStack() as files:
                         files.enter_context(run_journal.journal)

@@ -117,7 +117,9 @@ def test_secrets_are_read_and_never_shown(tmp_path: Path, monkeypatch: pytest.Mo
     assert server._connection.secret_values == {"openai_api_key": "sk-hidden", "own": "sk-own"}
     shown = repr(settings) + repr(settings.of("org/sums")) + repr(server)
     assert "sk-" not in shown
-    assert server._connection._error_text("no search") == ("no search (secrets without a value, so not sent: tavily_api_key)")
+    assert server._connection._error_text("no search") == (
+        "no search (secrets without a value, so not sent: tavily_api_key)"
+    )
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

@@ -9,12 +9,15 @@ import io
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from rollouts.commands import main
 from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
+from rollouts.engine import DEMO_MODEL
+from rollouts.runs import parquet
 from rollouts.runs.export import export_rows
 from rollouts.runs.folder import read_rows
 from rollouts.runs.reader import load_run
@@ -55,13 +58,18 @@ def test_its_journal_reads(run: Path) -> None:
 def test_it_exports(run: Path, kind: str, tmp_path: Path) -> None:
     """Each format exports all samples of its batches."""
     (out,) = export_rows(run, str(tmp_path / f"out.{kind}"), kind, "kept")
-    assert Path(out).stat().st_size > 0
+    rows = (
+        list(parquet.read(out)) if kind == "parquet" else list(map(msgspec.json.decode, out.read_bytes().splitlines()))
+    )
+    assert [row["tokens"] for row in rows] == [list(sample.tokens) for sample in load_run(run)]
 
 
 def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``show`` prints a group and a transcript."""
-    assert main(["show", str(run), "--sample", "0"]) == 0
+    """``show`` prints a transcript; without the tokenizer of the run, which is gone, it prints the messages."""
+    assert main(["show", str(run), "--sample", "0", "--tokenizer", str(DEMO_MODEL)]) == 0
     assert "sampled" in capsys.readouterr().out
+    assert main(["show", str(run), "--sample", "0"]) == 0
+    assert "messages instead of tokens" in capsys.readouterr().out
 
 
 async def test_it_resumes(run: Path) -> None:
