@@ -112,9 +112,9 @@ def _check_served(target: RunTarget, model: str | None, where: str) -> None:
 
 
 def weights_checksum(folder: Path) -> str:
-    """The CRC-32 of the ``*.safetensors`` files of a model folder; their path does not matter."""
+    """The CRC-32 of the weight files of a model folder (``*.safetensors``, ``*.bin``); their path does not matter."""
     crc = 0
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")):
         with file.open("rb") as data:
             while block := data.read(1 << 22):
                 crc = zlib.crc32(block, crc)
