@@ -13,18 +13,21 @@ from typing import Any
 
 import anyio
 
-from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive
+from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive, stop_signals
 from rollouts.engine.process import READY
 from rollouts.errors import RolloutsError
+from rollouts.http.access import is_loopback
 
-__all__ = ["add", "serve_until_stopped"]
+__all__ = ["add", "key_for", "serve_until_stopped"]
+
+HOST = "address to listen on (default: 127.0.0.1); a public one needs a key in ROLLOUTS_API_KEY"
 
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(verbs, "serve", _serve, "start the embedded engine as a server", "serve --port 30000")
     parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal LM (default: the demo model)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help=HOST)
     parser.add_argument("--port", type=int, default=30000, help="0 picks a free port (default: 30000)")
     parser.add_argument("--slots", type=positive, metavar="N", help="concurrent requests (default: 64)")
     parser.add_argument(
@@ -43,10 +46,22 @@ def _serve(args: argparse.Namespace) -> int:
         model = DEMO_MODEL if args.model is None else args.model
         options = {} if args.slots is None else {"slots": args.slots}
         await serve(
-            model, args.host, args.port, max_context=args.max_context, dtype=args.dtype, on_ready=on_ready, **options
+            model,
+            args.host,
+            args.port,
+            max_context=args.max_context,
+            dtype=args.dtype,
+            api_key=key_for(args.host),
+            on_ready=on_ready,
+            **options,
         )
 
     return in_loop(serve_until_stopped, engine, args.stop_with_stdin)
+
+
+def key_for(host: str) -> str | None:
+    """The key of a server: ROLLOUTS_API_KEY on a public address, none on a loopback address."""
+    return None if is_loopback(host) else os.environ.get("ROLLOUTS_API_KEY")
 
 
 async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable[None]], stop_with_stdin: bool) -> int:
@@ -55,7 +70,7 @@ async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable
 
     async def signals(scope: anyio.CancelScope) -> None:
         nonlocal code
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        with anyio.open_signal_receiver(*stop_signals()) as received:
             async for number in received:
                 code = INTERRUPTED if number == signal.SIGINT else 0
                 scope.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from rollouts.commands.arguments import add_verb, all_options_of, in_loop
-from rollouts.commands.serve import serve_until_stopped
+from rollouts.commands.serve import HOST, key_for, serve_until_stopped
 from rollouts.dtypes import Endpoint
 from rollouts.ors_server.app import environment_server
 from rollouts.recipe_files import build, load_recipe
@@ -32,7 +32,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     parser.add_argument("--split", default="train", metavar="NAME", help="split name of its prompts (default: train)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help=HOST)
     parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: 8080)")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
 
@@ -41,7 +41,8 @@ def _serve_env(args: argparse.Namespace) -> int:
     recipe = build(load_recipe(args.recipe), Endpoint(), all_options_of(args))
 
     async def environment(on_ready: Callable[[str], None]) -> None:
-        async with environment_server(recipe, host=args.host, port=args.port, split=args.split) as url:
+        options = {"host": args.host, "port": args.port, "split": args.split, "api_key": key_for(args.host)}
+        async with environment_server(recipe, **options) as url:
             on_ready(url)
             await anyio.sleep_forever()
 

@@ -23,10 +23,11 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 async def serve(
     model: Path, host: str = "127.0.0.1", port: int = 0, *, slots: int = 64, max_context: int | None = None,
-    dtype: str = "float32", on_ready: Callable[[str], None],
+    dtype: str = "float32", api_key: str | None = None, on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Serve a model folder until cancelled; ``on_ready`` gets the base URL. Arguments as :func:`running_server`."""
-    async with running_server(model, host, port, slots=slots, max_context=max_context, dtype=dtype) as url:
+    options = {"slots": slots, "max_context": max_context, "dtype": dtype, "api_key": api_key}
+    async with running_server(model, host, port, **options) as url:
         on_ready(url)
         await anyio.sleep_forever()
 
@@ -35,13 +36,13 @@ async def serve(
 async def running_server(
     model: Path, host: str = "127.0.0.1", port: int = 0, *, slots: int = 64, max_context: int | None = None,
     max_queued: int | None = None, health_seconds: float = 20.0, dtype: str = "float32",
-    unflushed_updates: bool = False,
+    unflushed_updates: bool = False, api_key: str | None = None,
 ) -> AsyncIterator[str]:  # fmt: skip
     """Serve a model folder in this process while the context lasts; yields the base URL.
 
     Args:
         model: a local folder with a causal language model of transformers.
-        host: the address to listen on.
+        host: the address to listen on; any but a loopback address needs a key.
         port: 0 selects a free port.
         slots: maximum number of concurrent requests; others wait.
         max_context: limit for prompt and reply together, in tokens; by default the model's positions.
@@ -51,9 +52,11 @@ async def running_server(
             other rows of its batch.
         unflushed_updates: inject a fault for tests: a weight update without a pause while requests run changes the
             weights, does not flush the cache, and answers 400. SGLang does this occasionally.
+        api_key: the key that every request but those of ``/health`` must have.
 
     Raises:
-        ConfigError: the extra ``engine`` is not installed, the folder does not load, or the address is not available.
+        ConfigError: the extra ``engine`` is not installed, the folder does not load, the address is not available, or
+            it is public and there is no key.
     """
     if slots < 1:
         raise ConfigError.of("slots", slots, "at least 1")
@@ -63,6 +66,6 @@ async def running_server(
         raise ConfigError(
             f'the engine needs torch and transformers: pip install "rollouts[engine]" ({error})'
         ) from error
-    options = server.Options(slots, max_context, max_queued, health_seconds, dtype, unflushed_updates)
+    options = server.Options(slots, max_context, max_queued, health_seconds, dtype, unflushed_updates, api_key)
     async with server.running_server(Path(model), host, port, options) as url:
         yield url

@@ -43,6 +43,7 @@ from rollouts.engine.loading import load_folder
 from rollouts.engine.protocol import GenerateBody, Refusal, decoded, read_generate
 from rollouts.engine.requests import Request
 from rollouts.errors import ConfigError
+from rollouts.http.access import guard
 
 __all__ = ["Options", "running_server"]
 
@@ -61,11 +62,13 @@ class Options:
     health_seconds: float
     dtype: str
     unflushed_updates: bool = False
+    api_key: str | None = attrs.field(default=None, repr=False)
 
 
 @contextlib.asynccontextmanager
 async def running_server(model: Path, host: str, port: int, options: Options) -> AsyncIterator[str]:
     """Serve a model folder while the context lasts; yields the base URL."""
+    guarded = guard(host, options.api_key)
     loaded = await anyio.to_thread.run_sync(load_folder, model, options.max_context, options.dtype)
     frontend = Frontend(
         loaded,
@@ -74,7 +77,7 @@ async def running_server(model: Path, host: str, port: int, options: Options) ->
         health_seconds=options.health_seconds,
         unflushed_updates=options.unflushed_updates,
     )
-    app = web.Application(client_max_size=2**30, middlewares=[_refusals])
+    app = web.Application(client_max_size=2**30, middlewares=[guarded, _refusals])
     app.add_routes([web.post("/generate", _Generate(frontend).handle), *control_routes(frontend)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS / 2)
     try:

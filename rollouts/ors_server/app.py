@@ -25,6 +25,7 @@ from rollouts.dtypes import Limits, Tool
 from rollouts.environments.ors.environment import CONTINUES
 from rollouts.environments.ors.wire import ORSError, blocks_of, messages_of
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.http.access import guard
 from rollouts.ors_server.episode import HostedEpisode, HostedStep, sample_of
 from rollouts.ors_server.http import (
     Refused,
@@ -56,19 +57,22 @@ async def environment_server(
     port: int = 0,
     split: str = "train",
     limits: Limits | None = None,
+    api_key: str | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the context lasts; yields the URL.
 
     Args:
         recipe: provides environment, prompts and reward; its endpoint is not used.
-        host: the address to listen on.
+        host: the address to listen on; any but a loopback address needs a key.
         port: 0 selects a free port.
         split: the name of the split.
         limits: deadlines of the environment's steps.
+        api_key: the key that every request but those of ``/health`` must have.
 
     Raises:
-        ConfigError: the address is not available.
+        ConfigError: the address is not available, or is public without a key.
     """
+    guarded = guard(host, api_key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=4096)
@@ -77,7 +81,7 @@ async def environment_server(
     shown = f"[{host}]" if ":" in host else host
     async with anyio.create_task_group() as tasks:
         server = _Server(recipe, split, limits or Limits(), tasks)
-        runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
+        runner = web.AppRunner(server.app(guarded), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await runner.setup()
         try:
             await web.SockSite(runner, listening, backlog=4096).start()
@@ -109,8 +113,8 @@ class _Server:
         ]
         self.sessions: dict[str, _Session] = {}
 
-    def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 28, middlewares=[refusals_as_json])
+    def app(self, guarded: Any) -> web.Application:
+        app = web.Application(client_max_size=1 << 28, middlewares=[guarded, refusals_as_json])
         for method, path, handler in (
             ("GET", "/health", self.health),
             ("GET", "/version", self.version),
@@ -329,7 +333,7 @@ class _Server:
             step = await session.hosted.call(name, arguments)
             return msgspec.json.encode(_answer(step, is_reply=name == session.hosted.reply_tool)).decode()
 
-        return await self._stream(request, session, body.get("task_id"), work)
+        return await self._stream(request, session, _task_id(body), work)
 
     async def score_group(self, request: web.Request) -> web.StreamResponse:
         session, body = await self._ready(request), await body_of(request)
@@ -349,10 +353,10 @@ class _Server:
             await score_group(samples, reward_fn, seconds=self.recipe.config.reward_seconds)
             return msgspec.json.encode({"scores": [{"reward": sample.reward} for sample in samples]}).decode()
 
-        return await self._stream(request, session, body.get("task_id"), work)
+        return await self._stream(request, session, _task_id(body), work)
 
     async def _stream(
-        self, request: web.Request, session: _Session, task_id: Any, work: Callable[[], Awaitable[str]]
+        self, request: web.Request, session: _Session, task_id: str | None, work: Callable[[], Awaitable[str]]
     ) -> web.StreamResponse:
         if task_id is None:
             task_id = uuid.uuid4().hex
@@ -373,6 +377,14 @@ class _Server:
                     await response.write(b": ping\r\n\r\n")
             await response.write(b"".join(ending_of(run)))
         return response
+
+
+def _task_id(body: dict[str, Any]) -> str | None:
+    """The id of the call to resume; ``None`` for a new call."""
+    task_id = body.get("task_id")
+    if task_id is not None and not isinstance(task_id, str):
+        raise Refused(422, "task_id is no string")
+    return task_id
 
 
 def _answer(step: HostedStep, *, is_reply: bool) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 import anyio
 import pytest
 
+from rollouts.errors import ConfigError
+
 EOS = 502
 QUESTION = "<|im_start|>user\nWhat is 5 + 7?<|im_end|>\n<|im_start|>assistant\n"
 FREE = {"ignore_eos": True, "max_new_tokens": 24}
@@ -354,3 +356,44 @@ async def test_a_disconnect_ends_a_stream(client: Any) -> None:
             pass
         while (await client.post("/generate", **{**ask, "sampling_params": FREE}))[0] == 400:
             pass
+
+
+# -- who may ask --
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["abort_request", "update_weights_from_disk", "flush_cache", "generate", "server_info"]
+)
+async def test_28_a_web_page_is_refused(client: Any, path: str, headers: dict[str, str]) -> None:
+    """A foreign origin, or a Host that is not this machine, reaches no route, whatever the content type."""
+    ask = client.session.get if path == "server_info" else client.session.post
+    data = {} if path == "server_info" else {"data": b'{"abort_all": true}'}
+    async with ask(f"{client.url}/{path}", headers={"Content-Type": "text/plain", **headers}, **data) as response:
+        assert response.status == 403
+        assert next(iter(headers)) in await response.text()
+
+
+async def test_28_a_public_address_wants_a_key(serving: Any) -> None:
+    """Without a key nothing is served; with one, requests need it, and any Host is accepted."""
+    with pytest.raises(ConfigError, match=r"host: got '0\.0\.0\.0'; expected 127\.0\.0\.1, or a key"):
+        async with serving(host="0.0.0.0"):
+            pass
+    async with serving(host="0.0.0.0", api_key="secret") as client:
+        url = client.url.replace("0.0.0.0", "127.0.0.1")
+        found = []
+        for key in ("", "Bearer other", "Bearer secret"):
+            async with client.session.get(
+                url + "/model_info", headers={"Authorization": key, "Host": "gpu-7"}
+            ) as reply:
+                found.append(reply.status)
+        assert found == [401, 401, 200]

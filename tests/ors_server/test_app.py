@@ -270,3 +270,34 @@ def test_the_command_serves_a_recipe() -> None:
     assert anyio.run(first_task) == "Use the tools. Finish with: The answer is N."
     process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("task_id", [["a"], {"a": 1}, 7, True])
+async def test_25_a_task_id_that_is_no_string_is_refused(url: str, task_id: Any) -> None:
+    """It is a 422 that names the field, not an error of the server."""
+    transport = HttpClient(connect_seconds=5)
+    headers = {"X-Session-ID": f"session {task_id}"}
+    await transport.post(f"{url}/create", b'{"split": "train", "index": 0}', headers)
+    body = json.dumps({"name": "say", "input": {}, "task_id": task_id}).encode()
+    status, payload = await transport.post(f"{url}/sums/call", body, headers)
+    assert (status, b"task_id" in payload) == (422, True)
+    await transport.post(f"{url}/delete", b"{}", headers)
+    await transport.aclose()
+
+
+async def test_28_a_public_address_wants_a_key() -> None:
+    """Without one nothing is served; with one, only requests that have it, and the health probe, are answered."""
+    with pytest.raises(ConfigError, match=r"host: got '0\.0\.0\.0'; expected 127\.0\.0\.1, or a key"):
+        async with environment_server(recipe(Endpoint()), host="0.0.0.0"):
+            pass
+    async with environment_server(recipe(Endpoint()), host="0.0.0.0", api_key="secret") as url:
+        url = url.replace("0.0.0.0", "127.0.0.1")
+        transport = HttpClient(connect_seconds=5)
+        given: list[dict[str, str]] = [{}, {"X-API-Key": "other"}, {"Authorization": "Bearer secret"}]
+        asked = [await transport.get(f"{url}/list_environments", headers) for headers in given]
+        assert [status for status, _ in asked] == [401, 401, 200]
+        assert (await transport.get(f"{url}/health", {}))[0] == 200
+        await transport.aclose()
+        server = ORSServer(url, api_key="secret")
+        assert len(await server.task_specs("train")) > 0
+        await server.aclose()

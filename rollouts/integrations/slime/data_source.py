@@ -8,9 +8,15 @@ It reads no prompts itself: slime's data source, or the class of ``args.rollouts
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import filters
@@ -20,6 +26,7 @@ from rollouts.integrations.slime.settings import load_function
 __all__ = ["CheckpointedDataSource"]
 
 _SLIME = "slime.rollout.data_source.RolloutDataSource"
+_PLAIN = "tensors, arrays and plain data only"
 
 
 class CheckpointedDataSource:
@@ -81,19 +88,44 @@ class CheckpointedDataSource:
         groups = [*(self.in_progress(group) for group in self._out), *self.buffer]
         path = _path(self.args.save, rollout_id)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        torch.save({"groups": [[sample.to_dict() for sample in group] for group in groups]}, path)
+        written = io.BytesIO()
+        torch.save({"groups": [[sample.to_dict() for sample in group] for group in groups]}, written)
+        written.seek(0)
+        try:
+            _read(written)  # what could not be loaded is found now
+        except pickle.UnpicklingError as error:
+            raise ConfigError(f"{path}: the samples contain {_reason(error)}; expected {_PLAIN}") from error
+        with open(path, "wb") as file:
+            file.write(written.getbuffer())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore the state of :meth:`save`; groups that were in flight come out first."""
-        import torch
-
         self.inner.load(rollout_id)
         if self.args.load is None or not os.path.exists(path := _path(self.args.load, rollout_id)):
             return
         kind = records().sample
-        saved = torch.load(path, weights_only=False)["groups"]
+        try:
+            saved = _read(path)["groups"]
+        except pickle.UnpicklingError as error:
+            raise ConfigError(f"{path}: got {_reason(error)}; expected {_PLAIN}") from error
         self.buffer = [[kind.from_dict(sample) for sample in group] for group in saved]
         self._out = []
+
+
+def _read(file: Any) -> Any:
+    """Load a file of ``torch.save`` that contains nothing but data: loading it runs no code of the file."""
+    import torch
+
+    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    arrays = [np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float32(0).__reduce__()[0], codecs.encode]
+    with torch.serialization.safe_globals([*arrays, *dtypes]):
+        return torch.load(file, weights_only=True)
+
+
+def _reason(error: Exception) -> str:
+    """The object that torch names, or else the first line of its message."""
+    found = re.search(r"(?:GLOBAL|class|allowlist) `?([\w.]+)", str(error))
+    return f"an object of {found[1]}" if found else str(error).partition("\n")[0]
 
 
 def _key(group: list[Any]) -> Any:

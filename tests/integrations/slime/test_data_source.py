@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 
 from rollouts.errors import ConfigError
@@ -145,3 +146,42 @@ def test_the_rest_is_the_inner_sources(tmp_path: Path) -> None:
     source = CheckpointedDataSource(with_source(Launch(n=2), tmp_path))
     assert len(source) == 1000
     assert source.n_samples_per_prompt == 2
+
+
+class Harmful:
+    """Unpickling it would run code."""
+
+    def __reduce__(self) -> Any:
+        return (open, ("/dev/null",))
+
+
+def test_28_a_checkpoint_that_contains_code_is_refused(tmp_path: Path) -> None:
+    """Loading names the file and the object, and runs nothing; saving refuses what loading would."""
+    torch = pytest.importorskip("torch")
+    launch = Launch(batch_size=3, n=2)
+    source = CheckpointedDataSource(with_source(launch, tmp_path))
+    source.inner.save(0)
+    file = tmp_path / "rollout" / "rollouts_buffer_0.pt"
+    file.parent.mkdir()
+    torch.save({"groups": [[Harmful()]]}, file)
+    with pytest.raises(ConfigError, match=r"rollouts_buffer_0\.pt: got .*open.*; expected .*plain data only"):
+        source.load(0)
+    source.buffer = source.inner.get_samples(1)
+    source.buffer[0][0].metadata = {"seen": Harmful()}
+    with pytest.raises(ConfigError, match=r"the samples contain .*open"):
+        source.save(1)
+
+
+def test_28_arrays_and_tensors_stay_in_a_checkpoint(tmp_path: Path) -> None:
+    """They are data, with their types."""
+    torch = pytest.importorskip("torch")
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    source.buffer = source.inner.get_samples(1)
+    held = {"array": np.arange(3, dtype=np.int16), "scalar": np.float32(0.5), "tensor": torch.ones(2), "set": {1, 2}}
+    source.buffer[0][0].metadata = held
+    source.save(0)
+    source.load(0)
+    loaded = source.buffer[0][0].metadata
+    assert loaded["array"].dtype == np.int16
+    assert loaded["array"].tolist() == [0, 1, 2]
+    assert (loaded["scalar"], loaded["tensor"].tolist(), loaded["set"]) == (0.5, [1.0, 1.0], {1, 2})
