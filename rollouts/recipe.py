@@ -15,13 +15,13 @@ import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.boundary import boundary, function_name
-from rollouts.dtypes import Endpoint, OnRewrite, SamplingParams, without_password
+from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, without_password
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
 from rollouts.renderer import Renderer, renderer_for
-from rollouts.training.agent_integration import generate_rollout_batch
+from rollouts.training.agent_integration import check_limits, generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
@@ -74,11 +74,12 @@ class Recipe:
         Raises:
             ConfigError: the tokenizer does not load, or there is no such dialect.
         """
-        bound = self._bound
+        bound = self.bound
         return renderer_for(bound.get("tokenizer", self.tokenizer), dialect=bound.get("dialect"))
 
     @property
-    def _bound(self) -> Mapping[str, Any]:
+    def bound(self) -> Mapping[str, Any]:
+        """The keyword arguments that the generate function is bound to."""
         generate_fn = self.config.generate_fn
         return generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
 
@@ -87,7 +88,7 @@ class Recipe:
         endpoint = attrs.asdict(self.endpoint)
         del endpoint["api_key"]
         endpoint["base_url"] = [without_password(url) for url in self.endpoint.base_url]
-        bound = self._bound
+        bound = self.bound
         return {
             "recipe": self.name,
             "config": self.config.describe(),
@@ -182,12 +183,16 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     """Check environment, tokenizer and template, then the server; returns the server's description.
 
     Raises:
-        ConfigError: the environment lacks a method, the tokenizer does not load, or its template fails the self-test:
+        ConfigError: the generate function is bound to ``max_turns`` and to other ``limits``, the environment lacks a
+            method, the tokenizer does not load, or its template fails the self-test:
             a bridge is wrong, or tool calls would not be parsed.
         EnvironmentFailure: the environment cannot be created or closed.
         EndpointUnavailable: no server responds at the URL.
         EndpointRefused: the server at the URL is no SGLang server.
     """
+    limits = recipe.bound.get("limits")
+    if isinstance(limits, Limits):
+        check_limits(limits, recipe.bound.get("max_turns"))
     name = function_name(recipe.environment_cls)
     with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS):
         environment: Any = recipe.environment_cls()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Limits
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
@@ -249,3 +249,12 @@ async def test_an_environment_must_be_makeable() -> None:
     """An error while creating it is reported."""
     with pytest.raises(EnvironmentFailure, match=r"Broken\(\) raised OSError: no such world"):
         await preflight(a_recipe(environment_cls=Broken))
+
+
+async def test_25_limits_that_contradict_max_turns_are_found_before_the_run() -> None:
+    """The check before a run names both, and no prompt is taken."""
+    bound = partial(generate, limits=Limits(max_turns=3), max_turns=4)
+    recipe = a_recipe(config=RolloutConfig(batch_size=1, generate_fn=bound, n_samples_per_prompt=2))
+    with pytest.raises(ConfigError, match=r"max_turns: got 4; expected nothing, since limits=.*max_turns=3"):
+        await preflight(recipe)
+    assert recipe.data_buffer.get_prompts(1)[0].group_index == 0

@@ -8,6 +8,7 @@ the packages below.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from rollouts.commands import (
     show,
     verify,
 )
-from rollouts.commands.arguments import BAD_INPUT, INTERRUPTED, tell
+from rollouts.commands.arguments import BAD_INPUT, BROKEN, INTERRUPTED, tell
 from rollouts.errors import RolloutsError
 
 __all__ = ["main"]
@@ -48,13 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = args.verb(args)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe
-        return 0
+        code = 0  # the reader closed the pipe
     except RolloutsError as error:
         tell(error, debug=args.debug)
-        return BAD_INPUT
+        code = BAD_INPUT
+    except OSError as error:  # a full or closed output, among others
+        tell(RolloutsError(str(error)), debug=args.debug)
+        code = BROKEN
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):  # the interpreter would flush it again, and print a traceback
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

@@ -6,7 +6,9 @@ Invariant: an argument is validated where it is parsed; an error quotes the argu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -30,6 +32,7 @@ __all__ = [
     "numbers",
     "options_of",
     "positive",
+    "stop_signals",
     "target_of",
     "tell",
 ]  # fmt: skip
@@ -41,15 +44,22 @@ Result = TypeVar("Result")
 
 def tell(error: RolloutsError, *, debug: bool) -> None:
     """Print an error as one line on standard error, without control characters; with ``debug`` after its traceback."""
-    if debug:
-        print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    print(visible(f"rollouts: error: {error}"), file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):  # standard error is closed
+        if debug:
+            print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(visible(f"rollouts: error: {error}"), file=sys.stderr)
 
 
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
     """Run a coroutine function to completion, on uvloop where that is installed."""
     uvloop = importlib.util.find_spec("uvloop") is not None
     return anyio.run(function, *arguments, backend_options={"use_uvloop": uvloop})
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to stop: also SIGHUP, unless it is ignored, as under ``nohup``."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, example: str) -> argparse.ArgumentParser:

@@ -11,16 +11,26 @@ import argparse
 import contextlib
 import functools
 import os
-import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
 import attrs
 from rich.console import Console
+from rich.text import Text
 
-from rollouts.commands.arguments import BROKEN, INTERRUPTED, add_target, add_verb, in_loop, positive, target_of, tell
+from rollouts.commands.arguments import (
+    BROKEN,
+    INTERRUPTED,
+    add_target,
+    add_verb,
+    in_loop,
+    positive,
+    stop_signals,
+    target_of,
+    tell,
+)
 from rollouts.commands.target import (
     ENGINE_LOG,
     RunTarget,
@@ -31,9 +41,10 @@ from rollouts.commands.target import (
 )
 from rollouts.concurrency.wait_report import reporting_on_signal
 from rollouts.display.progress import summary, watch
+from rollouts.display.transcript import visible
 from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.engine.process import EngineProcess
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.sglang import shared_policies, shared_policy
@@ -46,9 +57,10 @@ from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
 from rollouts.runs.recording import RECORDING, check_recordable, recorded
 from rollouts.runs.resume import begin, reopen
-from rollouts.runs.run import RunResult, Stop, Watch, observe, run
+from rollouts.runs.run import RunResult, Stop, Watch, abandon, observe, run
 from rollouts.runs.run_journal import RunJournal
-from rollouts.runs.writer import Format, RunWriter, check_free, check_idle
+from rollouts.runs.settings import settings_of
+from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, versions
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
@@ -119,6 +131,7 @@ async def launch(
     console: Console,
     *,
     resume: bool = False,
+    allow_changes: bool = False,
     record: bool = False,
     distribute: Distribute | None = None,
     telemetry: Telemetry = Telemetry(),
@@ -127,6 +140,7 @@ async def launch(
 
     Args:
         resume: resume the run in ``out``; its stored values fill the fields that ``target`` leaves empty.
+        allow_changes: resume with other settings than those of the run, and record them.
         record: record everything that rollouts receive from outside; a resumed recorded run always does.
         distribute: starts the workers that play the rollouts; by default this process plays them.
 
@@ -135,7 +149,7 @@ async def launch(
     """
     if resume:
         check_idle(out, "--resume")
-        target = resumed_target(target, out)
+        target = resumed_target(target, out, allow_changes=allow_changes)
     else:
         check_free(out, overwrite=overwrite)
     recording = record or (resume and (out / RECORDING).is_dir())
@@ -148,7 +162,7 @@ async def launch(
     working = False
 
     async def signals(starting: anyio.CancelScope) -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        with anyio.open_signal_receiver(*stop_signals()) as received:
             async for _ in received:
                 if stop.asked:  # the second one
                     if engine is not None:
@@ -174,9 +188,14 @@ async def launch(
                         played = attrs.evolve(recipe, config=config)
                     config, export_metrics = await stack.enter_async_context(_with_telemetry(telemetry, played))
                     played = attrs.evolve(played, config=config)
-                    opening = functools.partial(_open, target, recipe, server, out, format, overwrite, resume)
+                    description = await anyio.to_thread.run_sync(_description, target, recipe, server)
+                    if resume:
+                        opening = functools.partial(_resumed, recipe, out, description, allow_changes, console)
+                    else:
+                        opening = functools.partial(_begun, recipe, out, description, format, overwrite)
                     writer, run_journal, state = await anyio.to_thread.run_sync(opening)
                     working = True
+                    stack.enter_context(_abandoning(recipe, writer, state))
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
                     show: Watch = functools.partial(watch, batches=recipe.batches, console=console)
@@ -189,19 +208,35 @@ async def launch(
                         if recording:
                             played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
                         result = await run(played, writer, stop=stop, watch=show, run_journal=run_journal, state=state)
-                    console.print(summary(result, writer), soft_wrap=True)
         except Exception as error:  # noqa: BLE001 - raised below: the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
+    if result is not None and failure is None:
+        _print(console, summary(result, writer))
     if failure is not None:
         raise failure
     return result
 
 
-def _open(
-    target: RunTarget, recipe: Recipe, server: ServerInfo, out: Path, format: Format, overwrite: bool, resume: bool
-) -> tuple[RunWriter, RunJournal, ManagerState | None]:
-    """Create the files of a new run, or open those of a resumed one."""
+def _print(console: Console, text: Text) -> None:
+    """Print a text; if the output is closed or full, the run is the same without it."""
+    with contextlib.suppress(OSError, ValueError, SystemExit):  # rich raises SystemExit where its pipe is closed
+        console.print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _abandoning(recipe: Recipe, writer: RunWriter, state: ManagerState | None) -> Iterator[None]:
+    """Write the end of a run that fails between its first file and its first rollout."""
+    try:
+        yield
+    except BaseException as error:
+        if not writer.finished:
+            abandon(recipe, writer, state, error)
+        raise
+
+
+def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[str, Any]:
+    """The fields of ``run.json`` that are known before the run begins."""
     description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(target.options)}
     description["command"] = {
         "recipe": str(target.recipe.resolve()) if target.recipe is not None else None,
@@ -210,20 +245,43 @@ def _open(
         "options": dict(target.options),
         "slots": target.slots,
     }
-    if not target.urls:
-        description["command"]["weights"] = weights_checksum(Path(recipe.endpoint.model))
+    model = {"name": server.model} if target.urls else {"weights": weights_checksum(Path(recipe.endpoint.model))}
+    description["command"] |= {} if target.urls else model
     description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has built it
-    if resume:
-        stored = read_info(out).get("vocab_size")
-        if stored is not None and stored != description["vocab_size"]:
-            expected = f"{stored}: a resumed run needs the vocabulary that it began with"
-            raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
-        reopened = reopen(out, description, recipe.data_buffer)
-        now = {name: description[name] for name in ("batches_wanted", "server", "endpoint", "command", "vocab_size")}
-        reopened.writer.update(**now)
-        return reopened.writer, reopened.run_journal, reopened.state
+    description["versions"] = versions()
+    file = None if target.recipe is None else target.recipe.resolve()
+    description["settings"] = settings_of(recipe, file, target.options, model, description["versions"])
+    return description
+
+
+def _begun(
+    recipe: Recipe, out: Path, description: Mapping[str, Any], format: Format, overwrite: bool
+) -> tuple[RunWriter, RunJournal, ManagerState | None]:
+    """Create the files of a new run."""
     writer = RunWriter(out, description, format=format, overwrite=overwrite)
-    return writer, begin(out, description, recipe.data_buffer), None
+    try:
+        return writer, begin(out, description, recipe.data_buffer), None
+    except RolloutsError as error:
+        abandon(recipe, writer, None, error)
+        raise
+
+
+def _resumed(
+    recipe: Recipe, out: Path, description: Mapping[str, Any], allow_changes: bool, console: Console
+) -> tuple[RunWriter, RunJournal, ManagerState | None]:
+    """Open the files of a resumed run, and print what was restored and what differs."""
+    stored = read_info(out).get("vocab_size")
+    if stored is not None and stored != description["vocab_size"]:
+        expected = f"{stored}: a resumed run needs the vocabulary that it began with"
+        raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
+    reopened = reopen(out, description, recipe.data_buffer, allow_changes=allow_changes)
+    reopened.writer.update(**description)
+    lines = [("restored from the journal", reopened.restored), ("changed since the run began", reopened.changed)]
+    lines += [("not stored with the run, not compared", reopened.unrecorded)]
+    for what, found in lines:
+        if found:
+            _print(console, Text(visible(f"{what}: {', '.join(map(str, found))}"), "yellow"))
+    return reopened.writer, reopened.run_journal, reopened.state
 
 
 async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
@@ -263,6 +321,11 @@ def add(verbs: Any) -> None:
     parser.add_argument("--trace", action="store_true", help="OpenTelemetry spans for rollouts and completions")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="with --resume: accept another recipe, reward, sampling, model or package version, and record it",
+    )
+    parser.add_argument(
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
     parser.add_argument(
@@ -272,11 +335,14 @@ def add(verbs: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     resume = args.resume is not None
+    if args.allow_changes and not resume:
+        raise ConfigError.of("--allow-changes", True, "--resume RUN with it")
     out = args.resume if resume else args.out
     distribute = None if args.workers is None else _in_workers(args.workers)
     telemetry = Telemetry(args.metrics_port, args.trace)
     options: dict[str, Any] = {
         "resume": resume,
+        "allow_changes": args.allow_changes,
         "record": args.record,
         "distribute": distribute,
         "telemetry": telemetry,

@@ -134,8 +134,10 @@ def _built(function: RecipeFunction, endpoint: Endpoint, target: RunTarget) -> R
     return recipe if target.batches is None else attrs.evolve(recipe, batches=target.batches)
 
 
-def resumed_target(target: RunTarget, run: Path) -> RunTarget:
+def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False) -> RunTarget:
     """The target of a resumed run: that of the command line, its empty fields filled from ``run.json``.
+
+    With ``allow_changes`` the server may have another model: the comparison of the settings records it.
 
     Raises:
         ConfigError: there is no run, or neither it nor the command line names a recipe.
@@ -149,8 +151,8 @@ def resumed_target(target: RunTarget, run: Path) -> RunTarget:
         target,
         recipe=recipe,
         urls=target.urls or _stored_urls(run, info),
-        served=(info.get("server") or {}).get("model"),
-        weights=_stored_weights(before, info),
+        served=None if allow_changes else (info.get("server") or {}).get("model"),
+        weights=None if allow_changes else _stored_weights(before, info),
         model=target.model or before.get("model"),
         options={**before.get("options", {}), **target.options},
         batches=target.batches or info.get("batches_wanted"),

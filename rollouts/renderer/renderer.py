@@ -112,6 +112,13 @@ class Renderer:
         """The stop tokens as text, in the order of ``stop_token_ids``."""
         return self._stops
 
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Checksums of the template with its variables, and of the tokenizer; equal wherever both are equal."""
+        return {
+            "template": {"text": f"{self._template.fingerprint:08x}", "dialect": self.dialect.name},
+            "tokenizer": {"text": f"{self._codec.fingerprint():08x}", "stop_token_ids": list(self.stop_token_ids)},
+        }
+
     @property
     def encoded_tokens(self) -> int:
         """Tokens encoded so far for openings and bridges."""

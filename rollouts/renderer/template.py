@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import operator
+import zlib
 from collections.abc import Mapping, Sequence
 from types import BuiltinMethodType
 from typing import Any
@@ -128,6 +129,10 @@ class ChatTemplate:
         self.digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         self.name = f"{name} ({self.digest})"
         self._variables = dict(variables)
+        self.fingerprint = zlib.crc32(
+            repr([source, sorted(self._variables.items(), key=repr)]).encode("utf-8", "replace")
+        )
+        """The CRC-32 of the source and the variables."""
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = self._to_json
         self._tools: tuple[tuple[Tool, ...], list[ChatDict]] = ((), [])

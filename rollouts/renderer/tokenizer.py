@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,15 @@ class Codec:
         else:
             ids = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def fingerprint(self) -> int:
+        """The CRC-32 of the tokenizer: its vocabulary and, if it is a fast one, everything else that decides ids."""
+        if self._slow is not None or self._raw is None:
+            return zlib.crc32(json.dumps(sorted(self._slow.get_vocab().items())).encode())
+        model = json.loads(self._raw.to_str())
+        model.pop("truncation", None)  # state of the last call of its wrapper
+        model.pop("padding", None)
+        return zlib.crc32(json.dumps(model, sort_keys=True).encode())
 
     def forget(self) -> None:
         """Clear the cache of words."""

@@ -14,12 +14,10 @@ from typing import Any
 from rollouts.errors import JournalError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
-from rollouts.runs.folder import CHECKED, RECORDING, run_files
+from rollouts.runs.folder import CHECKED, METRICS, RECORDING, run_files
 from rollouts.runs.journal import read_journal
 
 __all__ = ["find_damage", "is_covered"]
-
-_METRICS = "metrics.jsonl"
 
 
 def is_covered(info: Mapping[str, Any]) -> bool:
@@ -39,8 +37,10 @@ def find_damage(run: Path, *, growing: bool = False) -> Iterator[tuple[str, str]
     if not is_sound((run / "run.json").read_bytes()):
         yield str(run / "run.json"), "damaged (its checksum does not fit)"
     files = [file for _, file in run_files(run)]
-    for file in [*files, *([_METRICS] if (run / _METRICS).is_file() else [])]:
-        if file.endswith(".parquet"):
+    for file in [*files, *([METRICS] if (run / METRICS).is_file() else [])]:
+        if (run / file).is_dir():
+            yield str(run / file), "a folder"
+        elif file.endswith(".parquet"):
             damage = parquet.damage_in(run / file)
             if damage is not None:
                 yield str(run / file), damage

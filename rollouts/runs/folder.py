@@ -33,11 +33,14 @@ from rollouts.training.types import Sample, with_current_names
 __all__ = [
     "CHECKED",
     "JOURNAL",
+    "METRICS",
+    "METRICS_CRC",
     "RECORDING",
     "RUN_FILES",
     "Row",
     "StoredOutcome",
     "Which",
+    "batch_name",
     "check_outside",
     "is_growing",
     "journal_rows",
@@ -66,6 +69,9 @@ RUN_FILES = (
 """Files and folders of a run; any of them makes a folder a run."""
 
 JOURNAL = "journal"
+METRICS = "metrics.jsonl"
+METRICS_CRC = "metrics_crc32"
+"""The entry of ``run.json`` with the CRC-32 of the lines of ``metrics.jsonl``, one for each batch."""
 RECORDING = "recording"
 """The folder of a recorded run's tapes."""
 
@@ -175,6 +181,11 @@ def check_outside(path: str | Path, option: str) -> None:
             raise ConfigError.of(option, str(path), f"a place outside the files of the run in {str(run)!r}")
 
 
+def batch_name(number: int) -> str:
+    """The name of a batch's file, without its suffix."""
+    return f"batch-{number:06d}"
+
+
 def run_files(path: str | Path) -> list[tuple[StoredOutcome, str]]:
     """The existing sample files as ``(outcome, name relative to the run)``; batches first, in order."""
     path = Path(path)
@@ -182,7 +193,7 @@ def run_files(path: str | Path) -> list[tuple[StoredOutcome, str]]:
     files: list[tuple[StoredOutcome, str]] = [
         ("kept", f"batches/{file.name}") for file in batches if file.suffix in (".jsonl", ".parquet")
     ]
-    return files + [(name, f"{name}.jsonl") for name in _OUTCOMES[1:] if (path / f"{name}.jsonl").is_file()]
+    return files + [(name, f"{name}.jsonl") for name in _OUTCOMES[1:] if (path / f"{name}.jsonl").exists()]
 
 
 def read_file(
@@ -195,6 +206,8 @@ def read_file(
     Raises:
         ConfigError: a line is corrupted; the message names file and line.
     """
+    if (run / file).is_dir():
+        raise ConfigError.of(str(run / file), "a folder", "a file of samples")
     if file.endswith(".parquet"):
         for number, data in enumerate(parquet.read(run / file), 1):
             yield Row(run, file, number, outcome, with_current_names(data))

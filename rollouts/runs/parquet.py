@@ -22,7 +22,17 @@ import msgspec
 
 from rollouts.errors import ConfigError
 
-__all__ = ["JSON_COLUMNS", "RowWriter", "available", "damage_in", "encode", "group_indices", "read", "read_some"]
+__all__ = [
+    "JSON_COLUMNS",
+    "RowWriter",
+    "available",
+    "damage_in",
+    "encode",
+    "group_indices",
+    "heads",
+    "read",
+    "read_some",
+]
 
 JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
 """Columns without a fixed schema; each value is one JSON text."""
@@ -191,6 +201,18 @@ def group_indices(path: Path) -> list[int]:
     with _reporting_damage(path), _opened(path) as file:
         groups: list[int] = file.read(columns=["group_index"]).column(0).to_pylist()
     return groups
+
+
+def heads(path: Path) -> list[tuple[int, int | None]]:
+    """The group index and the index of each row; only these columns are read.
+
+    Raises:
+        ConfigError: as :func:`read`.
+    """
+    with _reporting_damage(path), _opened(path) as file:
+        table = file.read(columns=["group_index", "index"])
+        groups, indices = (table.column(name).to_pylist() for name in ("group_index", "index"))
+    return list(zip(groups, indices, strict=True))
 
 
 def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[str, Any]]:

@@ -15,18 +15,24 @@ import attrs
 import msgspec
 
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError
+from rollouts.runs import parquet
 from rollouts.runs.checksums import is_sound
-from rollouts.runs.folder import JOURNAL, read_info, run_files
+from rollouts.runs.folder import JOURNAL, METRICS, batch_name, read_info, run_files
 from rollouts.runs.journal import Journal
 from rollouts.runs.run_journal import RunHistory, RunJournal
-from rollouts.runs.writer import RunWriter
+from rollouts.runs.settings import Change, changes, recorded_settings
+from rollouts.runs.writer import RunWriter, now
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Group, Sample
 
 __all__ = ["Reopened", "begin", "reopen", "state_of_history"]
+
+SETTINGS = "settings"
+"""The entry of a description, of a record of a start, and of ``run.json`` with the settings."""
+CHANGED = "changed"
 
 
 @attrs.frozen
@@ -37,6 +43,12 @@ class Reopened:
     run_journal: RunJournal
     state: ManagerState
     history: RunHistory
+    restored: tuple[str, ...] = ()
+    """The files that were written from the journal, each with the reason."""
+    changed: tuple[Change, ...] = ()
+    """The settings that were allowed to differ."""
+    unrecorded: tuple[str, ...] = ()
+    """The settings that the run does not have, so that they were not compared."""
 
 
 def begin(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> RunJournal:
@@ -47,48 +59,89 @@ def begin(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Run
     """
     journal = Journal(path / JOURNAL)
     run_journal = RunJournal(journal)
-    run_journal.began(_identity(description, buffer))
+    run_journal.began({**_identity(description, buffer), **_settings(description)})
     journal.flush()
     return run_journal
 
 
-def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> Reopened:
-    """Open a run to resume it; restores the buffer's position.
+def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer, *, allow_changes: bool = False) -> Reopened:
+    """Open a run to resume it: restores the buffer's position, and the files that are missing or damaged.
 
     Args:
         path: the run's folder.
-        description: :meth:`Recipe.describe` of the current recipe; its sizes and data must be those of the run.
+        description: :meth:`Recipe.describe` of the current recipe; its sizes and data must be those of the run. Its
+            entry ``settings``, if any, is compared with that of the run: :func:`rollouts.runs.settings.settings_of`.
         buffer: over the same data.
+        allow_changes: accept other settings, and record them in the journal and in ``run.json``.
 
     Raises:
         ConfigError: there is no run, it has no journal, another process writes to it, or the recipe differs.
-        JournalError: the journal is damaged.
+        JournalError: the journal is damaged, or cannot be written.
+        RolloutsError: the files cannot be written.
     """
-    read_info(path)
+    info = read_info(path)
     if not (path / JOURNAL).is_dir():
         raise ConfigError.of("--resume", str(path), "a run with a journal")
+    try:
+        return _reopened(path, info, description, buffer, allow_changes)
+    except OSError as error:
+        text = f"{path}: the run cannot be written: {error}; rollouts run --resume continues it once it can"
+        raise RolloutsError(text) from error
+
+
+def _reopened(
+    path: Path, info: Mapping[str, Any], description: Mapping[str, Any], buffer: DataBuffer, allow_changes: bool
+) -> Reopened:
     journal = Journal(path / JOURNAL)
     try:
         history = RunHistory.read(path / JOURNAL)
-        identity = _identity(description, buffer)
+        identity, settings = _identity(description, buffer), _settings(description)
         if history.runs:
             _check_identity(history.runs[0], identity)
+        changed, unrecorded = _compared(info, history, settings.get(SETTINGS, {}), allow_changes=allow_changes)
         group_size = identity["n_samples_per_prompt"]
         state = state_of_history(history, buffer, group_size)
         turns = {index: history.read_turns(index) for index in history.turns}
         run_journal = RunJournal(journal, turns)
-        run_journal.began({**identity, "resumed": max(1, len(history.runs))})
+        segment = {CHANGED: {change.name: [change.then, change.now] for change in changed}} if changed else {}
+        run_journal.began({**identity, **settings, **segment, "resumed": max(1, len(history.runs))})
         journal.flush()
         writer = RunWriter.reopen(path)
-        _synchronize(writer, history, state)
+        restored = _synchronize(writer, history, state)
+        segment |= {"first_batch": writer.batches, "started": now()} | ({"restored": restored} if restored else {})
+        writer.update(segments=[*info.get("segments", ()), segment])
     except BaseException:
         journal.close()
         raise
-    return Reopened(writer, run_journal, state, history)
+    return Reopened(writer, run_journal, state, history, tuple(restored), changed, unrecorded)
+
+
+def _settings(description: Mapping[str, Any]) -> dict[str, Any]:
+    return {SETTINGS: description[SETTINGS]} if SETTINGS in description else {}
+
+
+def _compared(
+    info: Mapping[str, Any], history: RunHistory, settings: Mapping[str, Any], *, allow_changes: bool
+) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """The settings that differ from those of the last segment, and those that the run does not have.
+
+    Raises:
+        ConfigError: a setting differs, and changes are not allowed.
+    """
+    stored = next((record[SETTINGS] for record in reversed(history.runs) if SETTINGS in record), None)
+    then = recorded_settings(info) if stored is None else stored
+    changed = tuple(changes(then, settings))
+    if changed and not allow_changes:
+        listed = " · ".join(map(str, changed))
+        raise ConfigError(
+            f"--resume, settings: {listed}: a resumed run keeps its settings; --allow-changes records them"
+        )
+    unrecorded = tuple(sorted(settings.keys() - then.keys()))
+    return changed, unrecorded
 
 
 def _identity(description: Mapping[str, Any], buffer: DataBuffer) -> dict[str, Any]:
-    """The settings that a resumed run must keep."""
+    """The sizes and data that a resumed run must keep, whatever is allowed to change."""
     config = description["config"]
     sizes = {name: config[name] for name in ("batch_size", "n_samples_per_prompt")}
     return {"recipe": description.get("recipe"), **sizes, "data": buffer.fingerprint}
@@ -104,25 +157,79 @@ def _check_identity(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _synchronize(writer: RunWriter, history: RunHistory, state: ManagerState) -> None:
-    """Write the groups that the files lack; remove those that the journal does not have."""
+def _synchronize(writer: RunWriter, history: RunHistory, state: ManagerState) -> list[str]:
+    """Write what the files lack, and remove what the journal does not have; returns the files written, with reasons."""
+    restored: list[str] = []
     for outcome in ("dropped", "failed"):
         file = writer.path / f"{outcome}.jsonl"
-        written = _groups_in(file, history)
-        for number, (settled, reason, _) in history.settled.items():
-            if settled == outcome and number not in written:
-                writer.on_group(_group(history, number, reason))
+        written = _groups_in(file, history, outcome)
+        lacking = [number for number, settled in history.settled.items() if settled[0] == outcome]
+        lacking = [number for number in lacking if number not in written]
+        for number in lacking:
+            writer.on_group(_group(history, number, history.settled[number][1]))
+        if lacking:
+            restored.append(f"{file.name} ({len(lacking)} groups)")
     (writer.path / "unbatched.jsonl").unlink(missing_ok=True)
-    batches = [file for outcome, file in run_files(writer.path) if outcome == "kept"]
-    for name in batches[len(history.sealed) :]:  # of a journal that lost its end: their groups are ready again
-        (writer.path / name).unlink()
-    writer.batches = min(writer.batches, len(history.sealed))
-    for batch in history.sealed[writer.batches :]:
-        samples = [sample for number in batch.groups for sample in history.group_samples(number)]
-        writer.write_batch(samples, batch.metrics, msgspec.convert(dict(batch.accounting), Accounting))
-    writer.write_metrics([batch.metrics for batch in history.sealed])
+    restored += _restore_batches(writer, history)
+    if writer.write_metrics([batch.metrics for batch in history.sealed]):
+        restored.append(METRICS)
     for number in state.ready:
         writer.on_group(_group(history, number, ""))
+    return restored
+
+
+def _restore_batches(writer: RunWriter, history: RunHistory) -> Iterator[str]:
+    """Write the sealed batches that are missing or damaged; yields the file and the reason of each."""
+    numbers = {batch_name(number): number for number in range(len(history.sealed))}
+    intact: set[int] = set()
+    why: dict[int, str] = {}
+    for file in (file for outcome, file in run_files(writer.path) if outcome == "kept"):
+        path = writer.path / file
+        number = numbers.get(path.stem)
+        if number is not None and number not in intact:
+            fault = _fault_of(path, history, number)
+            if fault is None:
+                intact.add(number)
+                continue
+            why[number] = fault
+        # A batch without a record belongs to a journal that lost its end: its groups are ready again.
+        path.rmdir() if path.is_dir() else path.unlink()
+    for number, batch in enumerate(history.sealed):
+        if number not in intact:
+            samples = [sample for group in batch.groups for sample in history.group_samples(group)]
+            path = writer.write_samples(number, samples)
+            yield f"{path.relative_to(writer.path)} ({why.get(number, 'missing')})"
+    writer.batches = len(history.sealed)
+    fields: dict[str, Any] = {"batches": writer.batches}
+    if history.sealed:
+        fields["accounting"] = history.sealed[-1].accounting
+    writer.update(**fields)
+
+
+def _fault_of(path: Path, history: RunHistory, number: int) -> str | None:
+    """What is wrong with the file of a sealed batch; ``None`` if its checksums fit and it has the batch's samples."""
+    if path.is_dir():
+        return "a folder"
+    if path.suffix == ".parquet":
+        damage = parquet.damage_in(path)
+        if damage is not None:
+            return damage
+        heads = parquet.heads(path)
+    else:
+        lines = path.read_bytes().splitlines(keepends=True)
+        try:
+            if not all(line.endswith(b"\n") and is_sound(line) is not False for line in lines):
+                return "damaged (a checksum does not fit)"
+            heads = [(head.group_index, head.index) for head in map(_decode_head, lines)]
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return f"damaged ({error})"
+    expected = [
+        (group, index)
+        for group in history.sealed[number].groups
+        for index in history.settled[group][2]
+        for _ in range(history.rollouts[index].whole)
+    ]
+    return None if heads == expected else "other samples than in the journal"
 
 
 def _group(history: RunHistory, number: int, reason: str) -> Group:
@@ -133,10 +240,14 @@ def _group(history: RunHistory, number: int, reason: str) -> Group:
 
 class _Line(msgspec.Struct):
     group_index: int
+    index: int | None = None
 
 
-def _groups_in(file: Path, history: RunHistory) -> set[int]:
-    """The complete groups in a file; cuts the file after the last one."""
+_decode_head = msgspec.json.Decoder(_Line).decode
+
+
+def _groups_in(file: Path, history: RunHistory, outcome: str) -> set[int]:
+    """The complete groups of an outcome in a file; cuts the file before the first line that is not of one."""
     complete: set[int] = set()
     end = 0
     if not file.exists():
@@ -144,7 +255,7 @@ def _groups_in(file: Path, history: RunHistory) -> set[int]:
     for number, rows, stop in _runs_of_lines(file):
         settled = history.settled.get(number)
         expected = sum(history.rollouts[index].whole for index in settled[2]) if settled else 0
-        if rows != expected:
+        if rows != expected or number in complete or settled is None or settled[0] != outcome:
             break
         complete.add(number)
         end = stop

@@ -7,6 +7,7 @@ and an observer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import sys
@@ -28,7 +29,7 @@ from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 
-__all__ = ["RunResult", "Stop", "Watch", "observe", "run"]
+__all__ = ["RunResult", "Stop", "Watch", "abandon", "observe", "run"]
 
 
 class Stop:
@@ -80,6 +81,15 @@ async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: A
         text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run continues"
         with contextlib.suppress(OSError, ValueError):  # standard error is closed, too
             print(text, file=sys.stderr, flush=True)
+
+
+def abandon(recipe: Recipe, writer: RunWriter, state: ManagerState | None, error: BaseException) -> None:
+    """Write the end of a run whose files exist and whose first rollout was not started."""
+    accounting = Accounting() if state is None else state.accounting
+    accounting, _ = _settled(accounting, writer.batches * recipe.config.batch_size)
+    cancelled = isinstance(error, asyncio.CancelledError)
+    with contextlib.suppress(OSError):  # run.json keeps "running": the run can be resumed, as one that was killed
+        writer.finish("stopped" if cancelled else "failed", accounting, error=None if cancelled else described(error))
 
 
 async def run(
@@ -141,13 +151,17 @@ async def _run(
             except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
                 error = raised
             tasks.cancel_scope.cancel()
+    except BaseException as raised:
+        if not finished and not isinstance(raised, asyncio.CancelledError):
+            error = error or raised
+        raise
     finally:
         if stop.asked and not finished:
-            error = stop.error
+            error = stop.error or error
         status: RunStatus = "finished" if finished else "failed" if error else "stopped"
         accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
         with anyio.CancelScope(shield=True):
-            finish = functools.partial(writer.finish, status, accounting, error=str(error) if error else None)
+            finish = functools.partial(writer.finish, status, accounting, error=described(error) if error else None)
             try:
                 await anyio.to_thread.run_sync(finish)
             except OSError as full:  # the journal has everything that the files lack
@@ -170,6 +184,11 @@ async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journa
             )
         except OSError as error:
             raise RolloutsError(f"batch {writer.batches} cannot be written to {writer.path}: {error}") from error
+
+
+def described(error: BaseException) -> str:
+    """The text of an error in ``run.json``, never empty; an error that is not ours has its type."""
+    return str(error) if isinstance(error, RolloutsError) and str(error) else shortened(error)
 
 
 async def _cancel_when_asked(stop: Stop, scope: anyio.CancelScope) -> None:

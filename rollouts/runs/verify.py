@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,12 +18,26 @@ from typing import Any
 
 import attrs
 import msgspec
+import numpy as np
 
-from rollouts.errors import ConfigError, JournalError
+from rollouts.errors import ConfigError, JournalError, shortened
+from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.damage import find_damage, is_covered
-from rollouts.runs.folder import JOURNAL, Row, StoredOutcome, read_file, read_info, run_files
+from rollouts.runs.folder import (
+    JOURNAL,
+    METRICS,
+    METRICS_CRC,
+    Row,
+    StoredOutcome,
+    batch_name,
+    read_file,
+    read_info,
+    run_files,
+)
+from rollouts.runs.plain_data import to_json
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
+from rollouts.training.types import Sample
 
 __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
 
@@ -112,6 +127,7 @@ class _Verification:
         self.counts: Counter[StoredOutcome] = Counter()
         self.batches = 0
         self._check_bits()
+        self.history = self._read_journal()
         rewards: dict[StoredOutcome, list[list[float]]] = {}
         for outcome, file in run_files(run):
             for members in self._read(outcome, file):
@@ -119,7 +135,11 @@ class _Verification:
                 if len(scores) == len(members):
                     rewards.setdefault(outcome, []).append(scores)
         self._check_accounting()
-        self._check_journal()
+        self._check_metrics()
+        if self.growing and self.history is not None:
+            self.history = self._read_journal()  # the run may have settled more groups since
+        if self.history is not None:
+            self._check_journal(self.history)
         self.report.spread = {outcome: _spread(groups) for outcome, groups in rewards.items()}
 
     def _broken(self, law: int, place: str, got: Any, expected: str) -> None:
@@ -150,7 +170,7 @@ class _Verification:
         if outcome == "kept":
             number, self.batches = self.batches, self.batches + 1
             self.report.checked[5]["batches"] += 1
-            name = f"batch-{number:06d}"
+            name = batch_name(number)
             if Path(file).stem != name:
                 self._broken(5, str(self.run / file), Path(file).stem, f"{name}: batches are numbered without a gap")
         entries = self._entries(outcome, file, number)
@@ -163,6 +183,7 @@ class _Verification:
                 self._broken(5, group[0].place, f"group {group_index} after group {last}", "groups in order")
             last = group_index
             self._check_group(group, outcome)
+            self._check_copy(group)
             yield group
         if outcome == "kept" and self.batch_size and groups != self.batch_size:
             self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
@@ -259,17 +280,67 @@ class _Verification:
         if self.info.get("batches") != self.batches:
             self._broken(4, f"{self.run / 'run.json'}, batches", self.info.get("batches"), f"{self.batches} files")
 
-    def _check_journal(self) -> None:
-        """Check law 4: the files contain the settled groups of the journal, and no others."""
+    def _check_metrics(self) -> None:
+        """Check law 4: ``metrics.jsonl`` has the lines that the run wrote, one for each batch."""
+        path = self.run / METRICS
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        except OSError as error:
+            self._broken(4, str(path), error, "a file of lines")
+            return
+        batches = self.info.get("batches", 0)
+        if self.growing:  # the run may have written a line that run.json does not count yet
+            lines = lines[:batches] if isinstance(batches, int) else lines
+        crc = zlib.crc32(b"".join(lines))
+        if len(lines) != batches:
+            self._broken(4, str(path), f"{len(lines)} lines", f"{batches}, one for each batch")
+        elif is_covered(self.info) and self.info.get(METRICS_CRC, crc) != crc:
+            self._broken(4, str(path), "other lines", "those that the run wrote (by the checksum in run.json)")
+        elif self.history is not None:
+            for number, (line, batch) in enumerate(zip(lines, self.history.sealed, strict=False)):
+                if _decoded(line) != _decoded(to_json(batch.metrics)):
+                    self._broken(4, f"{path}, line {number + 1}", "other values", "those of the journal")
+
+    def _read_journal(self) -> RunHistory | None:
         path = self.run / JOURNAL
         if not path.is_dir():
-            self.report.notes.append("the run has no journal: it cannot be resumed")
-            return
+            self.report.notes.append("the run has no journal: it cannot be resumed, and its files are not compared")
+            return None
         try:
-            history = RunHistory.read(path)
+            return RunHistory.read(path)
         except JournalError as error:
             self._broken(4, str(path), error, "records as they were written")
+            return None
+
+    def _check_copy(self, group: Sequence[_Entry]) -> None:
+        """Check law 4: the samples of a group are those that the journal has."""
+        number = group[0].stored.group_index
+        if self.history is None or number not in self.history.settled:  # reported by _check_journal
             return
+        try:
+            copies = self.history.group_samples(number)
+        except (JournalError, KeyError) as error:
+            self._broken(4, str(self.run / JOURNAL), f"group {number}: {error!r}", "the samples of each settled group")
+            return
+        self.report.checked[4]["samples equal to the journal's"] += len(group)
+        if len(copies) != len(group):
+            self._broken(4, group[0].place, f"{len(group)} samples", f"{len(copies)}, as in the journal")
+            return
+        for entry, copy in zip(group, copies, strict=True):
+            try:
+                sample = entry.row.sample()
+            except ConfigError as error:
+                self._broken(4, entry.place, error, "a sample")
+                continue
+            differing = list(_differing(sample, copy))
+            if differing:
+                name, got, expected = differing[0]
+                more = f" (and {', '.join(name for name, _, _ in differing[1:])})" if differing[1:] else ""
+                self._broken(4, f"{entry.place}, {name}", got, f"{shortened(expected)}, as in the journal{more}")
+
+    def _check_journal(self, history: RunHistory) -> None:
+        """Check law 4: the files contain the settled groups of the journal, and no others."""
+        path = self.run / JOURNAL
         self.report.checked[4]["settled groups in the journal"] = len(history.settled)
         for number, stored in self.outcomes.items():
             settled = history.settled.get(number)
@@ -306,6 +377,32 @@ class _Verification:
         if (stored.outcome, stored.batch) != (outcome, batch):
             got = f"outcome {stored.outcome!r}, batch {stored.batch}"
             self._broken(4, entry.place, got, f"outcome {outcome!r}, batch {batch}, as the file is named")
+
+
+def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name and values of each field in which a stored sample is not its copy in the journal."""
+    names = ("tokens", "loss_mask", "rollout_log_probs")
+    for name, column, other in zip(names, sample.columns, copy.columns, strict=True):
+        if column is None or other is None:
+            if column is not other:
+                yield name, column, other
+        elif not np.array_equal(column, other, equal_nan=column.dtype.kind == "f"):
+            position = next((p for p in range(min(len(column), len(other))) if column[p] != other[p]), None)
+            if position is None:
+                yield name, f"{len(column)} values", f"{len(other)} values"
+            else:
+                yield f"{name}, position {position}", column[position].item(), other[position].item()
+    fields, others = (_decoded(to_json(each.fields_to_dict())) for each in (sample, copy))
+    for name in fields:
+        if fields[name] != others.get(name):
+            yield name, fields[name], others.get(name)
+
+
+def _decoded(text: bytes) -> Any:
+    value = msgspec.json.decode(text)
+    if isinstance(value, dict):
+        value.pop(CHECKSUM, None)
+    return value
 
 
 def _spread(groups: Sequence[Sequence[float]]) -> Spread:

@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -27,7 +28,17 @@ from rollouts import __version__
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, sealed
-from rollouts.runs.folder import CHECKED, JOURNAL, RUN_FILES, check_outside, read_info, run_files
+from rollouts.runs.folder import (
+    CHECKED,
+    JOURNAL,
+    METRICS,
+    METRICS_CRC,
+    RUN_FILES,
+    batch_name,
+    check_outside,
+    read_info,
+    run_files,
+)
 from rollouts.runs.journal import LOCK
 from rollouts.runs.locks import is_locked, take_lock
 from rollouts.runs.plain_data import to_json
@@ -35,7 +46,7 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.sample_laws import column_digests
 from rollouts.training.types import Group, Outcome, Sample
 
-__all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle"]
+__all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle", "now", "versions"]
 
 Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
 """File format of batches; ``auto`` is Parquet if pyarrow is installed."""
@@ -113,6 +124,8 @@ class RunWriter:
         self.path = Path(path)
         self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
         self.batches = 0
+        self.finished = False
+        """Whether :meth:`finish` has written the end of the run."""
         self._lock = threading.RLock()
         self._accepted: dict[int, Group] = {}
         try:
@@ -125,8 +138,8 @@ class RunWriter:
             raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error
         self._info: dict[str, Any] = {
             "status": "running",
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": _versions(),
+            "started": now(),
+            "versions": versions(),
             "format": self.format,
             CHECKED: True,
             **(description or {}),
@@ -145,6 +158,7 @@ class RunWriter:
         writer.path = Path(path)
         writer.format = info.get("format", "jsonl")
         writer._take_lock("--resume")
+        writer.finished = False
         writer._lock = threading.RLock()
         writer._accepted = {}
         writer._info = {CHECKED: False} | {
@@ -171,7 +185,7 @@ class RunWriter:
                 return
             self._accepted.pop(group.group_index, None)  # accepted before, then dropped as stale
             rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
-            _append(self.path / f"{group.outcome}.jsonl", rows)
+            _append(self.path / f"{group.outcome}.jsonl", _lines(rows))
 
     def write_batch(
         self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
@@ -181,28 +195,37 @@ class RunWriter:
         Returns:
             The batch's file.
         """
-        number = self.batches
-        rows = [_row(sample, "kept", "", number) for sample in samples]
-        path = self.path / "batches" / f"batch-{number:06d}.{self.format}"
-        path.parent.mkdir(exist_ok=True)
-        # Encoded outside the lock, so that settling groups do not wait.
-        _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
+        path = self.write_samples(self.batches, samples)  # outside the lock, so that settling groups do not wait
         with self._lock:
             self.batches += 1
             for sample in samples:
                 if sample.group_index is not None:
                     self._accepted.pop(sample.group_index, None)
-            _append(self.path / "metrics.jsonl", [dict(metrics)])
+            line = _lines([metrics])
+            _append(self.path / METRICS, line)
+            self._info[METRICS_CRC] = zlib.crc32(line, self._info.get(METRICS_CRC, 0))
             self._info["batches"] = self.batches
             if accounting is not None:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
             return path
 
-    def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Rewrite ``metrics.jsonl`` with the lines of all batches."""
+    def write_samples(self, number: int, samples: Sequence[Sample]) -> Path:
+        """Write the file of a batch, and nothing else; returns the file."""
+        rows = [_row(sample, "kept", "", number) for sample in samples]
+        path = self.path / "batches" / f"{batch_name(number)}.{self.format}"
+        path.parent.mkdir(exist_ok=True)
+        _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
+        return path
+
+    def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Rewrite ``metrics.jsonl`` with the lines of all batches; returns whether it was another file."""
+        lines, path = _lines(batches), self.path / METRICS
         with self._lock:
-            _write_atomically(self.path / "metrics.jsonl", _lines(batches))
+            changed = bool(lines) and (not path.is_file() or path.read_bytes() != lines)
+            _write_atomically(path, lines)
+            self.update(**{METRICS_CRC: zlib.crc32(lines)})
+        return changed
 
     def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:
         """End the run: write unbatched groups to ``unbatched.jsonl``, finalize ``run.json``, release the lock."""
@@ -211,18 +234,19 @@ class RunWriter:
             groups = [self._accepted[number] for number in sorted(self._accepted)]
             rows = [_row(sample, "kept", "in no batch", None) for group in groups for sample in group.samples]
             if rows:
-                _append(self.path / "unbatched.jsonl", rows)
+                _append(self.path / "unbatched.jsonl", _lines(rows))
             self._accepted.clear()
             self._info |= {
                 "status": status,
                 "error": error,
-                "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "ended": now(),
                 "batches": self.batches,
                 "unbatched_groups": len(groups),
             }
             if accounting is not None:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
+            self.finished = True
 
     def _take_lock(self, option: str) -> None:
         lock = take_lock(self.path / _LOCK)
@@ -239,23 +263,28 @@ def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> di
     return {**sample.to_dict(), "outcome": outcome, "reason": reason, "batch": batch, "digests": digests}
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "rollouts": __version__}
+def now() -> str:
+    """The time as ``run.json`` stores it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, of this package, and of the installed packages that it uses."""
+    found = {"python": platform.python_version(), "rollouts": __version__}
     for package in _PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return b"".join(sealed(to_json(row)) for row in rows)
 
 
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _append(path: Path, text: bytes) -> None:
     """Append all lines, or none if a write fails."""
-    text = _lines(rows)
     with path.open("ab") as file:
         end = file.tell()
         try:

@@ -29,7 +29,7 @@ from rollouts.renderer import Renderer, renderer_for
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
-__all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "generate_rollout_batch"]
+__all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "check_limits", "generate_rollout_batch"]
 
 
 async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict[str, Any]], **options: Any) -> Sample:
@@ -101,7 +101,7 @@ async def agent_rollout_to_samples(
         policy,
         renderer,
         sampling=sampling or endpoint.sampling,
-        limits=_limits(limits, max_turns),
+        limits=check_limits(limits, max_turns),
         max_context=(await _describe(policy)).max_context,
         on_step=on_step,
         history=history,
@@ -141,7 +141,12 @@ async def generate_rollout_batch(
     return [sample for number in range(len(prompts)) for sample in samples[number]]
 
 
-def _limits(limits: Limits | None, max_turns: int | None) -> Limits:
+def check_limits(limits: Limits | None, max_turns: int | None) -> Limits:
+    """The limits of an episode.
+
+    Raises:
+        ConfigError: both arguments are given, and differ.
+    """
     if limits is None:
         return Limits() if max_turns is None else Limits(max_turns=max_turns)
     if max_turns is not None and max_turns != limits.max_turns:

@@ -269,3 +269,23 @@ def test_a_disk_that_is_full_stops_the_run_and_what_is_finished_stays(tmp_path: 
     assert end == "finished 30 None"
     assert verify_run(tmp_path / "run").violations == []
     assert not finished.keys() & {int(text.removeprefix("generated ")) for text in generated}
+
+
+class Abrupt(BaseException):
+    """As pytest's outcomes and panics of native libraries: no Exception."""
+
+
+@pytest.mark.parametrize("error", [Abrupt("the library panicked"), ValueError("no such key")])
+async def test_26_an_error_that_is_raised_is_in_run_json(tmp_path: Path, error: BaseException) -> None:
+    """Where a run ends with a traceback, its status is failed, and its error is not empty."""
+
+    class Full(RunWriter):
+        def write_batch(self, *arguments: Any) -> Path:
+            raise error
+
+    recipe = a_recipe()
+    with pytest.raises((ValueError, BaseExceptionGroup)):  # a task group wraps what is no Exception
+        await run(recipe, Full(tmp_path / "run", recipe.describe()))
+    info = read_info(tmp_path / "run")
+    assert info["status"] == "failed"
+    assert str(error) in info["error"]
