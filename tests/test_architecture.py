@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: dict[str, int] = {
     "rollouts": 0,
     "rollouts.errors": 1,
+    "rollouts.terminal": 1,
     "rollouts.concurrency": 2,
     "rollouts.dtypes": 2,
     "rollouts.http": 3,
@@ -71,6 +72,8 @@ STRANGERS: dict[str, tuple[str, ...]] = {
 TORCH_ROOMS = ("rollouts.training.batch", "rollouts.integrations", "rollouts.engine")
 TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
 NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm", "mcp")
+PRINTING = ("rollouts.terminal", "rollouts.display.console")
+"""The modules that print."""
 GUESTS = ("tests", "scripts", "configs", "environments", "training")
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_future"}
@@ -277,6 +280,22 @@ def loose_tasks(root: Path) -> list[str]:
     return found
 
 
+def raw_prints(root: Path) -> list[str]:
+    """Prints and consoles that control characters pass: only two modules print, all others use them."""
+    found = []
+    for module, path in modules_of(root).items():
+        if module in PRINTING:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout.write", "sys.stderr.write"):
+                name = ast.unparse(node)
+            if name in ("print", "Console", "sys.stdout.write", "sys.stderr.write"):
+                line = getattr(node, "lineno", 0)
+                found.append(f"{module}, line {line}: {name}; expected say or SafeConsole")
+    return found
+
+
 def stray_tests(root: Path) -> list[str]:
     """Test files that mirror no module and are on no list. ``tests/integration`` is free."""
     tests = root / "tests"
@@ -322,6 +341,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     homeless_modules,
     circles,
     loose_tasks,
+    raw_prints,
     stray_tests,
     old_words,
 ]
@@ -379,6 +399,9 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     ),
     (loose_tasks, {"rollouts/agent/loop.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
     (loose_tasks, {"rollouts/agent/loop.py": "from asyncio import create_task"}, "asyncio.create_task"),
+    (raw_prints, {"rollouts/runs/a.py": "x = 1\nprint(x)"}, "rollouts.runs.a, line 2: print; expected say"),
+    (raw_prints, {"rollouts/runs/a.py": "from rich.console import Console\nConsole()"}, "line 2: Console"),
+    (raw_prints, {"rollouts/runs/a.py": "import sys\nsys.stdout.write('x')"}, "line 2: sys.stdout.write"),
     (stray_tests, {"tests/training/test_attic.py": ""}, "mirrors no module"),
     *(
         (old_words, {"rollouts/renderer/a.py": f"x = 1\n{text}\n"}, f"rollouts/renderer/a.py, line 2: {hit!r}")

@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rollouts import __version__
 from rollouts.commands import (
@@ -33,6 +34,7 @@ from rollouts.commands import (
 )
 from rollouts.commands.arguments import BAD_INPUT, BROKEN, INTERRUPTED, tell
 from rollouts.errors import RolloutsError
+from rollouts.terminal import guard_standard_error, visible
 
 __all__ = ["main"]
 
@@ -45,6 +47,7 @@ VERBS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    guard_standard_error()
     args = _parser().parse_args(arguments)
     try:
         code: int = args.verb(args)
@@ -67,8 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors quote arguments without control characters."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rollouts",
         description="Turn an inference endpoint and an environment into training data: exact tokens, whole groups.",
         epilog="Exit codes: 0 success, 1 a law is broken or the run failed, 2 bad input, 130 Ctrl-C.",

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import anyio
 
 from rollouts.commands.target import RunTarget
-from rollouts.display.transcript import visible
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.terminal import say
 
 __all__ = [
     "BAD_INPUT",
@@ -46,8 +46,8 @@ def tell(error: RolloutsError, *, debug: bool) -> None:
     """Print an error as one line on standard error, without control characters; with ``debug`` after its traceback."""
     with contextlib.suppress(OSError, ValueError):  # standard error is closed
         if debug:
-            print(visible("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        print(visible(f"rollouts: error: {error}"), file=sys.stderr)
+            say("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+        say(f"rollouts: error: {error}", file=sys.stderr)
 
 
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:

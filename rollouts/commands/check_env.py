@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, positive
+from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
@@ -47,7 +48,7 @@ def _check_env(args: argparse.Namespace) -> int:
         options["data"] = str(args.data)
     environment_cls, prompts = load_environment(args.path, options, text=args.text, count=args.prompts)
     findings = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.seed))
-    return 0 if show_findings(findings, Console()) else BROKEN
+    return 0 if show_findings(findings, SafeConsole()) else BROKEN
 
 
 def load_environment(

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of
 from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Tool
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
@@ -245,4 +246,4 @@ def _check(args: argparse.Namespace) -> int:
         dialect=args.dialect,
         stops=tuple(args.stop),
     )
-    return 0 if in_loop(check, options, Console()) else BROKEN
+    return 0 if in_loop(check, options, SafeConsole()) else BROKEN

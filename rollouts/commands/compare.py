@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rollouts.commands.arguments import add_verb, numbers
 from rollouts.commands.evaluate import compare_evaluations
+from rollouts.display.console import SafeConsole
 
 __all__ = ["add"]
 
@@ -23,5 +22,5 @@ def add(verbs: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    compare_evaluations(args.before, args.after, args.k, Console())
+    compare_evaluations(args.before, args.after, args.k, SafeConsole())
     return 0

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
 from rollouts.commands.target import RunTarget, open_target
+from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
@@ -281,7 +282,7 @@ def _eval(args: argparse.Namespace) -> int:
         threshold=args.threshold,
         shown=args.limit,
     )
-    in_loop(evaluate, target_of(args), options, Console())
+    in_loop(evaluate, target_of(args), options, SafeConsole())
     if args.against is not None:
-        compare_evaluations(args.against, args.out, args.k, Console())
+        compare_evaluations(args.against, args.out, args.k, SafeConsole())
     return 0

@@ -10,6 +10,7 @@ from rollouts.commands.arguments import add_verb
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.runs.export import export_rows
+from rollouts.terminal import say
 
 __all__ = ["add"]
 
@@ -42,5 +43,5 @@ def _export(args: argparse.Namespace) -> int:
     else:
         paths = export_rows(args.run, args.out, args.to, args.outcome)
     for path in paths:
-        print(path)
+        say(path)
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollouts.commands.arguments import add_verb
 from rollouts.errors import ConfigError
+from rollouts.terminal import say
 
 __all__ = ["add", "new_environment"]
 
@@ -226,5 +227,5 @@ def add(verbs: Any) -> None:
 
 def _new_env(args: argparse.Namespace) -> int:
     for path in new_environment(args.name, args.into):
-        print(path)
+        say(path)
     return 0

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rollouts.commands.arguments import add_verb, numbers, positive
+from rollouts.display.console import SafeConsole
 from rollouts.errors import ConfigError
 from rollouts.planning.plan import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
 from rollouts.planning.simulation import Speed
@@ -62,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
         concurrencies=[None, *args.concurrency],
         servers=args.servers,
     )
-    show_plan(result, Console())
+    show_plan(result, SafeConsole())
     return 0
 
 

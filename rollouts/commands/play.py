@@ -14,6 +14,7 @@ from rich.text import Text
 from rollouts.commands.arguments import add_target, add_verb, in_loop, target_of
 from rollouts.commands.target import RunTarget, open_target
 from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import heading, pieces_of, pieces_table, transcript, visible
 from rollouts.dtypes import Prompt
 from rollouts.errors import GenerateFailure, RewardFailure
@@ -33,7 +34,7 @@ def add(verbs: Any) -> None:
 
 
 def _play(args: argparse.Namespace) -> int:
-    in_loop(play_one, target_of(args), args.text, Console())
+    in_loop(play_one, target_of(args), args.text, SafeConsole())
     return 0
 
 

@@ -10,6 +10,7 @@ from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, t
 from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
 from rollouts.errors import ReplayDiverged
 from rollouts.runs.replay import replay
+from rollouts.terminal import say
 
 __all__ = ["add"]
 
@@ -28,7 +29,7 @@ def add(verbs: Any) -> None:
 def _replay(args: argparse.Namespace) -> int:
     recipe = stored_recipe(resumed_target(RunTarget(recipe=args.recipe, options=options_of(args)), args.run), args.run)
     try:
-        print(in_loop(replay, args.run, recipe, args.out))
+        say(in_loop(replay, args.run, recipe, args.out))
     except ReplayDiverged as error:
         tell(error, debug=args.debug)
         return BROKEN

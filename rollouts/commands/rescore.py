@@ -11,6 +11,7 @@ from rollouts.commands.arguments import add_verb, in_loop, options_of
 from rollouts.commands.target import RunTarget, stored_recipe
 from rollouts.runs.rescore import rescore
 from rollouts.runs.writer import check_free
+from rollouts.terminal import say
 
 __all__ = ["add"]
 
@@ -39,6 +40,6 @@ def add(verbs: Any) -> None:
 def _rescore(args: argparse.Namespace) -> int:
     check_free(args.out, overwrite=args.overwrite)
     recipe = stored_recipe(RunTarget(recipe=args.recipe, options=options_of(args)), args.run)
-    print(in_loop(functools.partial(rescore, format=args.format, overwrite=args.overwrite), args.run, recipe, args.out))
-    print(f"files: {args.out}")
+    say(in_loop(functools.partial(rescore, format=args.format, overwrite=args.overwrite), args.run, recipe, args.out))
+    say(f"files: {args.out}")
     return 0

@@ -40,6 +40,7 @@ from rollouts.commands.target import (
     without_secrets,
 )
 from rollouts.concurrency.wait_report import reporting_on_signal
+from rollouts.display.console import SafeConsole
 from rollouts.display.progress import summary, watch
 from rollouts.display.transcript import visible
 from rollouts.distributed import RecipeConfig, in_processes
@@ -347,7 +348,9 @@ def _run(args: argparse.Namespace) -> int:
         "distribute": distribute,
         "telemetry": telemetry,
     }
-    result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, Console(), **options))
+    result = in_loop(
+        functools.partial(launch, target_of(args), out, args.format, args.overwrite, SafeConsole(), **options)
+    )
     if result is None:
         return INTERRUPTED
     if result.error is not None:

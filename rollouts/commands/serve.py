@@ -17,6 +17,7 @@ from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive
 from rollouts.engine.process import READY
 from rollouts.errors import RolloutsError
 from rollouts.http.access import is_loopback
+from rollouts.terminal import say
 
 __all__ = ["add", "key_for", "serve_until_stopped"]
 
@@ -85,7 +86,7 @@ async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable
         scope.cancel()
 
     def ready(url: str) -> None:
-        print(f"{READY}{url}", flush=True)
+        say(f"{READY}{url}", flush=True)
 
     failure: RolloutsError | None = None
     async with anyio.create_task_group() as tasks:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.commands.arguments import add_verb, positive
+from rollouts.display.console import SafeConsole
 from rollouts.display.progress import groups_table, samples_table
 from rollouts.display.transcript import transcript, visible
 from rollouts.errors import ConfigError
@@ -127,7 +128,7 @@ def add(verbs: Any) -> None:
 def _show(args: argparse.Namespace) -> int:
     show_run(
         args.run,
-        Console(),
+        SafeConsole(),
         group=args.group,
         number=args.sample,
         outcome=args.outcome,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.commands.arguments import BROKEN, add_verb
-from rollouts.display.transcript import visible
 from rollouts.runs.verify import verify_run
+from rollouts.terminal import say
 
 _VIOLATIONS_SHOWN = 20
 
@@ -24,10 +24,10 @@ def add(verbs: Any) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     report = verify_run(args.run)
-    print(visible(str(report)))
+    say(report)
     for violation in report.violations[:_VIOLATIONS_SHOWN]:
-        print(visible(str(violation)), file=sys.stderr)
+        say(violation, file=sys.stderr)
     left = len(report.violations) - _VIOLATIONS_SHOWN
     if left > 0:
-        print(f"... and {left} more", file=sys.stderr)
+        say(f"... and {left} more", file=sys.stderr)
     return 0 if report.ok else BROKEN

@@ -18,6 +18,7 @@ from rollouts.concurrency.boundary import Wait, abandoned, waits
 from rollouts.concurrency.cancellation import CancellationGuard, left_behind
 from rollouts.concurrency.deadlines import pauses
 from rollouts.errors import shortened
+from rollouts.terminal import say
 
 __all__ = ["report", "reporting_on_signal", "standing", "where"]
 
@@ -82,7 +83,7 @@ def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextI
         except Exception as error:  # noqa: BLE001 - it would be raised in an arbitrary line of the main thread
             text = f"rollouts: the report raised {shortened(error)}"
         with contextlib.suppress(Exception, SystemExit):  # the file is closed, or writing another line
-            print(text, file=file or sys.stderr, flush=True)
+            say(text, file=file or sys.stderr, flush=True)
 
     before = signal.signal(number, write_report)
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,14 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.dtypes import VersionSpan
+from rollouts.terminal import visible
 from rollouts.training.types import Sample
 from rollouts.trajectory import CompletionRecord
 
 __all__ = ["Piece", "heading", "pieces_of", "pieces_table", "transcript", "visible"]
 
 Decode = Callable[[Any], str]
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _LONGEST_CHARACTER = 8
 """Most tokens that spell one character."""
@@ -106,20 +104,6 @@ def heading(sample: Sample) -> Text:
     if sample.label is not None:
         text.append(f" · label {visible(str(sample.label))}")
     return text.append("\n")
-
-
-def visible(text: str) -> str:
-    """Text that is safe for a terminal: control characters are replaced, except line ends and tabs.
-
-    ASCII controls become their Unicode pictures. C1 controls (U+009B begins an escape sequence), characters that change
-    the direction or the end of a line, and lone surrogates (which cannot be printed) become ``<U+XXXX>``.
-    """
-    return _CONTROL.sub(_replacement, text)
-
-
-def _replacement(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"<U+{code:04X}>"
 
 
 def _failure(sample: Sample) -> Text:

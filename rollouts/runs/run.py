@@ -25,6 +25,7 @@ from rollouts.errors import RolloutsError, shortened
 from rollouts.recipe import Recipe
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.writer import RunStatus, RunWriter
+from rollouts.terminal import say
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
@@ -80,7 +81,7 @@ async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: A
         place = f"{frame.filename}:{frame.lineno} in {frame.name}"
         text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run continues"
         with contextlib.suppress(OSError, ValueError):  # standard error is closed, too
-            print(text, file=sys.stderr, flush=True)
+            say(text, file=sys.stderr, flush=True)
 
 
 def abandon(recipe: Recipe, writer: RunWriter, state: ManagerState | None, error: BaseException) -> None:
