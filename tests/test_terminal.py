@@ -6,6 +6,7 @@ Finding 23: the text comes from a model, a server, a role, a file or an environm
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import re
@@ -170,3 +171,22 @@ def test_23_plain_text_is_safe_and_stays_readable(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert out.startswith("a\tb\n語A␛]0;owned")
     assert out == visible(f"a\tb\n語{HOSTILE}") + "\n"
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_25_an_output_that_takes_nothing_is_one_error_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No traceback, also at the flush that follows."""
+    with contextlib.redirect_stdout(Full()):
+        assert main(["verify", str(place / "run")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rollouts: error: [Errno 28] No space left")
+    assert err.count("\n") == 1

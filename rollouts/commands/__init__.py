@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except (OSError, ValueError):  # the interpreter would flush it again, and print a traceback
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            output = sys.stdout.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return code
 
 

@@ -26,8 +26,9 @@ async def serve(
     dtype: str = "float32", api_key: str | None = None, on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Serve a model folder until cancelled; ``on_ready`` gets the base URL. Arguments as :func:`running_server`."""
-    options = {"slots": slots, "max_context": max_context, "dtype": dtype, "api_key": api_key}
-    async with running_server(model, host, port, **options) as url:
+    async with running_server(
+        model, host, port, slots=slots, max_context=max_context, dtype=dtype, api_key=api_key
+    ) as url:
         on_ready(url)
         await anyio.sleep_forever()
 

@@ -166,8 +166,9 @@ class Codec:
 
     def fingerprint(self) -> int:
         """The CRC-32 of the tokenizer: its vocabulary and, if it is a fast one, everything else that decides ids."""
-        if self._slow is not None or self._raw is None:
+        if self._slow is not None:
             return zlib.crc32(json.dumps(sorted(self._slow.get_vocab().items())).encode())
+        assert self._raw is not None
         model = json.loads(self._raw.to_str())
         model.pop("truncation", None)  # state of the last call of its wrapper
         model.pop("padding", None)

@@ -103,7 +103,9 @@ def _reopened(
         state = state_of_history(history, buffer, group_size)
         turns = {index: history.read_turns(index) for index in history.turns}
         run_journal = RunJournal(journal, turns)
-        segment = {CHANGED: {change.name: [change.then, change.now] for change in changed}} if changed else {}
+        segment: dict[str, Any] = (
+            {CHANGED: {change.name: [change.then, change.now] for change in changed}} if changed else {}
+        )
         run_journal.began({**identity, **settings, **segment, "resumed": max(1, len(history.runs))})
         journal.flush()
         writer = RunWriter.reopen(path)
@@ -199,11 +201,8 @@ def _restore_batches(writer: RunWriter, history: RunHistory) -> Iterator[str]:
             samples = [sample for group in batch.groups for sample in history.group_samples(group)]
             path = writer.write_samples(number, samples)
             yield f"{path.relative_to(writer.path)} ({why.get(number, 'missing')})"
-    writer.batches = len(history.sealed)
-    fields: dict[str, Any] = {"batches": writer.batches}
     if history.sealed:
-        fields["accounting"] = history.sealed[-1].accounting
-    writer.update(**fields)
+        writer.update(accounting=history.sealed[-1].accounting)
 
 
 def _fault_of(path: Path, history: RunHistory, number: int) -> str | None:

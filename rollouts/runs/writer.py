@@ -165,7 +165,7 @@ class RunWriter:
             name: value for name, value in info.items() if name not in ("error", "ended", CHECKSUM)
         }
         writer.batches = len([file for outcome, file in run_files(path) if outcome == "kept"])
-        writer.update(status="running", resumed=info.get("resumed", 0) + 1, batches=writer.batches)
+        writer.update(status="running", resumed=info.get("resumed", 0) + 1)
         return writer
 
     def __repr__(self) -> str:
@@ -224,7 +224,8 @@ class RunWriter:
         with self._lock:
             changed = bool(lines) and (not path.is_file() or path.read_bytes() != lines)
             _write_atomically(path, lines)
-            self.update(**{METRICS_CRC: zlib.crc32(lines)})
+            self.batches = len(batches)
+            self.update(**{METRICS_CRC: zlib.crc32(lines), "batches": self.batches})
         return changed
 
     def finish(self, status: RunStatus, accounting: Accounting | None = None, *, error: str | None = None) -> None:

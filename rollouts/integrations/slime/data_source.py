@@ -117,7 +117,13 @@ def _read(file: Any) -> Any:
     import torch
 
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
-    arrays = [np.ndarray, np.dtype, np.empty(0).__reduce__()[0], np.float32(0).__reduce__()[0], codecs.encode]
+    arrays: list[Any] = [
+        np.ndarray,
+        np.dtype,
+        np.empty(0).__reduce__()[0],
+        np.float32(0).__reduce__()[0],
+        codecs.encode,
+    ]
     with torch.serialization.safe_globals([*arrays, *dtypes]):
         return torch.load(file, weights_only=True)
 
