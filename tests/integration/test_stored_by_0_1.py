@@ -6,6 +6,7 @@ Both are of the calculator recipe on the embedded engine, in a checkout at ``/sr
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
 from rollouts.runs import parquet
 from rollouts.runs.export import export_rows
-from rollouts.runs.folder import read_rows
+from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.reader import load_run
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.verify import verify_run
@@ -73,13 +74,21 @@ def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_it_resumes(run: Path) -> None:
-    """It resumes on the same demo model; the whole run verifies, and earlier samples are unchanged."""
+    """It resumes on the same demo model; the whole run verifies, earlier samples are unchanged.
+
+    What this version did not store is printed, and stored from now on.
+    """
     before = {sample.index: list(sample.tokens) for sample in load_run(run)}
     target = RunTarget(recipe=RECIPE, batches=3)
-    result = await launch(target, run, "auto", False, Console(file=io.StringIO()), resume=True)
+    console = Console(file=io.StringIO(), width=400)
+    result = await launch(target, run, "auto", False, console, resume=True)
     assert result is not None
     assert (result.error, result.status) == (None, "finished")
     after = {sample.index: list(sample.tokens) for sample in load_run(run)}
     assert before.items() <= after.items()
     assert len(after) == 12
+    assert isinstance(console.file, io.StringIO)
+    for name in ("recipe", "template", "tokenizer", "versions"):
+        assert re.search(f"not stored with the run, not compared: .*{name}", console.file.getvalue())
+        assert read_info(run)["settings"][name]
     assert verify_run(run).violations == []
