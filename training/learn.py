@@ -1,6 +1,6 @@
 """Training loop: generate over HTTP, take a GRPO step, load the new weights into the server, repeat.
 
-    python -m training.learn configs/calculator_grpo.py --out runs/learn
+    python -m training.learn calculator_grpo --out runs/learn
 
 Invariant: the server samples with the weights that the trainer wrote under the server's version; versions count from 1,
 and every sampled token stores its version. Held-out prompts are never trained on.

@@ -13,9 +13,9 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from environments.openreward import load_settings
 from rollouts.dtypes import Endpoint
 from rollouts.ors_server.app import environment_server
+from rollouts.recipes.environments.openreward import load_settings
 from rollouts.training import load_prompts
 from tests import ors_recipe
 
