@@ -120,7 +120,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="training.trl_grpo", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("recipe", type=Path, help="a recipe file")
+    add("recipe", type=Path, help="a built-in recipe, or a recipe file")
     add("--endpoint", required=True, metavar="URL", help="an SGLang server that serves the model")
     add("--model", required=True, help="name or folder of the model to start from")
     add("--weights", type=Path, required=True, help="folder for new weights; the server must be able to read it")
