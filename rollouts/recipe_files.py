@@ -1,7 +1,12 @@
-"""Load a recipe from a file and build it with options from a command line."""
+"""Load a recipe, built in or from a file, and build it with options from a command line.
+
+A text that ends in ``.py`` is the path of a file; any other is the name of a built-in recipe, a module of
+:mod:`rollouts.recipes`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -11,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, get_type_hints
 
+import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import function_name
@@ -18,17 +24,30 @@ from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe import Recipe
 
-__all__ = ["RecipeFunction", "build", "import_file", "load_recipe", "read_options"]
+__all__ = [
+    "Option",
+    "RecipeFunction",
+    "absolute",
+    "build",
+    "built_in",
+    "import_file",
+    "load_recipe",
+    "read_options",
+    "recipe_options",
+    "summary_of",
+]
+
+_BUILT_IN = Path(__file__).parent / "recipes"
 
 RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
 
 
 def load_recipe(path: str | Path) -> RecipeFunction:
-    """Import a recipe file and return its function.
+    """Import a recipe, named or in a file, and return its function.
 
     Raises:
-        ConfigError: no such file, it cannot be imported, or it has no function ``recipe``.
+        ConfigError: no such recipe, it cannot be imported, or it has no function ``recipe``.
     """
     function = getattr(import_file(path), "recipe", None)
     if not callable(function):
@@ -37,17 +56,36 @@ def load_recipe(path: str | Path) -> RecipeFunction:
     return result
 
 
-def import_file(path: str | Path) -> ModuleType:
-    """Import a Python file.
+def built_in() -> list[str]:
+    """The names of the built-in recipes."""
+    return sorted(path.stem for path in _BUILT_IN.glob("*.py") if path.stem != "__init__")
 
-    Its folder and the parent folder are added to ``sys.path``, so that a recipe can import modules from there.
+
+def absolute(path: str | Path) -> Path:
+    """The path of a recipe file, absolute; the name of a built-in recipe stays a name, which any installation knows."""
+    return Path(path) if str(path) in built_in() else Path(path).resolve()
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a Python file, or a built-in recipe by its name.
+
+    The folder of a file and the parent folder are added to ``sys.path``: a recipe can import modules from there.
 
     Raises:
-        ConfigError: no such file, or it cannot be imported.
+        ConfigError: no such file or recipe, or it cannot be imported.
     """
+    name = str(path)
     path = Path(path).resolve()
+    if path.parent == _BUILT_IN.resolve() and path.suffix == ".py":
+        name = path.stem
+    if name in built_in():
+        try:
+            return importlib.import_module(f"rollouts.recipes.{name}")
+        except ImportError as error:
+            raise ConfigError(f"recipe {name}: importing it raised {type(error).__name__}: {error}") from error
     if not path.is_file() or path.suffix != ".py":
-        raise ConfigError.of("recipe", str(path), "a Python file with a function recipe(endpoint, *, ...)")
+        expected = "an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: "
+        raise ConfigError.of("recipe", str(path) if path.suffix == ".py" else name, expected + ", ".join(built_in()))
     for folder in (path.parent, path.parent.parent):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
@@ -66,26 +104,59 @@ def import_file(path: str | Path) -> ModuleType:
     return module
 
 
+@attrs.frozen
+class Option:
+    """One option of a recipe."""
+
+    name: str
+    kind: Any
+    """The annotated type."""
+    default: Any
+    """``inspect.Parameter.empty`` if the recipe needs the option."""
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def kind_name(self) -> str:
+        return _type_name(self.kind)
+
+
+def recipe_options(function: RecipeFunction) -> list[Option]:
+    """The options of a recipe function in the order of its signature.
+
+    Raises:
+        ConfigError: an annotation cannot be read.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
+    return [Option(each.name, hints.get(each.name, str), each.default) for each in parameters]
+
+
+def summary_of(function: RecipeFunction) -> str:
+    """The first line of a recipe's docstring."""
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
     """Convert option texts to the types in the function's annotations.
 
     Raises:
         ConfigError: an option is unknown (the message lists the known ones), is missing, or does not fit its type.
     """
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
-    try:
-        hints = get_type_hints(function)
-    except (NameError, TypeError) as error:
-        raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
-    known = ", ".join(f"{name} ({_type_name(hints.get(name, str))})" for name in parameters) or "none"
+    known = {option.name: option for option in recipe_options(function)}
     for name in options:
-        if name not in parameters:
-            raise ConfigError.of("option", name, f"an option of the recipe: {known}")
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in options:
-            kind = _type_name(hints.get(name, str))
-            raise ConfigError.of(f"option {name}", None, f"{kind}: the recipe needs it, --set {name}=...")
-    return {name: _converted(name, text, hints.get(name, str)) for name, text in options.items()}
+        if name not in known:
+            names = ", ".join(f"{option.name} ({option.kind_name})" for option in known.values()) or "none"
+            raise ConfigError.of("option", name, f"an option of the recipe: {names}")
+    for name, option in known.items():
+        if option.required and name not in options:
+            raise ConfigError.of(f"option {name}", None, f"{option.kind_name}: the recipe needs it, --set {name}=...")
+    return {name: _converted(name, text, known[name].kind) for name, text in options.items()}
 
 
 def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import attrs
 
-from configs.calculator import exact_answer_reward
-from configs.calculator import recipe as calculator
 from rollouts.dtypes import Endpoint
 from rollouts.recipe import Recipe
+from rollouts.recipes.calculator import exact_answer_reward
+from rollouts.recipes.calculator import recipe as calculator
 from rollouts.training import Sample
 
 

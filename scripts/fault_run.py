@@ -35,8 +35,6 @@ import anyio
 import attrs
 from aiohttp import web
 
-from configs.calculator import exact_answer_reward
-from configs.calculator import recipe as calculator
 from rollouts.concurrency.boundary import abandoned, waits
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt
 from rollouts.engine import DEMO_MODEL
@@ -44,6 +42,8 @@ from rollouts.engine.process import READY
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.inference.sglang import shared_policy
 from rollouts.recipe import preflight
+from rollouts.recipes.calculator import exact_answer_reward
+from rollouts.recipes.calculator import recipe as calculator
 from rollouts.renderer import renderer_for
 from rollouts.runs.resume import begin
 from rollouts.runs.run import run

@@ -40,7 +40,7 @@ from tests.stored_runs import some_sample
 
 __all__ = ["ROWS", "Row", "message_of", "page"]
 
-CALCULATOR = str(Path(__file__).parents[1] / "configs" / "calculator.py")
+CALCULATOR = str(Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py")
 
 
 @attrs.frozen
@@ -302,7 +302,7 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 # ruff: noqa: E501
 # fmt: off
 ROWS = [
-    Row(LINE, "no such recipe", "recipe: got '…none.py'; expected a Python file with a function recipe(endpoint, *, ...)", command("run", "none.py", "--out", "DIR/run")),
+    Row(LINE, "no such recipe", "recipe: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
     Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected an option of the recipe: batch_size (int), …", command(*RUN, "--set", "size=3")),
     Row(LINE, "an option of another type", "option batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),

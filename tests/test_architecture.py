@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
     "rollouts.compat": 10,
     "rollouts.__main__": 11,
     "rollouts.environment_check": 11,
+    "rollouts.recipes": 12,
 }
 """The floor of every package or module at the root. An import between them goes to a lower floor."""
 
@@ -74,7 +75,8 @@ TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
 NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm", "mcp")
 PRINTING = ("rollouts.terminal", "rollouts.display.console")
 """The modules that print."""
-GUESTS = ("tests", "scripts", "configs", "environments", "training")
+GUESTS = ("rollouts.recipes", "tests", "scripts", "training")
+"""Code written with the package as its users write it; the built-in recipes are in the wheel, found by name."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_future"}
 
@@ -94,7 +96,7 @@ LAW_BOOKS = {
 }
 """Tests that mirror no single module."""
 
-CHECKED = ("rollouts", "environments", "training", "configs", "scripts", "docs", "tests", "pyproject.toml")
+CHECKED = ("rollouts", "training", "scripts", "docs", "tests", "pyproject.toml")
 CHECKED += ("README.md", "CONTRIBUTING.md", "SLIME_vs_ROLLOUTS.md")
 """The files and folders that ``old_words`` checks: everything but CHANGELOG.md."""
 STORED_NAME = "# a stored name"
@@ -229,7 +231,13 @@ def heavy_imports(root: Path) -> list[str]:
 
 
 def imports_of_guests(root: Path) -> list[str]:
-    return [f"{entry}: a guest" for entry in imports_of(root) if entry.target.partition(".")[0] in GUESTS]
+    """Imports of a guest by a module that is not part of that guest."""
+    return [
+        f"{entry}: a guest"
+        for entry in imports_of(root)
+        for guest in GUESTS
+        if within(entry.target, guest) and not within(entry.module, guest)
+    ]
 
 
 def homeless_modules(root: Path) -> list[str]:
@@ -379,6 +387,12 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
         "never at import time",
     ),
     (imports_of_guests, {"rollouts/recipe.py": "from tests.worlds import world"}, "a guest"),
+    (
+        imports_of_guests,
+        {"rollouts/commands/run.py": "from rollouts.recipes import mixed", "rollouts/recipes/mixed.py": ""},
+        "rollouts.commands.run, line 1, imports rollouts.recipes.mixed: a guest",
+    ),
+    (imports_of_guests, {"rollouts/recipes/a.py": "from training.grpo import GrpoTrainer"}, "a guest"),
     (homeless_modules, {"rollouts/training/_utils.py": ""}, "a missing noun"),
     (homeless_modules, {"rollouts/token_helpers.py": ""}, "a missing noun"),
     (
@@ -438,6 +452,8 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
         "rollouts/renderer/tokens.py": "from ..errors import E\ndef load():\n    import transformers",
         "rollouts/training/batch.py": "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
         "rollouts/training/manager.py": "from .batch import f",
+        "rollouts/recipes/a.py": "from rollouts.recipes.environments.b import E\nimport rollouts.renderer",
+        "rollouts/recipes/environments/b.py": "from rollouts.errors import E",
         "rollouts/commands/a.py": "from rollouts import __version__\ndef f():\n    import rollouts.renderer.tokens",
         "tests/renderer/test_tokens.py": "",
         "tests/test_renderer.py": "",

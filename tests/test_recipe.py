@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,18 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import build, load_recipe, read_options
+from rollouts.recipe_files import absolute, build, built_in, load_recipe, read_options, recipe_options, summary_of
 from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
 
-CALCULATOR = Path(__file__).parents[1] / "configs" / "calculator.py"
+CALCULATOR = Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py"
+
+REQUIRED_OPTIONS = {
+    "function_calling": ["data"],
+    "gsm8k": ["data"],
+    "openreward": ["config", "data"],
+    "retool": ["data"],
+}
 
 
 async def generate(prompts: Sequence[Prompt], **options: Any) -> list[Sample]:
@@ -99,9 +107,35 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, message: s
 
 @pytest.mark.parametrize("name", ["none.py", "."])
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    """So is one that is not there, or is a folder."""
-    with pytest.raises(ConfigError, match=r"recipe: got '.*'; expected a Python file"):
+    """So is one that is not there, or is a folder; the message lists the built-in recipes."""
+    with pytest.raises(ConfigError, match=r"recipe: got '.*'; expected an existing .* recipe: calculator"):
         load_recipe(tmp_path / name)
+
+
+def test_a_built_in_recipe_has_a_name_in_every_folder() -> None:
+    """By its name, or by the path of its file, it is the module of the package."""
+    assert load_recipe("calculator") is load_recipe(CALCULATOR)
+    assert load_recipe("calculator").__module__ == "rollouts.recipes.calculator"
+    assert str(absolute("calculator")) == "calculator"
+    assert absolute("calculator.py") == Path.cwd() / "calculator.py"
+
+
+def test_loading_a_built_in_recipe_leaves_the_import_path() -> None:
+    """Modules of the package do not become importable as top-level modules."""
+    before = list(sys.path)
+    load_recipe(CALCULATOR)
+    load_recipe("mixed")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_each_built_in_recipe_describes_itself(name: str) -> None:
+    """Each has a summary and options with defaults; what it needs is marked."""
+    function = load_recipe(name)
+    options = {option.name: option for option in recipe_options(function)}
+    assert summary_of(function).endswith((".", "trajectories."))
+    assert options["seed"].default == 0
+    assert [option.name for option in options.values() if option.required] == REQUIRED_OPTIONS.get(name, [])
 
 
 # -- options --

@@ -1,6 +1,6 @@
 """Training loop: generate over HTTP, take a GRPO step, load the new weights into the server, repeat.
 
-    python -m training.learn configs/calculator_grpo.py --out runs/learn
+    python -m training.learn calculator_grpo --out runs/learn
 
 Invariant: the server samples with the weights that the trainer wrote under the server's version; versions count from 1,
 and every sampled token stores its version. Held-out prompts are never trained on.
@@ -272,7 +272,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="training.learn", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("recipe", type=Path, help="a recipe file")
+    add("recipe", type=Path, help="a built-in recipe, or a recipe file")
     add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; they are replaced")
     add("--model", type=Path, default=DEMO_MODEL, help="folder of the model to start from (the demo model)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")

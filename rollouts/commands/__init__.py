@@ -2,63 +2,80 @@
 
 Invariant: an expected error is one line on standard error and an exit code: 2 for bad input, 1 for a broken law or a
 failed run, 130 for Ctrl-C. No child process outlives the command. The verbs only connect packages; the work is done in
-the packages below.
+the packages below. Only the module of the verb that is called is imported, so that ``rollouts --help`` starts at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from rollouts import __version__
-from rollouts.commands import (
-    check_env,
-    check_template,
-    compare,
-    evaluate,
-    export,
-    new_env,
-    plan,
-    play,
-    replay,
-    rescore,
-    run,
-    serve,
-    serve_env,
-    show,
-    verify,
-)
-from rollouts.commands.arguments import BAD_INPUT, BROKEN, INTERRUPTED, tell
 from rollouts.errors import RolloutsError
 from rollouts.terminal import guard_standard_error, visible
 
-__all__ = ["main"]
+__all__ = ["VERBS", "Verb", "main"]
 
-VERBS = (
-    run, show, play, verify, export, replay, rescore, plan, evaluate, compare, check_template, new_env, check_env,
-    serve, serve_env,
-)  # fmt: skip
-"""The modules of the verbs, in the order of ``rollouts --help``. Each has a function ``add``."""
+
+class Verb(NamedTuple):
+    """One verb of the command line."""
+
+    module: str
+    """The module of this package with its function ``add``."""
+    does: str
+    """Its line in ``rollouts --help``."""
+
+
+VERBS = {
+    "run": Verb("run", "generate batches and write them to a folder"),
+    "recipes": Verb("recipes", "list the built-in recipes with their options"),
+    "show": Verb("show", "print a stored run: groups, samples, transcripts"),
+    "play": Verb("play", "play one prompt and print its turns"),
+    "verify": Verb("verify", "check that a stored run is intact: laws 1 to 5"),
+    "export": Verb("export", "convert a stored run to a file format"),
+    "replay": Verb("replay", "replay a recorded run without a server, and compare"),
+    "rescore": Verb("rescore", "apply another reward function and filter to a stored run"),
+    "plan": Verb("plan", "predict the best over-sampling factor and concurrency"),
+    "eval": Verb("evaluate", "score a recipe's tasks: pass@k"),
+    "compare": Verb("compare", "compare two evaluations"),
+    "check": Verb("check_template", "test whether a model's chat template renders exact tokens"),
+    "new-env": Verb("new_env", "create a template of an environment, with tests"),
+    "check-env": Verb("check_env", "test an environment with random replies"),
+    "serve": Verb("serve", "start the embedded engine as a server"),
+    "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
+    "doctor": Verb("doctor", "print versions, extras and the verbs that lack one"),
+}
+"""The verbs, in the order of ``rollouts --help``."""
+
+
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     guard_standard_error()
-    args = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = argparse.Namespace(debug=False)
     try:
+        _parser(arguments).parse_args(arguments, args)
         code: int = args.verb(args)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = _INTERRUPTED
     except BrokenPipeError:
         code = 0  # the reader closed the pipe
     except RolloutsError as error:
+        from rollouts.commands.arguments import BAD_INPUT, tell  # here: help needs neither
+
         tell(error, debug=args.debug)
         code = BAD_INPUT
     except OSError as error:  # a full or closed output, among others
+        from rollouts.commands.arguments import BROKEN, tell
+
         tell(RolloutsError(str(error)), debug=args.debug)
         code = BROKEN
     try:
@@ -78,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(visible(message))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rollouts",
         description="Turn an inference endpoint and an environment into training data: exact tokens, whole groups.",
@@ -87,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for module in VERBS:
-        module.add(verbs)
+    called = next((text for text in arguments if not text.startswith("-")), None)
+    for name, verb in VERBS.items():
+        if name == called:
+            importlib.import_module(f"rollouts.commands.{verb.module}").add(verbs)
+        else:
+            verbs.add_parser(name, help=verb.does)
     return parser

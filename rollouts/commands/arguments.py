@@ -11,7 +11,7 @@ import importlib.util
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import anyio
 
 from rollouts.commands.target import RunTarget
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
 from rollouts.terminal import say
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "numbers",
     "options_of",
     "positive",
+    "recipe_help",
     "stop_signals",
     "target_of",
     "tell",
@@ -65,19 +67,56 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, example: str) -> argparse.ArgumentParser:
     """Add a verb with its help text and an example."""
     verb: argparse.ArgumentParser = verbs.add_parser(
-        name, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=f"Example: rollouts {example}"
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=f"Example: rollouts {example}",
+        add_help=False,
     )
+    verb.add_argument("-h", "--help", action=_Help, help="show this message, with the options of RECIPE if it is given")
     # No default: it would overwrite a --debug before the verb.
     verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="print the traceback of an error")
     verb.set_defaults(verb=function)
     return verb
 
 
+class _Help(argparse.Action):
+    """Print the help of a verb, and after ``RECIPE`` the options of that recipe."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        parser.print_help()
+        recipe = getattr(namespace, "recipe", None)
+        if recipe is not None:
+            print(f"\n{recipe_help(str(recipe), load_recipe(recipe))}")
+        parser.exit()
+
+
+def recipe_help(name: str, function: RecipeFunction) -> str:
+    """A recipe's first line, then a line for each option with its type and default."""
+    options = recipe_options(function)
+    width = max((len(option.name) for option in options), default=0)
+    lines = [
+        f"  {option.name:<{width}}  {option.kind_name}, "
+        + ("required" if option.required else f"default {option.default}")
+        for option in options
+    ]
+    return "\n".join([f"{name}: {summary_of(function)}", *lines])
+
+
 def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the arguments of a verb that plays a recipe: recipe, endpoint, model, options."""
     nargs = "?" if optional else None
     verb.add_argument(
-        "recipe", type=Path, metavar="RECIPE", nargs=nargs, help="Python file that defines a function recipe(...)"
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        nargs=nargs,
+        help="built-in recipe (see rollouts recipes), or Python file that defines a function recipe(...)",
     )
     verb.add_argument(
         "--endpoint",

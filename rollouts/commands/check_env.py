@@ -29,10 +29,8 @@ _STYLES: dict[Verdict, str] = {"good": "green", "bad": "bold red", "note": "yell
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(
-        verbs, "check-env", _check_env, "test an environment with random replies", "check-env configs/guess.py"
-    )
-    parser.add_argument("path", type=Path, metavar="PATH", help="recipe file, or file with one environment class")
+    parser = add_verb(verbs, "check-env", _check_env, "test an environment with random replies", "check-env guess")
+    parser.add_argument("path", type=Path, metavar="PATH", help="recipe, or file with one environment class")
     parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     parser.add_argument(

@@ -260,9 +260,7 @@ def _summary(scores: Sequence[TaskScore], options: EvalOptions) -> Text:
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(
-        verbs, "eval", _eval, "score a recipe's tasks: pass@k", "eval configs/calculator.py --k 1,8 --out runs/exam"
-    )
+    parser = add_verb(verbs, "eval", _eval, "score a recipe's tasks: pass@k", "eval calculator --k 1,8 --out runs/exam")
     add_target(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; an evaluation in it resumes")
     parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (default: 1)")

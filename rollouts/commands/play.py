@@ -28,7 +28,7 @@ __all__ = ["add", "play_one"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "play", _play, "play one prompt and print its turns", "play configs/calculator.py")
+    parser = add_verb(verbs, "play", _play, "play one prompt and print its turns", "play calculator")
     add_target(parser)
     parser.add_argument("--text", metavar="PROMPT", help="prompt to play (default: the recipe's first)")
 

@@ -23,7 +23,7 @@ def add(verbs: Any) -> None:
         "rescore",
         _rescore,
         "apply another reward function and filter to a stored run",
-        "rescore runs/a --recipe configs/calculator.py --out runs/b",
+        "rescore runs/a --recipe calculator --out runs/b",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the stored run")
     parser.add_argument(

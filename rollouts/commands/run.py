@@ -53,6 +53,7 @@ from rollouts.observability import LoopLag, numbers_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
+from rollouts.recipe_files import absolute
 from rollouts.renderer import renderer_for
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
@@ -240,7 +241,7 @@ def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[
     """The fields of ``run.json`` that are known before the run begins."""
     description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(target.options)}
     description["command"] = {
-        "recipe": str(target.recipe.resolve()) if target.recipe is not None else None,
+        "recipe": str(absolute(target.recipe)) if target.recipe is not None else None,
         "endpoint": [without_secrets(url) for url in target.urls],
         "model": target.model,
         "options": dict(target.options),
@@ -304,9 +305,7 @@ async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(
-        verbs, "run", _run, "generate batches and write them to a folder", "run configs/calculator.py --out runs/a"
-    )
+    parser = add_verb(verbs, "run", _run, "generate batches and write them to a folder", "run calculator --out runs/a")
     add_target(parser, optional=True)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="folder for a new run")
@@ -364,7 +363,7 @@ def _in_workers(count: int) -> Distribute:
     async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
         assert target.recipe is not None, "the recipe was built from a file"
         async with in_processes(
-            RecipeConfig(target.recipe.resolve(), recipe.endpoint, target.options), count
+            RecipeConfig(absolute(target.recipe), recipe.endpoint, target.options), count
         ) as workers:
             yield workers.config(recipe.config)
 

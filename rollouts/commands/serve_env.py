@@ -12,7 +12,7 @@ import anyio
 from rollouts.commands.arguments import add_verb, all_options_of, in_loop
 from rollouts.commands.serve import HOST, key_for, serve_until_stopped
 from rollouts.dtypes import Endpoint
-from rollouts.ors_server.app import environment_server
+from rollouts.errors import ConfigError
 from rollouts.recipe_files import build, load_recipe
 
 __all__ = ["add"]
@@ -25,9 +25,14 @@ def add(verbs: Any) -> None:
         "serve-env",
         _serve_env,
         "serve a recipe's environment (Open Reward Standard)",
-        "serve-env configs/calculator.py",
+        "serve-env calculator",
     )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="Python file that defines a function recipe(...)")
+    parser.add_argument(
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="built-in recipe (see rollouts recipes), or Python file that defines a function recipe(...)",
+    )
     parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
     parser.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
@@ -38,6 +43,10 @@ def add(verbs: Any) -> None:
 
 
 def _serve_env(args: argparse.Namespace) -> int:
+    try:
+        from rollouts.ors_server.app import environment_server  # here: aiohttp is part of an extra
+    except ImportError as error:
+        raise ConfigError(f'serve-env needs aiohttp: pip install "rollouts[serve]" ({error})') from error
     recipe = build(load_recipe(args.recipe), Endpoint(), all_options_of(args))
 
     async def environment(on_ready: Callable[[str], None]) -> None:

@@ -74,7 +74,9 @@ async def open_target(target: RunTarget, log: Path | None = None) -> AsyncIterat
         EndpointError: the server does not answer, is no SGLang server, or did not start.
     """
     if target.recipe is None:
-        raise ConfigError.of("RECIPE", None, "a Python file with a function recipe(...)")
+        raise ConfigError.of(
+            "RECIPE", None, "a Python file with a function recipe(...), or a name of `rollouts recipes`"
+        )
     function = load_recipe(target.recipe)
     read_options(function, target.options)
     key = os.environ.get("ROLLOUTS_API_KEY")
@@ -196,7 +198,9 @@ def stored_recipe(target: RunTarget, run: Path) -> Recipe:
         ConfigError: there is no run, or the recipe or its options are wrong.
     """
     if target.recipe is None:
-        raise ConfigError.of("--recipe", None, "a Python file with a function recipe(...)")
+        raise ConfigError.of(
+            "--recipe", None, "a Python file with a function recipe(...), or a name of `rollouts recipes`"
+        )
     stored = read_info(run).get("endpoint") or {}
     endpoint = Endpoint(model=target.model or stored.get("model") or "default")
     if stored.get("base_url"):

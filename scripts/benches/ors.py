@@ -190,11 +190,11 @@ def _slime(url: str, samples: int, tokenizer: str) -> dict[str, float | int | st
 
 
 def _slime_measured(url: str, samples: int, engine: str, tokenizer: str, folder: Path) -> dict[str, Any]:
-    from environments.openreward import load_settings, prepare_tasks
-    from environments.openreward.tasks import write_tasks
     from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
     from rollouts.integrations.slime.convert import leaves
     from rollouts.integrations.slime.records import records
+    from rollouts.recipes.environments.openreward import load_settings, prepare_tasks
+    from rollouts.recipes.environments.openreward.tasks import write_tasks
 
     config, data = folder / "config.yaml", folder / "rows.jsonl"
     config.write_text(f"environments: {{adder: {{base_url: '{url}', max_turns: {CALLS}}}}}")
@@ -222,7 +222,7 @@ def _slime_measured(url: str, samples: int, engine: str, tokenizer: str, folder:
         hf_checkpoint=tokenizer,
         sglang_router_ip=host,
         sglang_router_port=int(port),
-        rollouts_recipe=str(ROOT / "configs" / "openreward.py"),
+        rollouts_recipe=str(ROOT / "rollouts" / "recipes" / "openreward.py"),
         rollouts_recipe_options={"config": str(config), "data": str(data)},
         rollouts_over_sampling_factor=1.0,
     )

@@ -15,7 +15,7 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 
 ROOT = Path(__file__).parents[2]
-CALCULATOR = str(ROOT / "configs" / "calculator.py")
+CALCULATOR = str(ROOT / "rollouts" / "recipes" / "calculator.py")
 
 
 def rows(path: Path) -> list[bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import select
 import signal
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollouts import __version__
-from rollouts.commands import main
+from rollouts.commands import VERBS, main
 from rollouts.commands.arguments import tell
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import EndpointRefused
@@ -22,7 +24,7 @@ from rollouts.runs.verify import verify_run
 from tests.stored_runs import edit_line, store_run
 
 ROOT = Path(__file__).parents[2]
-CALCULATOR = str(ROOT / "configs" / "calculator.py")
+CALCULATOR = str(ROOT / "rollouts" / "recipes" / "calculator.py")
 SMALL = ["--set", "batch_size=2", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
 SECONDS = 180
 
@@ -184,7 +186,7 @@ def test_bad_input_is_one_clear_line(
 
 def test_a_missing_data_file_is_named(tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error of the GSM8K recipe names the missing file."""
-    recipe = str(ROOT / "configs" / "gsm8k.py")
+    recipe = str(ROOT / "rollouts" / "recipes" / "gsm8k.py")
     arguments = ["--endpoint", server, "--data", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "run")]
     assert main(["run", recipe, *arguments]) == 2
     assert f"got '{tmp_path / 'none.jsonl'}'; expected a JSONL file that exists" in capsys.readouterr().err
@@ -338,3 +340,36 @@ def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFi
         main([verb, "--help"])
     assert ended.value.code == 0
     assert f"Example: rollouts {verb} " in capsys.readouterr().out
+
+
+# -- start-up --
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """The top-level modules, and those of the package, that a command line has loaded when it ends."""
+    code = "import atexit, sys; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr))\n"
+    code += "from rollouts.commands import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    return {name if name.startswith("rollouts") else name.partition(".")[0] for name in done.stderr.split()}
+
+
+def test_help_loads_no_verb_and_no_library() -> None:
+    """``rollouts --help`` starts in a fraction of the time of a verb."""
+    loaded = loaded_by("--help")
+    assert {name for name in loaded if name.startswith("rollouts.")} == {"rollouts.commands", "rollouts.errors"}
+    assert loaded & {"aiohttp", "anyio", "msgspec", "numpy", "rich", "transformers"} == set()
+
+
+@pytest.mark.parametrize("verb", ["run", "eval", "check-env", "show", "new-env", "export"])
+def test_only_verbs_that_serve_load_the_web_server(verb: str) -> None:
+    """aiohttp is part of the extras that serve, so that no other verb needs it."""
+    assert loaded_by(verb, "--help").isdisjoint({"aiohttp", "torch"})
+
+
+def test_the_table_of_verbs_agrees_with_the_verbs() -> None:
+    """The help of ``rollouts --help``, which loads no verb, is the help that each verb gives itself."""
+    for name, verb in VERBS.items():
+        verbs = argparse.ArgumentParser().add_subparsers()
+        importlib.import_module(f"rollouts.commands.{verb.module}").add(verbs)
+        assert list(verbs.choices) == [name]
+        assert [action.help for action in verbs._choices_actions] == [verb.does]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from environments.countdown import countdown_prompts, countdown_reward, load_countdown
 from rollouts.errors import ConfigError, RewardFailure
+from rollouts.recipes.environments.countdown import countdown_prompts, countdown_reward, load_countdown
 from rollouts.training import Sample
 
 TASK: dict[str, Any] = {"nums": [3, 5, 2], "target": 4}

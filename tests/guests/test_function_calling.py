@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from environments.function_calling import FunctionCalling, call_reward, load_calls
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError, RewardFailure
+from rollouts.recipes.environments.function_calling import FunctionCalling, call_reward, load_calls
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from environments.function_calling import CallsInTurns, load_turns, turns_reward
-from environments.function_calling.turns import _row
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError
+from rollouts.recipes.environments.function_calling import CallsInTurns, load_turns, turns_reward
+from rollouts.recipes.environments.function_calling.turns import _row
 from rollouts.testing.playing import Played, calling, play
 from rollouts.training import Sample
 

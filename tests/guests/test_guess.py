@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from environments.guess import GuessEnvironment, guess_prompts, guess_reward
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError
+from rollouts.recipes.environments.guess import GuessEnvironment, guess_prompts, guess_reward
 from rollouts.testing.playing import play
 from rollouts.training import Sample
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
-from environments.openreward import load_settings
 from rollouts.dtypes import Endpoint
 from rollouts.ors_server.app import environment_server
+from rollouts.recipes.environments.openreward import load_settings
 from rollouts.training import load_prompts
 from tests import ors_recipe
 
@@ -59,7 +59,7 @@ async def test_its_command_fetches_tasks(
     (tmp_path / "train_config.yaml").write_text(blocks("yaml")[0])
     (line,) = [code.strip() for code in blocks("bash") if "prepare_tasks.py" in code]
     assert line.startswith("python prepare_tasks.py ")
-    command = [sys.executable, "-m", "environments.openreward.prepare_tasks", *shlex.split(line)[2:]]
+    command = [sys.executable, "-m", "rollouts.recipes.environments.openreward.prepare_tasks", *shlex.split(line)[2:]]
     async with environment_server(ors_recipe.recipe(Endpoint())) as url:
         for name, value in (("PYTHONPATH", str(ROOT)), ("OPENREWARD_SESSION_URL", url), ("OPENREWARD_API_KEY", "none")):
             monkeypatch.setenv(name, value)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from environments.retool import RetoolEnvironment, load_maths
 from rollouts.dtypes import Endpoint
 from rollouts.environments.python_tool import REQUIRED
 from rollouts.errors import ConfigError
 from rollouts.recipe_files import build, load_recipe
+from rollouts.recipes.environments.retool import RetoolEnvironment, load_maths
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
 from rollouts.training.rewards import boxed_math
@@ -149,7 +149,7 @@ def test_what_the_sandbox_must_enforce_is_an_option(tmp_path: Path) -> None:
     """The environment has the default requirements, or those of ``--set require=...``."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(OURS))
-    function = load_recipe(Path(__file__).parents[2] / "configs" / "retool.py")
+    function = load_recipe(Path(__file__).parents[2] / "rollouts" / "recipes" / "retool.py")
     for text, required in (({}, REQUIRED), ({"require": '["network"]'}, ("network",)), ({"require": "[]"}, ())):
         made = build(function, Endpoint(model="m"), {"data": str(path), **text}).environment_cls()
         assert isinstance(made, RetoolEnvironment)

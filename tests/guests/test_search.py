@@ -13,7 +13,7 @@ from rollouts.training import Sample
 
 pytest.importorskip("bm25s")
 
-from environments.search import (
+from rollouts.recipes.environments.search import (
     Document,
     Index,
     SearchEnvironment,

@@ -19,10 +19,10 @@ import anyio.to_thread
 import pytest
 from aiohttp import web
 
-from environments.openreward import generate, load_settings, prepare_tasks, reward
-from environments.openreward.tasks import write_tasks
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.recipes.environments.openreward import generate, load_settings, prepare_tasks, reward
+from rollouts.recipes.environments.openreward.tasks import write_tasks
 from rollouts.testing.server import StubServer
 from rollouts.training import load_prompts
 from tests.integration.test_ors import toys

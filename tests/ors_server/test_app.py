@@ -251,7 +251,7 @@ async def test_an_address_that_is_taken_is_refused(url: str) -> None:
 
 def test_the_command_serves_a_recipe() -> None:
     """``rollouts serve-env`` prints its URL, and ends with its parent's input."""
-    line = [sys.executable, "-m", "rollouts", "serve-env", "configs/calculator.py", "--port", "0"]
+    line = [sys.executable, "-m", "rollouts", "serve-env", "calculator", "--port", "0"]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
         [*line, "--stop-with-stdin"], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ

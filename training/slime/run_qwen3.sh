@@ -18,7 +18,7 @@ source "$SLIME/scripts/models/qwen3-4B.sh"
 
 door=rollouts.integrations.slime
 mkdir -p "$SAVE"
-sed -e "s|@ROOT@|$root|g" -e "s|@DATA@|$DATA|g" "$root/training/slime/$task.yaml" >"$SAVE/rollouts_$task.yaml"
+sed -e "s|@DATA@|$DATA|g" "$root/training/slime/$task.yaml" >"$SAVE/rollouts_$task.yaml"
 rollout=(
   --rollout-function-path "$door.generate_rollout_batch"
   --custom-reward-post-process-path "$door.normalise_rewards"

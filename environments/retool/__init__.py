@@ -1,5 +1,0 @@
-"""ReTool: mathematics with Python as a tool."""
-
-from environments.retool.task import RetoolEnvironment, load_maths
-
-__all__ = ["RetoolEnvironment", "load_maths"]

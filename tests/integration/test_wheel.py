@@ -1,0 +1,70 @@
+"""The wheel, installed into an empty environment, does the main job from an empty folder.
+
+The packages that it depends on are those of the running interpreter: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(360)  # builds, installs and starts four processes that import everything
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of an environment that contains the wheel and no other file of the repository."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    # An editable installation's own .pth file is not read from a folder that another .pth file names.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True)
+    return folder / "venv" / "bin" / "rollouts"
+
+
+def run(command: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    return subprocess.run(
+        [command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_the_main_job_runs_from_an_empty_folder(rollouts: Path, tmp_path: Path) -> None:
+    """A built-in recipe fills a batch on the embedded engine; this takes longer than two seconds of CPU, since nothing
+    less shows that the wheel contains the engine and its model."""
+    pytest.importorskip("torch")
+    options = ["--set", "batch_size=1", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
+    done = run(rollouts, tmp_path, "run", "calculator", "--out", "runs/a", *options)
+    assert done.returncode == 0, done.stderr
+    info = json.loads((tmp_path / "runs" / "a" / "run.json").read_text())
+    assert (info["status"], info["command"]["recipe"]) == ("finished", "calculator")
+
+
+def test_the_wheel_contains_every_recipe_and_environment(rollouts: Path, tmp_path: Path) -> None:
+    """``rollouts recipes`` lists them with their options, and the seven environments can be imported."""
+    listed = json.loads(run(rollouts, tmp_path, "recipes", "--json").stdout)
+    sources = ROOT / "rollouts" / "recipes"
+    assert listed.keys() == {path.stem for path in sources.glob("*.py")} - {"__init__"}
+    assert listed["calculator"]["options"]["batch_size"] == {"type": "int", "required": False, "default": 32}
+    assert str(ROOT) not in listed["calculator"]["file"]
+    names = sorted(path.parent.name for path in (sources / "environments").glob("*/__init__.py"))
+    assert len(names) >= 7
+    code = f"import importlib\nfor name in {names}: importlib.import_module(f'rollouts.recipes.environments.{{name}}')"
+    done = run(rollouts.parent / "python", tmp_path, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
