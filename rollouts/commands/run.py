@@ -41,6 +41,7 @@ from rollouts.observability import LoopLag, numbers_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
+from rollouts.rehearsal import rehearse
 from rollouts.renderer import renderer_for
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
@@ -122,6 +123,7 @@ async def launch(
     record: bool = False,
     distribute: Distribute | None = None,
     telemetry: Telemetry = Telemetry(),
+    rehearsal: bool = True,
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; return ``None`` if it was stopped before it began.
 
@@ -129,6 +131,7 @@ async def launch(
         resume: resume the run in ``out``; its stored values fill the fields that ``target`` leaves empty.
         record: record everything that rollouts receive from outside; a resumed recorded run always does.
         distribute: starts the workers that play the rollouts; by default this process plays them.
+        rehearsal: play an episode with random replies first, so that an error of the recipe costs no prompt.
 
     Raises:
         RolloutsError: an error before the work began.
@@ -166,6 +169,8 @@ async def launch(
                 async with contextlib.AsyncExitStack() as stack:
                     recipe, engine = await stack.enter_async_context(open_target(target, out / ENGINE_LOG))
                     server = await preflight(recipe)
+                    if rehearsal:
+                        await rehearse(recipe)
                     if recording:
                         check_recordable(recipe.config.generate_fn)
                     played = recipe
@@ -263,6 +268,9 @@ def add(verbs: Any) -> None:
     parser.add_argument("--trace", action="store_true", help="OpenTelemetry spans for rollouts and completions")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(
+        "--no-rehearsal", action="store_true", help="start without an episode of random replies, reward and filter"
+    )
+    parser.add_argument(
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
     parser.add_argument(
@@ -280,6 +288,7 @@ def _run(args: argparse.Namespace) -> int:
         "record": args.record,
         "distribute": distribute,
         "telemetry": telemetry,
+        "rehearsal": not args.no_rehearsal,
     }
     result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, Console(), **options))
     if result is None:

@@ -96,7 +96,7 @@ class GroupRunner:
         if lost:
             reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
             return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
-        return await self._score_and_filter(prompt, samples)
+        return await self.score_and_filter(prompt, samples)
 
     def _timed_out(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
         """Create a lost rollout for each one that the group's deadline cancelled."""
@@ -149,8 +149,8 @@ class GroupRunner:
             raise broken[0]
         return lost
 
-    async def _score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
-        """Score the group if ``group_rm`` is set, and apply the filter."""
+    async def score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
+        """Score the samples of a sound group if ``group_rm`` is set, and apply the filter."""
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
