@@ -280,6 +280,8 @@ class AsyncRolloutManager:
 
     async def _gather_groups(self, *, finish_restarted: bool = False) -> None:
         """Wait until enough groups for a batch are ready, and optionally until all restarted groups are settled."""
+        if not self.accounting.in_flight:
+            self._first_failed = []  # of an earlier call, which ended
         await self._drop_stale()
         while self._choose_groups() is None or (finish_restarted and self._restarted):
             self._raise_if_broken()
