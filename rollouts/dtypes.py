@@ -548,6 +548,10 @@ class Completion:
             raise ValueError(f"version spans cover {position} of {len(self.tokens)} sampled tokens")
 
 
+MAX_MESSAGE_BYTES = 64 * 1024
+"""Default of ``Limits.max_message_bytes``."""
+
+
 @attrs.frozen
 class Limits:
     """When an episode ends. Counts end it before useless work; seconds are deadlines in wall time."""
@@ -580,5 +584,10 @@ class Limits:
     """The tool calls of the last turn: skip them, or run them for their reward; no reply can use their results."""
     step_seconds: float = attrs.field(default=120.0, validator=_check("a number of seconds > 0", _seconds))
     """Deadline of each start, step, snapshot and restore of the environment."""
+    max_message_bytes: int = attrs.field(
+        default=MAX_MESSAGE_BYTES, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1)
+    )
+    """UTF-8 bytes of one message of a step. A longer one is cut, ends with a note that says so to the model, and is
+    counted in ``metrics["truncated_messages"]``."""
     close_seconds: float = attrs.field(default=30.0, validator=_check("a number of seconds > 0", _seconds))
     episode_seconds: float = attrs.field(default=3600.0, validator=_check("a number of seconds > 0", _seconds))

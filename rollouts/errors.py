@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sysconfig
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -32,6 +34,8 @@ __all__ = [
     "at",
     "current_place",
     "shortened",
+    "source_line",
+    "text_of",
 ]
 
 
@@ -131,7 +135,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Record an error with its whole chain of causes."""
         text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, str(error), current_place(), text, _cause(error))
+        return cls(type(error).__name__, text_of(error), current_place(), text, _cause(error))
 
 
 def _cause(error: BaseException) -> str:
@@ -165,6 +169,36 @@ def shortened(value: Any) -> str:
     """The repr of a value for a message, at most 120 characters."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - a value that cannot be printed may still be named
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - user code raised; a value that cannot be printed may still be named
         text = f"<{type(value).__name__} that cannot be printed>"
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error, also where ``__str__`` of a user's exception raises."""
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - user code raised
+        return "(an error that cannot be printed)"
+
+
+def source_line(error: BaseException) -> str:
+    """The innermost line of user code that raised an error, as ``file:line in function``; empty if there is none.
+
+    Lines of this package, of the standard library and of installed packages do not count.
+    """
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_NOT_OF_USERS) and "site-packages" not in code.co_filename:
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found
+
+
+_NOT_OF_USERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")

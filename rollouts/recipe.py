@@ -194,7 +194,7 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     if isinstance(limits, Limits):
         check_limits(limits, recipe.bound.get("max_turns"))
     name = function_name(recipe.environment_cls)
-    with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS):
+    with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS, before_work=True):
         environment: Any = recipe.environment_cls()
         if not isinstance(environment, Environment):
             raise ConfigError.of("Recipe.environment_cls()", environment, "an object with tools, start, step and close")

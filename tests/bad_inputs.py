@@ -16,13 +16,15 @@ from rollouts.agent import run_agent
 from rollouts.commands import main
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, ToolCall
 from rollouts.engine import DEMO_MODEL
-from rollouts.environments import CalculatorEnvironment, StepResult
+from rollouts.environments import CalculatorEnvironment, StepResult, ToolEnvironment, tool
 from rollouts.environments.ors import ORSServer
 from rollouts.environments.python_tool import PythonLimits
 from rollouts.environments.sandbox.containment import containment_of
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.ors_server.app import environment_server
+from rollouts.recipe import agent_recipe
+from rollouts.rehearsal import rehearse
 from rollouts.renderer import renderer_for
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.reader import load_run
@@ -277,6 +279,68 @@ async def uncounted(*arguments: Any) -> StepResult:
     return StepResult(done=True, metrics={"found": "yes"})  # type: ignore[dict-item]
 
 
+def tool_result(value: Any) -> Callable[[Path], Any]:
+    """Run an episode whose tool returns this value; return the failure, or the message that the model reads."""
+
+    async def run(folder: Path) -> Any:
+        class Shop(ToolEnvironment):
+            @tool
+            def look(self) -> Any:
+                """Look around."""
+                return value
+
+        renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
+        call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+        policy = ScriptedPolicy([renderer.encode(reply + "<|im_end|>") for reply in (call, "Well.")])
+        played = await run_agent(Prompt("What?", index=0), Shop, policy, renderer, sampling=SamplingParams())
+        if played.failure is not None:
+            return played.failure.message
+        return next(message.content for message in played.messages if message.role == "tool")
+
+    return run
+
+
+def hiding_tools(folder: Path) -> Any:
+    """Define a class whose list of tools hides the methods that are marked."""
+    type("Shop", (CalculatorEnvironment,), {"tools": []})
+
+
+def rehearsed(**fields: Any) -> Callable[[Path], Any]:
+    """Rehearse a recipe of the calculator."""
+
+    async def run(folder: Path) -> Any:
+        endpoint = Endpoint(base_url="http://127.0.0.1:9", model=str(DEMO_MODEL))
+        return await rehearse(agent_recipe("toy", endpoint, CalculatorEnvironment, ["1 + 2?"], **fields))
+
+    return run
+
+
+async def a_text(*arguments: Any) -> Any:
+    return "hello"
+
+
+def of_two(sample: Sample, label: str) -> float:
+    return 0.0
+
+
+def one_for_all(samples: Sequence[Sample]) -> list[float]:
+    return [1.0]
+
+
+def changes_place(sample: Sample) -> float:
+    sample.group_index = 7
+    return 1.0
+
+
+def stores_itself(sample: Sample) -> float:
+    sample.metadata["again"] = sample.metadata
+    return 1.0
+
+
+def drops_all(samples: Sequence[Sample]) -> bool:
+    return False
+
+
 def never(samples: Sequence[Sample]) -> Any:
     return "yes"
 
@@ -337,6 +401,17 @@ ROWS = [
     Row(FOREIGN, "a step that returns nothing", "World.step: no messages and not done; expected one or the other", world(step=nothing)),
     Row(FOREIGN, "a step whose reward is not a number", "World.step: StepResult.reward: got nan; expected a finite number", world(step=unpaid)),
     Row(FOREIGN, "a step whose metric is not a number", "World.step: StepResult.metrics['found']: got 'yes'; expected a finite number", world(step=uncounted)),
+    Row(FOREIGN, "a start that returns a text", "World.start: messages: got 'hello'; expected a sequence of messages", world(start=a_text)),
+    Row(FOREIGN, "a step that returns a text", "World.step: got 'hello'; expected a StepResult", world(step=a_text)),
+    Row(FOREIGN, "a tool that returns None", "Shop.step: tool look (…): got None; expected a text or a number, which the model reads", tool_result(None)),
+    Row(FOREIGN, "a tool that returns bytes", "Shop.step: tool look (…): got b'plums'; expected a text or a number, which the model reads", tool_result(b"plums")),
+    Row(FOREIGN, "a list that hides the tools", "Shop.tools: got []; expected no such attribute: it hides the methods marked with tool (add, …)", hiding_tools),
+    Row(FOREIGN, "a reward of two arguments", "RolloutConfig.reward_fn: got of_two(sample: 'Sample', label: 'str') -> 'float'; expected a function that is called with one argument", configured(reward_fn=of_two)),
+    Row(FOREIGN, "a group reward that forgets samples", "group … failed: RewardFailure: group reward one_for_all returned 1 rewards for 2 samples", batch(reward_fn=one_for_all, group_rm=True)),
+    Row(FOREIGN, "a reward that changes what identifies a sample", "group … failed: RewardFailure: reward changes_place: Sample.group_index: got 7; expected 0, unchanged", batch(reward_fn=changes_place)),
+    Row(FOREIGN, "metadata that contains itself", "group … failed: RewardFailure: after reward stores_itself: Sample.metadata: nested deeper than 100 levels, or in itself", batch(reward_fn=stores_itself)),
+    Row(FOREIGN, "a filter that drops all groups", "filter drops_all accepted none of the last 1 groups; every reward was 0.0, so there is nothing to learn; mean reward 0", batch(reward_fn=lambda sample: 0.0, filter_fn=drops_all, patience=1, over_sampling_factor=1)),
+    Row(FOREIGN, "a reward that always raises, in a rehearsal", "3 of 3 rehearsals with random replies failed alike: RewardFailure: reward broken raised KeyError: 'label' (…). No prompt was taken; --no-rehearsal starts the run nevertheless", rehearsed(reward_fn=broken)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),
     Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
@@ -358,6 +433,7 @@ ROWS = [
     Row(CALLS, "an unknown tool", "Error: there is no tool 'fly'; the tools are: add, subtract, multiply, divide", spoken('<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>')),
     Row(CALLS, "an argument of another type", "Error: Expected `float`, got `str` - at `$.b`", called("add", a=1, b="2")),
     Row(CALLS, "an argument that is missing", "Error: Object missing required field `b`", called("add", a=1)),
+    Row(CALLS, "a result of 100 kB", "x…x\n[truncated: the first 65536 of 100000 bytes]", tool_result("x" * 100_000)),
     Row(CALLS, "an unknown argument", "Error: Object contains unknown field `c`", called("add", a=1, b=2, c=3)),
     Row(DISK, "a bit that flipped", "DIR/journal/segment-000000.journal, offset …: damaged (the record's checksum does not fit)", damaged(flip)),
     Row(DISK, "a bit of a stored sample that flipped", "DIR/run/dropped.jsonl, line 1: corrupted (its checksum does not fit)", stored(b'"question', b'"puestion')),

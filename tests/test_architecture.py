@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "rollouts.training": 6,
     "rollouts.observability": 7,
     "rollouts.recipe": 7,
+    "rollouts.rehearsal": 8,
     "rollouts.ors_server": 8,
     "rollouts.recipe_files": 8,
     "rollouts.runs": 8,
@@ -91,8 +92,10 @@ LAW_BOOKS = {
     "test_fuzz.py",
     "test_manager_semantics.py",
     "test_token_exactness.py",
+    "environments/test_returned_values.py",
     "tool_calls/test_dialects.py",
     "tool_calls/test_outcomes.py",
+    "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""
 

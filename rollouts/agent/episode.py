@@ -21,7 +21,7 @@ import anyio.to_thread
 import attrs
 
 from rollouts.agent.turn_log import Turn, TurnLog, prompt_digest, replayed
-from rollouts.concurrency.boundary import call_foreign
+from rollouts.concurrency.boundary import boundary, call_foreign
 from rollouts.dtypes import (
     Completion,
     Limits,
@@ -33,10 +33,24 @@ from rollouts.dtypes import (
     TokenColumn,
     Tool,
     ToolCall,
-    as_messages,
 )
-from rollouts.environments.base import Environment, Resumable, StepResult, bad_step, is_resumable, sound_step
-from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, HistoryRewritten, TokenMismatchError
+from rollouts.environments.base import (
+    Environment,
+    Resumable,
+    StepResult,
+    bad_step,
+    is_resumable,
+    sound_opening,
+    sound_step,
+)
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    GenerateFailure,
+    HistoryRewritten,
+    TokenMismatchError,
+    shortened,
+)
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
@@ -150,7 +164,7 @@ class Episode:
                     return reason
                 assert reply is not None, "an episode continues only with a reply"
             # 6. Step the environment.
-            step = await self._step_environment(environment, name, reply)
+            step = await self._step_environment(environment, name, reply, tools)
             if step.done:
                 return StopReason.TASK_COMPLETED
             if turn >= self.limits.max_turns:
@@ -186,8 +200,8 @@ class Episode:
         """Start the environment with the prompt; return its opening messages and its tools."""
         if self._logged_turns:
             self.trajectory.count("restarted_at_resume")
-        messages = as_messages(await self._call_environment(f"{name}.start", environment.start, self.prompt))
-        return messages, self._checked_tools(environment)
+        opening = await self._call_environment(f"{name}.start", environment.start, self.prompt)
+        return sound_opening(opening, f"{name}.start"), self._checked_tools(environment, name)
 
     async def _continue_past(
         self, environment: Environment, name: str, past: Past
@@ -203,7 +217,7 @@ class Episode:
         known = [*messages, *past.new] if past.new else before
         prompt = attrs.evolve(self.prompt, prompt=known)
         await self._call_environment(f"{name}.start", environment.start, prompt)
-        tools = self._checked_tools(environment)
+        tools = self._checked_tools(environment, name)
         if self.history != "append":
             self.rendered = await _render(before, self.renderer.render, before, tools)
         if past.new:
@@ -225,7 +239,7 @@ class Episode:
         """Restore the environment's last snapshot, and continue the trajectory of the logged turns."""
         last = self._logged_turns[-1].fields
         await self._call_environment(f"{name}.restore", resumable.restore, self.prompt, last["snapshot"])
-        tools = self._checked_tools(environment)
+        tools = self._checked_tools(environment, name)
         self.branches = [earlier]
         self.call_count, self.session = last["calls_asked"], last["session"]
         self.began -= self.seconds_before
@@ -236,13 +250,17 @@ class Episode:
         self._mark_logged()
         return tools
 
-    def _checked_tools(self, environment: Environment) -> tuple[Tool, ...]:
+    def _checked_tools(self, environment: Environment, name: str) -> tuple[Tool, ...]:
         """The tools of a started environment; they may depend on the prompt.
 
         Raises:
             ConfigError: the chat template failed its self-test for them.
         """
-        tools = tuple(environment.tools)
+        with boundary(EnvironmentFailure, f"{name}.tools"):
+            tools = tuple(environment.tools)
+        for tool in tools:
+            if not isinstance(tool, Tool):
+                raise EnvironmentFailure(f"{name}.tools: got {shortened(tool)}; expected Tools")
         self.renderer.self_test(tools).raise_if_refused()
         return tools
 
@@ -362,9 +380,11 @@ class Episode:
 
     # -- 6. step the environment --
 
-    async def _step_environment(self, environment: Environment, name: str, reply: Message) -> StepResult:
+    async def _step_environment(
+        self, environment: Environment, name: str, reply: Message, tools: Sequence[Tool]
+    ) -> StepResult:
         """The result of one step, with its rewards and metrics added to the trajectory."""
-        step = await self._run_calls(environment, f"{name}.step", reply)
+        step = await self._run_calls(environment, f"{name}.step", reply, has_tools=bool(tools))
         self.trajectory.step_rewards.extend(step.rewards)
         for metric, amount in step.metrics.items():
             self.trajectory.count(metric, amount)
@@ -372,13 +392,14 @@ class Episode:
             self.trajectory.messages.extend(step.messages)
         return step
 
-    async def _run_calls(self, environment: Environment, what: str, reply: Message) -> StepResult:
+    async def _run_calls(self, environment: Environment, what: str, reply: Message, *, has_tools: bool) -> StepResult:
         """Step with the calls that can run; each other call gets an error message in its place among the results."""
         valid = [call for call in reply.tool_calls if call.error is None]
         step = StepResult()
         if valid or not reply.tool_calls:
             request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
-            step = sound_step(await self._call_environment(what, environment.step, request), what)
+            answer = await self._call_environment(what, environment.step, request)
+            step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
             if not step.done and not step.messages:
                 raise bad_step(what, "no messages and not done; expected one or the other")
         if len(valid) == len(reply.tool_calls):
@@ -386,7 +407,7 @@ class Episode:
         answered = {message.tool_call_id for message in step.messages}
         if not step.done and not answered.issuperset(call.id for call in valid):
             raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {valid!r}")
-        return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=bool(environment.tools)))
+        return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=has_tools))
 
     async def _call_environment(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a method of the environment inside a boundary, and add up its wall time."""

@@ -140,7 +140,7 @@ async def _recipe_settings(options: TemplateCheckOptions, model: str) -> tuple[t
     endpoint = Endpoint(model=model) if options.endpoint is None else Endpoint(model=model, base_url=options.endpoint)
     recipe = build(load_recipe(options.recipe), endpoint, options.options)
     name = function_name(recipe.environment_cls)
-    with boundary(EnvironmentFailure, f"{name}()", seconds=_SECONDS):
+    with boundary(EnvironmentFailure, f"{name}()", seconds=_SECONDS, before_work=True):
         environment = recipe.environment_cls()
         tools = tuple(environment.tools)
         await environment.close()

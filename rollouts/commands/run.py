@@ -54,6 +54,7 @@ from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import absolute
+from rollouts.rehearsal import rehearse
 from rollouts.renderer import renderer_for
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
@@ -137,6 +138,7 @@ async def launch(
     record: bool = False,
     distribute: Distribute | None = None,
     telemetry: Telemetry = Telemetry(),
+    rehearsal: bool = True,
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; return ``None`` if it was stopped before it began.
 
@@ -145,6 +147,7 @@ async def launch(
         allow_changes: resume with other settings than those of the run, and record them.
         record: record everything that rollouts receive from outside; a resumed recorded run always does.
         distribute: starts the workers that play the rollouts; by default this process plays them.
+        rehearsal: play an episode with random replies first, so that an error of the recipe costs no prompt.
 
     Raises:
         RolloutsError: an error before the work began.
@@ -182,6 +185,8 @@ async def launch(
                 async with contextlib.AsyncExitStack() as stack:
                     recipe, engine = await stack.enter_async_context(open_target(target, out / ENGINE_LOG))
                     server = await preflight(recipe)
+                    if rehearsal:
+                        await rehearse(recipe)
                     if recording:
                         check_recordable(recipe.config.generate_fn)
                     played = recipe
@@ -326,6 +331,9 @@ def add(verbs: Any) -> None:
         help="with --resume: accept another recipe, reward, sampling, model or package version, and record it",
     )
     parser.add_argument(
+        "--no-rehearsal", action="store_true", help="start without an episode of random replies, reward and filter"
+    )
+    parser.add_argument(
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
     parser.add_argument(
@@ -346,6 +354,7 @@ def _run(args: argparse.Namespace) -> int:
         "record": args.record,
         "distribute": distribute,
         "telemetry": telemetry,
+        "rehearsal": not args.no_rehearsal,
     }
     result = in_loop(
         functools.partial(launch, target_of(args), out, args.format, args.overwrite, SafeConsole(), **options)

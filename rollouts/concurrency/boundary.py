@@ -1,8 +1,10 @@
 """The boundary around user code: environments, rewards, filters and generate functions.
 
-Invariant: any exception of user code leaves :func:`boundary` as a typed failure with its place and its cause, within
-its deadline. A :class:`RolloutsError` and a cancellation from outside pass through unchanged. The result of a function
-that suppressed its deadline or its cancellation is discarded. :func:`waits` lists all code inside a boundary.
+Invariant: any exception of user code leaves :func:`boundary` as a typed failure with its place, its source line and its
+cause, within its deadline. ``KeyboardInterrupt`` and a cancellation from outside pass through unchanged, and so does a
+:class:`RolloutsError`; but a :class:`ConfigError` or a broken law that an environment, a reward or a filter raises is
+their failure. The result of a function that suppressed its deadline or its cancellation is discarded, and cancel scopes
+that it leaves open are exited. :func:`waits` lists all code inside a boundary.
 
 This module does not know what runs inside.
 """
@@ -23,10 +25,20 @@ import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.cancellation import CancellationGuard
-from rollouts.concurrency.deadlines import deadline
-from rollouts.errors import RolloutsError, TokenMismatchError, current_place
+from rollouts.concurrency.deadlines import deadline, exit_scopes_inside
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    FilterFailure,
+    RewardFailure,
+    RolloutsError,
+    TokenMismatchError,
+    current_place,
+    source_line,
+    text_of,
+)
 
-__all__ = ["Wait", "WorkerThread", "abandoned", "boundary", "call_foreign", "function_name", "waits"]
+__all__ = ["Wait", "WorkerThread", "abandoned", "boundary", "call_foreign", "function_name", "is_cancelled", "waits"]
 
 
 @attrs.define(eq=False)
@@ -71,6 +83,9 @@ _ENTERED: dict[boundary, None] = {}
 
 _ABANDONED: dict[boundary, None] = {}
 
+_OF_USERS = (EnvironmentFailure, RewardFailure, FilterFailure)
+"""Failures of code that is the user's alone; a generate function runs the agent loop of this package, too."""
+
 
 def abandoned() -> list[Wait]:
     """Threads that overran their deadline and still run, oldest first."""
@@ -94,12 +109,13 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         seconds: deadline; it cancels awaits. :func:`call_foreign` abandons a thread that blocks.
         thread: the thread that runs the code, if any; :func:`abandoned` lists it if it runs on after the boundary.
         armed: whether the timer starts at once; else it starts at the first wait of a :meth:`guarded` awaitable.
+        before_work: whether no rollout has begun, so that a :class:`ConfigError` passes whichever ``failure`` is.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the code itself, unchanged.
     """
 
-    __slots__ = ("_before", "_failure", "_place", "_seconds", "_since", "_task", "_what", "thread")
+    __slots__ = ("_before", "_before_work", "_failure", "_place", "_seconds", "_since", "_task", "_what", "thread")
 
     def __init__(
         self,
@@ -109,8 +125,10 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         seconds: float | None = None,
         thread: WorkerThread | None = None,
         armed: bool = True,
+        before_work: bool = False,
     ) -> None:
         super().__init__(seconds, armed=armed)
+        self._before_work = before_work
         self._failure = failure
         self._what = what
         self._seconds = seconds
@@ -139,13 +157,18 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         raised: BaseException | None = None  # an error that the code inside did not raise
-        if error is None and self._was_cancelled_inside() and not self.expired and _is_cancelled():
+        if error is None and self._was_cancelled_inside() and not self.expired and is_cancelled():
             error = raised = asyncio.CancelledError()  # suppressed inside: the result is discarded
+        left_open = False
         try:
             if super().__exit__(None if error is None else type(error), error, trace):
                 error = raised = None
         except BaseException as other:  # noqa: BLE001 - e.g. a group with cancellations removed; sorted below
-            error = raised = other
+            left_open = self.scope is not None and isinstance(other, RuntimeError) and exit_scopes_inside(self.scope)
+            if left_open:
+                error = raised = self._exit_scope(error, trace)
+            else:
+                error = raised = other
         finally:
             del _ENTERED[self]
             if self.thread is not None and self.thread.ident is not None and not self.thread.ended:
@@ -153,27 +176,48 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         try:
             if error is not None or self.expired:
                 self._raise_if_foreign(error)
+            elif left_open:
+                raise _failure(self._failure, self._what, f"{self._what} {_LEFT_OPEN}")
             if raised is not None:
                 raise raised
         finally:
             error = raised = None  # its traceback refers to this frame: a cycle that only the collector would free
         return False
 
+    def _exit_scope(self, error: BaseException | None, trace: TracebackType | None) -> BaseException | None:
+        """Exit the scope after those inside it; return the error that remains."""
+        assert self.scope is not None, "it left scopes open inside"
+        try:
+            return None if self.scope.__exit__(None if error is None else type(error), error, trace) else error
+        except BaseException as other:  # noqa: BLE001 - sorted by the caller
+            return other
+
     def _raise_if_foreign(self, error: BaseException | None) -> None:
         """Raise the failure for an error of user code or a missed deadline; return for other errors."""
         failure, what = self._failure, self._what
         if error is None:
             raise _failure(failure, what, f"{what} did not answer within {self._seconds:g} s", late=True)
-        if isinstance(error, RolloutsError):
-            return
         if isinstance(error, asyncio.CancelledError):
-            if not self._was_cancelled_inside() and not _is_cancelled():
-                text = f"{what} raised CancelledError: something inside was cancelled, by no enclosing scope"
-                raise _failure(failure, what, text) from error
-        elif isinstance(error, Exception | SystemExit | BaseExceptionGroup):
-            if isinstance(error, BaseExceptionGroup):
-                _raise_if_not_foreign(error)
-            raise _failure(failure, what, f"{what} raised {type(error).__name__}: {_text(error)}") from error
+            if self._was_cancelled_inside() or is_cancelled():
+                return
+            text = "CancelledError: something inside was cancelled, by no enclosing scope"
+        elif isinstance(error, BaseExceptionGroup):
+            _raise_if_not_foreign(error)
+            text = f"{type(error).__name__}: {text_of(error)}"
+        elif self._passes(error):
+            return
+        else:
+            text = f"{type(error).__name__}: {text_of(error)}"
+        line = source_line(error)
+        raise _failure(failure, what, f"{what} raised {text}" + (f" ({line})" if line else "")) from error
+
+    def _passes(self, error: BaseException) -> bool:
+        """Whether an error leaves unchanged."""
+        if isinstance(error, ConfigError | TokenMismatchError):
+            return self._before_work or not issubclass(self._failure, _OF_USERS)
+        if isinstance(error, GeneratorExit):  # the interpreter closes the coroutine, in no task or in another one
+            return self._task is None or asyncio.current_task() is not self._task
+        return isinstance(error, RolloutsError | KeyboardInterrupt)
 
     def _was_cancelled_inside(self) -> bool:
         """Whether the task was cancelled since the boundary was entered."""
@@ -186,27 +230,26 @@ def _failure(kind: type[RolloutsError], what: str, text: str, *, late: bool = Fa
     return error
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Whether an enclosing cancel scope is cancelled."""
     return anyio.current_effective_deadline() == -math.inf
 
 
 def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
-    """Raise a broken law or a process signal (e.g. ``KeyboardInterrupt``) that a group contains."""
+    """Raise a broken law or a signal to the process (``KeyboardInterrupt``) that a group contains."""
     broken: BaseException | None = group.subgroup(TokenMismatchError)
     while isinstance(broken, BaseExceptionGroup):
         broken = broken.exceptions[0]
     if broken is not None:
         raise broken
-    if group.subgroup(lambda error: not isinstance(error, Exception | SystemExit | BaseExceptionGroup)) is not None:
+    if group.subgroup(KeyboardInterrupt) is not None:
         raise group
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - ``__str__`` of a user's exception may raise
-        return "(an error that cannot be printed)"
+_LEFT_OPEN = (
+    "returned with a cancel scope or a task group open; expected that each call exits what it enters, or that a task of"
+    " its own keeps it open"
+)
 
 
 async def call_foreign(

@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.deadlines import deadline, exit_scopes_inside
 
 __all__ = ["CancellationGuard", "left_behind"]
 
@@ -90,7 +90,8 @@ class CancellationGuard:
                     break
                 if error is not None and self._is_hopeless():
                     self._abandon()
-                    self._exit_its_scopes()
+                    assert self._around.scope is not None, "a guard needs a scope around it"
+                    exit_scopes_inside(self._around.scope)  # so that the task's scopes nest again
                     if not self._overdue:
                         raise error
                     break
@@ -140,14 +141,3 @@ class CancellationGuard:
         """Keep the coroutine alive for ever: closing or freeing it, even at interpreter exit, would resume it."""
         _ABANDONED.append(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.awaitable))
-
-    def _exit_its_scopes(self) -> None:
-        """Exit the scopes that the abandoned coroutine entered, so that the task's scopes nest again."""
-        while True:
-            probe = anyio.CancelScope()
-            with probe:
-                current = getattr(probe, "_parent_scope", None)  # anyio has no public way to get the current scope
-            if current is None or current is self._around.scope:
-                return
-            current.cancel()
-            current.__exit__(None, None, None)

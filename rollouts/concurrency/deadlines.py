@@ -19,7 +19,7 @@ from typing import Self
 import anyio
 import attrs
 
-__all__ = ["Clocks", "Pause", "deadline", "listed_pause", "paused_deadlines", "pauses"]
+__all__ = ["Clocks", "Pause", "deadline", "exit_scopes_inside", "listed_pause", "paused_deadlines", "pauses"]
 
 _CLOCKS: contextvars.ContextVar[tuple[deadline, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
 
@@ -88,6 +88,31 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
 def _scope_class() -> type[anyio.CancelScope]:
     """The class that ``anyio.CancelScope()`` returns on asyncio; its lookup costs more than the scope."""
     return type(anyio.CancelScope())
+
+
+def exit_scopes_inside(scope: anyio.CancelScope) -> bool:
+    """Cancel and exit the scopes that the current task entered inside ``scope`` and left open.
+
+    Returns:
+        Whether there was one.
+    """
+    inside: list[anyio.CancelScope] = []
+    probe = _scope_class()()
+    with probe:
+        current = _parent(probe)
+    while current is not None and current is not scope:
+        inside.append(current)
+        current = _parent(current)
+    if current is None:
+        return False  # the task has left ``scope``
+    for left in inside:
+        left.cancel()
+        left.__exit__(None, None, None)
+    return bool(inside)
+
+
+def _parent(scope: anyio.CancelScope) -> anyio.CancelScope | None:
+    return getattr(scope, "_parent_scope", None)  # anyio has no public way to get it
 
 
 class Clocks:

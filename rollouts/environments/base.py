@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_checkable
 
 import attrs
 import msgspec
 
-from rollouts.dtypes import Message, Prompt, Tool, ToolCall, finite
+from rollouts.dtypes import MAX_MESSAGE_BYTES, Message, Prompt, Tool, ToolCall, as_messages, finite
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened
 
 __all__ = [
@@ -26,9 +26,14 @@ __all__ = [
     "ToolEnvironment",
     "bad_step",
     "is_resumable",
+    "sound_opening",
     "sound_step",
     "tool",
 ]
+
+
+TRUNCATED = "truncated_messages"
+"""Metric: the number of messages that were cut."""
 
 
 @attrs.frozen
@@ -52,24 +57,73 @@ class StepResult:
         return () if reward is None else tuple(reward) if isinstance(reward, Sequence) else (reward,)
 
 
-def sound_step(step: Any, what: str) -> StepResult:
-    """Validate the return value of an environment's step; rewards become floats, metrics floats or integers.
+def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> StepResult:
+    """Validate the return value of an environment's step: chat dicts become messages, rewards floats, metrics numbers.
 
     Args:
         step: the returned value, of any type.
         what: the function that returned it, for messages, e.g. ``"CalculatorEnvironment.step"``.
+        max_bytes: UTF-8 bytes of one message; a longer one is cut, says so to the model, and is counted in
+            ``metrics["truncated_messages"]``.
 
     Raises:
-        EnvironmentFailure: it is not a :class:`StepResult`, or a reward or metric is not a finite number.
+        EnvironmentFailure: it is not a :class:`StepResult`, a message is none, ``done`` is not a bool, or a reward or
+            metric is not a finite number.
     """
     if not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
     try:
-        return StepResult(step.messages, step.done, _reward_of(step), _metrics_of(step))
+        if not isinstance(step.done, bool):
+            raise ConfigError.of("StepResult.done", step.done, "True or False")
+        messages = _messages_of("StepResult.messages", step.messages)
+        metrics = _metrics_of(step)
+        cut = tuple([_cut(message, max_bytes) for message in messages])
+        truncated = sum([one is not other for one, other in zip(cut, messages, strict=True)])
+        if truncated:
+            metrics[TRUNCATED] = metrics.get(TRUNCATED, 0) + truncated
+        return StepResult(cut, step.done, _reward_of(step), metrics)
     except ConfigError as error:
         raise bad_step(what, str(error)) from None
     except Exception as error:  # iterating a user-defined list or mapping runs user code
         raise bad_step(what, f"reading its StepResult raised {shortened(error)}") from error
+
+
+def sound_opening(opening: Any, what: str) -> tuple[Message, ...]:
+    """Validate the return value of an environment's start; chat dicts become messages.
+
+    Args:
+        opening: the returned value, of any type.
+        what: the function that returned it, for messages, e.g. ``"CalculatorEnvironment.start"``.
+
+    Raises:
+        EnvironmentFailure: it is not a sequence of one message or more; a text would take the place of the prompt.
+    """
+    try:
+        messages = _messages_of("messages", opening)
+    except ConfigError as error:
+        raise bad_step(what, str(error)) from None
+    except Exception as error:  # iterating a user-defined sequence runs user code
+        raise bad_step(what, f"reading its messages raised {shortened(error)}") from error
+    if not messages:
+        raise bad_step(what, "got no messages; expected those that open the conversation, e.g. prompt.messages")
+    return messages
+
+
+def _messages_of(field: str, value: Any) -> tuple[Message, ...]:
+    if type(value) is tuple and all(type(message) is Message for message in value):
+        return value
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ConfigError.of(field, value, "a sequence of messages, e.g. [*prompt.messages, Message('user', text)]")
+    return as_messages(value)
+
+
+def _cut(message: Message, max_bytes: int) -> Message:
+    """The message, cut to ``max_bytes`` with a note for the model where it is longer."""
+    text = message.content
+    if len(text) * 4 <= max_bytes or len(encoded := text.encode("utf-8", "replace")) <= max_bytes:
+        return message
+    kept = encoded[:max_bytes].decode("utf-8", "ignore")
+    return attrs.evolve(message, content=f"{kept}\n[truncated: the first {max_bytes} of {len(encoded)} bytes]")
 
 
 def bad_step(what: str, text: str) -> EnvironmentFailure:
@@ -158,7 +212,8 @@ def tool(method: Method) -> Method:
     """Mark a method of a :class:`ToolEnvironment` as a tool.
 
     The signature becomes the JSON schema, the docstring's first line the description. The method may be sync or async.
-    It returns the text for the model. The model also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
+    It returns the text for the model, or a number; any other value fails the rollout. The model also sees a
+    ``ValueError`` or ``ArithmeticError`` that it raises.
     """
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
@@ -171,6 +226,14 @@ class ToolEnvironment:
     """
 
     system_prompt: str = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        shadow = vars(cls).get("tools")
+        marked = [name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), "__rollouts_tool__")]
+        if isinstance(shadow, list | tuple) and marked:
+            expected = f"no such attribute: it hides the methods marked with tool ({', '.join(marked)})"
+            raise ConfigError.of(f"{cls.__name__}.tools", shadow, expected)
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -210,10 +273,24 @@ class ToolEnvironment:
             result = getattr(self, call.name)(**msgspec.structs.asdict(arguments))
             if not isinstance(result, str):
                 result = await result if inspect.isawaitable(result) else result
-            content = str(result)
+            content = self._tool_result(call.name, result)
         except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
             content, failed = f"Error: {error}", True
         return Message("tool", content, tool_call_id=call.id, name=call.name), failed
+
+    def _tool_result(self, name: str, result: Any) -> str:
+        """The text that the model reads for the result of a tool.
+
+        Raises:
+            EnvironmentFailure: it is neither a text nor a number.
+        """
+        if isinstance(result, str | numbers.Real):
+            return str(result)
+        method = inspect.unwrap(getattr(type(self), name))
+        code = getattr(method, "__code__", None)
+        line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        text = f"tool {name}{line}: got {shortened(result)}; expected a text or a number, which the model reads"
+        raise bad_step(f"{type(self).__name__}.step", text)
 
 
 @attrs.frozen

@@ -26,7 +26,7 @@ from rollouts.dtypes import (
     VersionSpan,
     are_logprobs,
 )
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, TokenMismatchError
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
@@ -146,10 +146,9 @@ def read_completion(
 
     Raises:
         EndpointUnavailable: not JSON, a transient error, or NaN instead of logprobs.
-        EndpointRefused: not a ``/generate`` response, or an inconsistent one; an id outside the vocabulary, or a
-            logprob above 0.
+        EndpointRefused: not a ``/generate`` response, or an inconsistent one: another number of prompt ids than sent,
+            logprobs of other ids than ``output_ids``, an id outside the vocabulary, a logprob above 0.
         ContextOverflow: the error of a prompt that exceeds the context.
-        TokenMismatchError: another number of prompt ids than sent, or logprobs of other ids than ``output_ids``.
     """
     try:
         reply = _REPLY.decode(payload)
@@ -176,7 +175,7 @@ def read_completion(
     # A request that was aborted in the queue may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
-        raise TokenMismatchError(f"{ids.count} ids were sent; the server counts {prompt_tokens}")
+        raise EndpointRefused(f"{ids.count} ids were sent; the server counts {prompt_tokens}")
     try:
         return Completion(
             tokens=tokens,
@@ -255,7 +254,7 @@ def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> Non
         raise EndpointRefused(f"{len(tokens)} sampled ids came without the requested output_token_logprobs")
     at = next((i for i, (a, b) in enumerate(zip(tokens, sampled, strict=False)) if a != b), None)
     where = f"{len(tokens)} ids, {len(sampled)} logprobs" if at is None else f"first difference at {at}"
-    raise TokenMismatchError(f"output_token_logprobs are not those of output_ids: {where}")
+    raise EndpointRefused(f"output_token_logprobs are not those of output_ids: {where}")
 
 
 def _finite(values: list[float | None]) -> LogprobColumn:

@@ -172,10 +172,9 @@ class SGLangPolicy:
 
         Raises:
             EndpointUnavailable: no valid response within ``request_seconds`` and ``max_retries``.
-            EndpointRefused: the server refuses this request, or its reply cannot be trained.
+            EndpointRefused: the server refuses this request, or its reply cannot be trained or is not about these ids.
             ContextOverflow: prompt and ``max_new_tokens`` exceed the model's context.
             ConfigError: an id is outside the vocabulary; nothing was sent.
-            TokenMismatchError: the response is not about the ids that were sent.
         """
         if stop_token_ids not in self._checked_stops:
             self._sequences.check(stop_token_ids, "stop_token_ids")

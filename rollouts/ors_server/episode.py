@@ -16,8 +16,8 @@ import anyio
 import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
-from rollouts.dtypes import Limits, Message, Prompt, StopReason, Tool, ToolCall, as_messages
-from rollouts.environments.base import Environment, sound_step
+from rollouts.dtypes import Limits, Message, Prompt, StopReason, Tool, ToolCall
+from rollouts.environments.base import Environment, sound_opening, sound_step
 from rollouts.errors import EnvironmentFailure
 from rollouts.recipe import Recipe
 from rollouts.training.rewards import score
@@ -82,7 +82,7 @@ class HostedEpisode:
         opening = await call_foreign(
             EnvironmentFailure, f"{self.name}.start", environment.start, self.prompt, seconds=seconds
         )
-        self.messages = list(as_messages(opening))
+        self.messages = list(sound_opening(opening, f"{self.name}.start"))
         self.opening = len(self.messages)
         self.tools = tuple(environment.tools)
 
@@ -121,7 +121,7 @@ class HostedEpisode:
         answer = await call_foreign(
             EnvironmentFailure, what, self._environment.step, reply, seconds=self.limits.step_seconds
         )
-        step = sound_step(answer, what)
+        step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
         self.messages += [reply, *step.messages]
         self._rewards += step.rewards
         self.over = step.done

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,15 @@ import numpy as np
 
 from rollouts.agent.turn_log import message_from_dict, message_to_dict
 from rollouts.concurrency.boundary import call_foreign, function_name
-from rollouts.dtypes import Completion, Message, Prompt, SamplingParams, TokenColumn, Tool, VersionSpan, as_messages
-from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, is_resumable
+from rollouts.dtypes import Completion, Message, Prompt, SamplingParams, TokenColumn, Tool, VersionSpan
+from rollouts.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    StepResult,
+    is_resumable,
+    sound_opening,
+    sound_step,
+)
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
@@ -150,16 +158,15 @@ class _RecordingEnvironment:
         return tools
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        messages = as_messages(await self._call("start", prompt))
+        messages = sound_opening(await self._call("start", prompt), f"{self._name}.start")
         self._record("start", messages=[message_to_dict(message) for message in messages])
         return messages
 
     async def step(self, reply: Message) -> StepResult:
-        result: StepResult = await self._call("step", reply)
-        if isinstance(result, StepResult):
-            fields = {"done": result.done, "reward": result.reward, "metrics": dict(result.metrics)}
-            messages = [message_to_dict(message) for message in result.messages]
-            self._record("step", reply=_checksum(reply), messages=messages, **fields)
+        result = sound_step(await self._call("step", reply), f"{self._name}.step", max_bytes=sys.maxsize)
+        fields = {"done": result.done, "reward": result.reward, "metrics": dict(result.metrics)}
+        messages = [message_to_dict(message) for message in result.messages]
+        self._record("step", reply=_checksum(reply), messages=messages, **fields)
         return result
 
     async def close(self) -> None:

@@ -76,7 +76,9 @@ async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: A
     """Await an observer; an error in it is printed to standard error and ends the observer, not the run."""
     try:
         await watch(*arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - rich raises SystemExit where its pipe is closed
+    except (KeyboardInterrupt, anyio.get_cancelled_exc_class()):
+        raise
+    except BaseException as error:  # noqa: BLE001 - rich raises SystemExit where its pipe is closed
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno} in {frame.name}"
         text = f"rollouts: {function_name(watch)} is off, it raised {shortened(error)} at {place}; the run continues"

@@ -122,6 +122,8 @@ class _Verification:
         config = config if isinstance(config, dict) else {}
         self.group_size = self._size(config, "n_samples_per_prompt")
         self.batch_size = self._size(config, "batch_size")
+        vocab_size = self.info.get("vocab_size")  # runs of 0.1.0 lack it
+        self.vocab_size = vocab_size if isinstance(vocab_size, int) else None
         self.requests: dict[str, str] = {}
         self.groups: dict[int, str] = {}
         self.counts: Counter[StoredOutcome] = Counter()
@@ -368,7 +370,7 @@ class _Verification:
         checked[3].update(samples=1, completions=len(stored.completions))
         checked[4].update(samples=1)
         checked[5].update(samples=1)
-        self.report.violations += check_stored(stored, entry.place)
+        self.report.violations += check_stored(stored, entry.place, self.vocab_size)
         for call in stored.completions:
             if call.request_id in self.requests:
                 expected = f"one sample for each request, and {self.requests[call.request_id]} has it"

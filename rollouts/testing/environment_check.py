@@ -22,10 +22,18 @@ import msgspec
 
 from rollouts.agent import run_agent
 from rollouts.concurrency.boundary import boundary, function_name
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, as_messages
+from rollouts.dtypes import MAX_MESSAGE_BYTES, Limits, Message, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
-from rollouts.environments.base import Environment, EnvironmentFactory, StepResult, is_resumable, sound_step
-from rollouts.errors import ConfigError, EnvironmentFailure, shortened
+from rollouts.environments.base import (
+    TRUNCATED,
+    Environment,
+    EnvironmentFactory,
+    StepResult,
+    is_resumable,
+    sound_opening,
+    sound_step,
+)
+from rollouts.errors import ConfigError, EnvironmentFailure, shortened, source_line
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.random_replies import RandomModel, schema_problems
@@ -169,8 +177,7 @@ class _Check:
             began = time.perf_counter()
             opening = await self._foreign("start", environment.start(prompt))
             episode.seconds["start"].append(time.perf_counter() - began)
-            with boundary(EnvironmentFailure, f"what {self.name}.start returned"):
-                episode.opening = as_messages(opening)
+            episode.opening = sound_opening(opening, f"{self.name}.start")
             if tools:
                 self._tools(environment)
             for turn in range(len(replies) if replies is not None else self.options.turns):
@@ -190,8 +197,6 @@ class _Check:
         result = await self._foreign("step", environment.step(reply))
         episode.seconds["step"].append(time.perf_counter() - began)
         result = sound_step(result, f"{self.name}.step")
-        with boundary(EnvironmentFailure, f"the messages that {self.name}.step returned"):
-            result = attrs.evolve(result, messages=as_messages(result.messages))
         episode.replies.append(reply)
         episode.results.append(result)
         if is_resumable(environment):
@@ -216,6 +221,16 @@ class _Check:
                     wrong.append(f"{len(reply.tool_calls)} calls were answered by {len(answered)} tool messages")
                 if not result.done and not result.messages:
                     wrong.append("a step returned no messages and was not done")
+        cut = sum(result.metrics.get(TRUNCATED, 0) for episode in played for result in episode.results)
+        if cut:
+            self.add("long answers", "bad", f"{cut:g} messages were longer than {MAX_MESSAGE_BYTES} bytes, and cut")
+        dropped = [
+            number for number, (prompt, episode) in enumerate(zip(self.prompts, played, strict=True))
+            if not _contains_prompt(episode.opening, prompt)
+        ]  # fmt: skip
+        if dropped:
+            text = f"the text of prompt {dropped[0]} is in no message that start returned; the model does not read it"
+            self.add("prompt", "note", text)
         text = "; ".join(dict.fromkeys(wrong))
         self.add("answers", "bad" if wrong else "good", text or "one tool message for each call, in their order")
 
@@ -348,6 +363,11 @@ class _Check:
                 self.add(f"time of {name}", "good", text)
 
 
+def _contains_prompt(opening: Sequence[Message], prompt: Prompt) -> bool:
+    read = "\n".join(message.content for message in opening)
+    return all(message.content in read for message in prompt.messages if message.role == "user")
+
+
 def _reply_tokens(renderer: Renderer, reply: Message) -> list[int]:
     """The tokens of a reply in the demo model's format."""
     calls = [
@@ -359,7 +379,7 @@ def _reply_tokens(renderer: Renderer, reply: Message) -> list[int]:
 
 
 def _plain(result: StepResult) -> tuple[Any, ...]:
-    messages = tuple(message.to_chat() for message in as_messages(result.messages))
+    messages = tuple(message.to_chat() for message in result.messages)
     return messages, result.done, result.reward, dict(result.metrics)
 
 
@@ -370,6 +390,8 @@ def _signature(tool: Any) -> str:
 def _located(error: BaseException) -> str:
     """The text of an error with its location in foreign code."""
     cause = error.__cause__
-    frames = [] if cause is None else list(inspect.getinnerframes(cause.__traceback__)) if cause.__traceback__ else []
+    if cause is None or source_line(cause):  # the message has it
+        return str(error)
+    frames = list(inspect.getinnerframes(cause.__traceback__)) if cause.__traceback__ else []
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].function})" if frames else ""
     return f"{error}{place}"

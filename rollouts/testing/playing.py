@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from rollouts.dtypes import ChatDict, Message, Prompt, ToolCall
-from rollouts.environments.base import Environment, StepResult, sound_step
+from rollouts.environments.base import Environment, StepResult, sound_opening, sound_step
 
 __all__ = ["Played", "calling", "play"]
 
@@ -56,17 +56,18 @@ async def play(environment: Environment, prompt: Prompt | str, replies: Iterable
         replies: the model's replies, in order; a text is a reply without tool calls.
 
     Raises:
-        EnvironmentFailure: a step's reward or metric is no finite number.
+        EnvironmentFailure: start or step returned a value of a wrong type, or a number that is not finite.
         Exception: the environment's own error, after it is closed.
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     steps: list[StepResult] = []
     try:
-        messages = list(await environment.start(prompt))
+        name = type(environment).__name__
+        messages = [*sound_opening(await environment.start(prompt), f"{name}.start")]
         for scripted in replies:
             reply = scripted if isinstance(scripted, Message) else Message("assistant", scripted)
             messages.append(reply)
-            steps.append(sound_step(await environment.step(reply), f"{type(environment).__name__}.step"))
+            steps.append(sound_step(await environment.step(reply), f"{name}.step"))
             if steps[-1].done:
                 break
             messages += steps[-1].messages

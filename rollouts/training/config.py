@@ -6,6 +6,7 @@ what was expected.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -46,8 +47,22 @@ def _number(minimum: float, *, exclusive: bool = False) -> Any:
 
 def _function(*, optional: bool = False) -> Any:
     def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if not (callable(value) or (optional and value is None)):
-            raise ConfigError.of(f"RolloutConfig.{field.name}", value, "a function" + (" or None" if optional else ""))
+        if optional and value is None:
+            return
+        name = f"RolloutConfig.{field.name}"
+        if not callable(value):
+            raise ConfigError.of(name, value, "a function" + (" or None" if optional else ""))
+        try:
+            signature = inspect.signature(value)
+        except (TypeError, ValueError):  # a function written in C
+            return
+        try:
+            signature.bind(None)
+        except TypeError:
+            text = (
+                f"{name}: got {function_name(value)}{signature}; expected a function that is called with one argument"
+            )
+            raise ConfigError(text) from None
 
     return validate
 
@@ -87,7 +102,8 @@ class RolloutConfig:
     """Share of the last ``failure_window`` attempts that may be lost before the run stops, e.g. 0.5."""
     failure_window: int = attrs.field(default=100, validator=_count(1))
     patience: int | None = attrs.field(default=None, validator=_count(1, optional=True))
-    """Consecutive groups that may be dropped or failed before the run stops; default 8 batches, at least 64."""
+    """Consecutive groups that may be dropped or failed before the run stops; default 8 batches, at least 64. A run
+    whose first groups all fail for one reason stops before that."""
     rollout_seconds: float = attrs.field(default=3600.0, validator=_number(0, exclusive=True))
     """Deadline of one call of ``generate_fn``."""
     group_seconds: float | None = attrs.field(

@@ -8,6 +8,7 @@ module decides and counts; the group runner and the manager act.
 from __future__ import annotations
 
 import random
+import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ from typing import Any, Literal
 
 import attrs
 
-from rollouts.errors import CAUSES, ConfigError
+from rollouts.errors import CAUSES, ConfigError, Failure
 from rollouts.training.types import Sample
 
-__all__ = ["FailurePolicy", "FailureStats", "cause_of", "check_handlings"]
+__all__ = ["FailurePolicy", "FailureStats", "alike", "cause_of", "check_handlings"]
 
 
 def _count(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
@@ -70,6 +71,14 @@ def check_handlings(handlings: Mapping[str, FailurePolicy]) -> None:
             raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", policy, "a FailurePolicy")
 
 
+def alike(failure: Failure) -> str:
+    """The kind and the message of a failure without quoted values and numbers, to compare failures of many samples."""
+    return f"{failure.kind}: {_VALUES.sub('…', failure.message)}"
+
+
+_VALUES = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
+
+
 def cause_of(samples: Sequence[Sample]) -> str:
     """Cause of a lost rollout: that of its first failure, else ``"generate"``."""
     return next((sample.failure.cause for sample in samples if sample.failure is not None), "generate")
@@ -91,6 +100,8 @@ class FailureStats:
         self.prompts: Counter[str] = Counter()
         """Lost attempts by prompt, cut to 80 characters."""
         self.replaced = 0
+        self.sound = 0
+        """Sound attempts."""
         self._lengths: dict[bool, list[int]] = {True: [], False: []}
         self._turns: dict[bool, list[int]] = {True: [], False: []}
 
@@ -98,6 +109,7 @@ class FailureStats:
         """Count one attempt."""
         cause = None if sound else cause_of(samples)
         self._last.append(cause)
+        self.sound += sound
         if cause is not None:
             self.lost[cause] += 1
             self.prompts[str(samples[0].prompt)[:80]] += 1

@@ -9,9 +9,10 @@ This module does not know where prompts come from, how groups are used, or other
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -25,6 +26,7 @@ from rollouts.errors import (
     Failure,
     FilterFailure,
     GenerateFailure,
+    RewardFailure,
     RolloutsError,
     TokenMismatchError,
     at,
@@ -41,9 +43,10 @@ from rollouts.training.rollout_attempt import (
     pack_lossy,
     pack_or_fail,
     share_rewards,
+    undo_changes,
 )
 from rollouts.training.rollout_log import RolloutLog
-from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
+from rollouts.training.types import FilterFn, Group, Identity, Outcome, Sample, Status
 
 __all__ = ["GroupRunner"]
 
@@ -93,7 +96,7 @@ class GroupRunner:
         if lost:
             reason = next(sample.failure for sample in next(iter(lost.values())) if sample.failure)
             return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
-        return await self._score_and_filter(prompt, samples)
+        return await self.score_and_filter(prompt, samples)
 
     def _timed_out(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
         """Create a lost rollout for each one that the group's deadline cancelled."""
@@ -146,20 +149,23 @@ class GroupRunner:
             raise broken[0]
         return lost
 
-    async def _score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
-        """Score the group if ``group_rm`` is set, and apply the filter."""
+    async def score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
+        """Score the samples of a sound group if ``group_rm`` is set, and apply the filter."""
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
+        known = [sample.identity for sample in samples]
         try:
             if config.group_rm and config.reward_fn is not None:
-                await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
-                share_rewards(samples)
+                name = f"group reward {function_name(config.reward_fn)}"
+                with _unchanged(samples, known, RewardFailure, name):
+                    await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
+                    share_rewards(samples)
             if config.filter_fn is not None:
-                kept, why = await self._apply_filter(config.filter_fn, samples)
+                with _unchanged(samples, known, FilterFailure, f"filter {function_name(config.filter_fn)}"):
+                    kept, why = await self._apply_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
-            pack_or_fail(samples, GenerateFailure, "after reward and filter")
         except (TokenMismatchError, ConfigError):
             raise
         except RolloutsError as error:
@@ -221,3 +227,17 @@ class GroupRunner:
                 with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
                     await anyio.sleep(policy.pause(number, self._rng))
         return samples, sound
+
+
+@contextlib.contextmanager
+def _unchanged(
+    samples: Sequence[Sample], known: Sequence[Identity], failure: type[RolloutsError], name: str
+) -> Iterator[None]:
+    """Run a user's function on samples; afterwards, check that they can be stored and are still those of ``known``."""
+    try:
+        yield
+    finally:
+        change = undo_changes(samples, known)
+    if change:
+        raise failure(f"{name}: {change}")
+    pack_or_fail(samples, failure, f"after {name}")

@@ -35,10 +35,11 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, FilterFailure, GenerateFailure, RolloutsError, at
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
-from rollouts.training.failures import FailureStats, cause_of
+from rollouts.training.failures import FailureStats, alike, cause_of
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
+from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
@@ -111,6 +112,9 @@ class AsyncRolloutManager:
         self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or returned
         self._restarted: set[int] = set()  # groups in flight that were returned before
         self._rejected_in_a_row = 0
+        self._went_well = False  # a group was kept or dropped, or the first groups failed for different reasons
+        self._first_failed: list[Group] = []  # until something went well
+        self._dropped_rewards: set[float | None] = set()  # of groups rejected in a row
         self._dropped_for_batch = 0
         self._failure_causes: Counter[str] = Counter()
         self._broken: BaseException | None = None
@@ -196,6 +200,7 @@ class AsyncRolloutManager:
         self._finished_rollouts = state.finished
         self._attempts.update(state.attempts)
         self.run_metrics.load(state.totals)
+        self._went_well = self.accounting.in_batch + self.accounting.ready + self.accounting.dropped > 0
         self.accounting.check()
 
     async def generate_batch(self) -> list[Sample]:
@@ -207,9 +212,9 @@ class AsyncRolloutManager:
         Raises:
             DataExhausted: the buffer has too few prompts left; accepted groups stay in :attr:`ready_groups`.
             FilterFailure: ``patience`` groups in a row were rejected, at least half of them by the filter.
-            GenerateFailure: ``patience`` groups in a row were rejected, most of them failed; or a group failed with
-                ``on_failure="stop"``; or ``failure_budget`` is used up; or the batch was not filled within
-                ``batch_seconds``: groups accepted or in flight remain for the next call.
+            GenerateFailure: the first groups all failed alike; or ``patience`` groups in a row were rejected, most of
+                them failed; or a group failed with ``on_failure="stop"``; or ``failure_budget`` is used up; or the
+                batch was not filled within ``batch_seconds``: groups accepted or in flight remain for the next call.
         """
         began = time.monotonic()
         with deadline(self.config.batch_seconds) as limit:
@@ -275,9 +280,12 @@ class AsyncRolloutManager:
 
     async def _gather_groups(self, *, finish_restarted: bool = False) -> None:
         """Wait until enough groups for a batch are ready, and optionally until all restarted groups are settled."""
+        if not self.accounting.in_flight:
+            self._first_failed = []  # of an earlier call, which ended
         await self._drop_stale()
         while self._choose_groups() is None or (finish_restarted and self._restarted):
             self._raise_if_broken()
+            self._raise_if_first_failed_alike()
             self._raise_if_out_of_patience()
             self._top_up()
             if not self.accounting.in_flight:
@@ -342,6 +350,8 @@ class AsyncRolloutManager:
     def _top_up(self) -> None:
         if self._tasks is None:
             raise RuntimeError("the manager was closed while this batch was being filled")
+        if self._all_failed() and self.accounting.in_flight:
+            return  # no further prompt is spent before one of these groups goes well
         pending = len(self._ready) + self.accounting.in_flight
         wanted = self.config.groups_in_work - pending
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
@@ -409,15 +419,20 @@ class AsyncRolloutManager:
             self._ready.append(group)
             self._rejected_in_a_row = 0
             self._failure_causes.clear()
+            self._dropped_rewards.clear()
+            self._went_well = True
             return
         self.data_buffer.settle(group.prompt)
         self._rejected_in_a_row += 1
         if group.outcome == "dropped":
             self.accounting.dropped += 1
             self._dropped_for_batch += 1
+            self._dropped_rewards.update(group.rewards)
+            self._went_well = True
         else:
             self.accounting.failed += 1
             self._failure_causes[group.reason] += 1
+            self._first_failed += [] if self._went_well else [group]
             if self.config.handling(cause_of(group.samples)).then == "stop":
                 self._broken = self._broken or GenerateFailure(f"group {group.group_index} failed: {group.reason}")
 
@@ -429,6 +444,29 @@ class AsyncRolloutManager:
         if self._broken is not None:
             broken, self._broken = self._broken, None
             raise broken
+
+    def _all_failed(self) -> bool:
+        """Whether all that is settled has failed: groups, and rollouts, unless it is the groups' reward or filter."""
+        if self._went_well or not self._first_failed:
+            return False
+        return not self.failures.sound or not any(is_lost(group.samples) for group in self._first_failed)
+
+    def _raise_if_first_failed_alike(self) -> None:
+        """End the run if the groups that it began with failed for one reason, at least as often as a group is large."""
+        if not self._all_failed() or self.accounting.in_flight:
+            return
+        failed, self._first_failed = self._first_failed, []
+        samples = [sample for group in failed for sample in group.samples]
+        reasons = {alike(sample.failure) for sample in samples if sample.failure is not None}
+        if len(reasons) > 1:
+            self._went_well = True  # nothing did, but not for one reason: patience decides
+        elif max(self.failures.lost.total(), len(samples)) < self.config.n_samples_per_prompt:
+            self._first_failed = failed
+        else:
+            self._rejected_in_a_row = 0
+            self._failure_causes.clear()
+            text = f"all groups failed alike, from the first on ({len(failed)}): {failed[0].reason}"
+            raise GenerateFailure(f"{text}. No further prompt was taken; {self.accounting}")
 
     def _raise_if_out_of_patience(self) -> None:
         over_budget = self.failures.overdrawn()
@@ -443,11 +481,17 @@ class AsyncRolloutManager:
         kept = f"{len(self._ready)} accepted groups are kept; {self.accounting}"
         if failed > count - failed:
             raise GenerateFailure(f"{failed} of the last {count} groups failed, none was accepted: {causes}. {kept}")
-        name = function_name(self.config.filter_fn)
+        rewards, self._dropped_rewards = self._dropped_rewards, set()
         raise FilterFailure(
-            f"filter {name} accepted none of the last {count} groups ({failed} of them failed before it); "
-            f"mean reward {self.run_metrics.mean_reward}. {kept}"
+            f"filter {function_name(self.config.filter_fn)} accepted none of the last {count} groups"
+            + (f", and {failed} failed before it" if failed else "")
+            + (f"; every reward was {next(iter(rewards))}, so there is nothing to learn" if len(rewards) == 1 else "")
+            + f"; mean reward {_rounded(self.run_metrics.mean_reward)}. {kept}"
         )
+
+
+def _rounded(number: float | None) -> str:
+    return "unknown" if number is None else f"{number:.4g}"
 
 
 def _group_index(prompt: Prompt) -> int:

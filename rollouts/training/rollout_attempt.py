@@ -1,19 +1,24 @@
 """One attempt at one rollout: generate, check, score.
 
 Invariant: an exception of a user's function becomes a sample with status FAILED and its ``failure``; a broken law and a
-config error propagate. Returned samples are numbered and packed, and scored unless the rollout is lost.
+config error of the generate function propagate. A cancellation of the rollout's own task, by no enclosing scope, costs
+the rollout. Returned samples are numbered and packed, and scored unless the rollout is lost; neither a reward nor a
+filter changes what identifies them.
 
 This module does not know groups, retries or the journal.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.lowlevel
+
 from rollouts.agent.turn_log import TurnLog, keeping_turns
-from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
 from rollouts.dtypes import Prompt, StopReason, finite
 from rollouts.errors import (
     ConfigError,
@@ -26,9 +31,18 @@ from rollouts.errors import (
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rewards.scoring import score
-from rollouts.training.types import Sample, Status
+from rollouts.training.types import Identity, Sample, Status
 
-__all__ = ["attempt", "ends", "is_lost", "number_sample", "pack_lossy", "pack_or_fail", "share_rewards"]
+__all__ = [
+    "attempt",
+    "ends",
+    "is_lost",
+    "number_sample",
+    "pack_lossy",
+    "pack_or_fail",
+    "share_rewards",
+    "undo_changes",
+]
 
 _CLEANING_SECONDS = 300.0
 """Grace period after the deadline of a generate function, for shielded cleanup such as closing environments."""
@@ -50,13 +64,25 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
         TokenMismatchError: a law is broken.
     """
     samples: list[Sample] = []
+    task = asyncio.current_task()
+    assert task is not None, "an attempt runs in a task"
+    before = task.cancelling()
     try:
-        samples = await _generate(config, request, log)
-        if not config.group_rm and not is_lost(samples):
-            for sample in ends(samples):
-                await score(sample, config.reward_fn, seconds=config.reward_seconds)
-            share_rewards(samples)
-            pack_or_fail(samples, RewardFailure, f"after reward {function_name(config.reward_fn)}")
+        try:
+            samples = await _generate(config, request, log)
+            if not config.group_rm and not is_lost(samples):
+                await _score(samples, config)
+            if task.cancelling() > before:
+                await anyio.lowlevel.checkpoint()  # raises a cancellation that no await has raised yet
+        except asyncio.CancelledError as error:
+            if is_cancelled() or task.cancelling() <= before:
+                raise
+            while task.cancelling() > before:
+                task.uncancel()
+            text = (
+                "the task of the rollout was cancelled, by none of its scopes; expected no cancel() of current_task()"
+            )
+            raise GenerateFailure(text) from error
     except (TokenMismatchError, ConfigError):
         raise
     except RolloutsError as error:
@@ -68,6 +94,21 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
         if sample.status in _LOST and not isinstance(sample.failure, Failure):
             sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
     return samples
+
+
+async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
+    """Score the samples of a rollout one by one, and check what the reward function may have changed."""
+    known = [sample.identity for sample in samples]
+    name = f"reward {function_name(config.reward_fn)}"
+    try:
+        for sample in ends(samples):
+            await score(sample, config.reward_fn, seconds=config.reward_seconds)
+    finally:
+        change = undo_changes(samples, known)
+    if change:
+        raise RewardFailure(f"{name}: {change}")
+    share_rewards(samples)
+    pack_or_fail(samples, RewardFailure, f"after {name}")
 
 
 async def _generate(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
@@ -119,6 +160,31 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
             raise failure(f"{source}: {error}") from error
 
 
+def undo_changes(samples: Sequence[Sample], known: Sequence[Identity]) -> str:
+    """Restore what identifies samples that a user's function had; describe the first change, empty if there is none."""
+    change = ""
+    for sample, before in zip(samples, known, strict=True):
+        now = sample.identity
+        for name, value, expected in zip(_IDENTITY, now, before, strict=True):
+            if name == "completions" and not _same_completions(value, expected):
+                count = len(value if isinstance(value, list) else value.completions())
+                change = change or f"Sample.completions: got {count} that it changed; expected those of the replies"
+            elif name != "completions" and value != expected:
+                change = change or f"Sample.{name}: got {shortened(value)}; expected {expected}, unchanged"
+        sample.identity = before
+    return change
+
+
+_IDENTITY = ("group_index", "index", "rollout_id", "completions")
+
+
+def _same_completions(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    first, second = (value if isinstance(value, list) else [*value.completions()] for value in (one, other))
+    return bool(first == second)
+
+
 def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
     """Pack samples of a failed rollout for the record; a sample that does not pack loses its columns."""
     for sample in samples:
@@ -127,6 +193,7 @@ def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
         except ConfigError:
             sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
             sample.versions, sample.completions, sample.metrics, sample.step_rewards = [], [], {}, []
+            sample.messages, sample.metadata, sample.label, sample.reward = [], {}, None, None
     return list(samples)
 
 
@@ -139,3 +206,24 @@ def _pack(sample: Sample) -> None:
     for name, value in sample.metrics.items():
         if finite(value) is None:
             raise ConfigError.of(f"Sample.metrics[{name!r}]", value, "a finite number")
+    reward: Any = sample.reward
+    if reward is not None and finite(reward) is None:
+        raise ConfigError.of("Sample.reward", reward, "a finite number")
+    texts = {} if sample.compact is not None else {"messages": sample.read_record("messages")}
+    for name, plain in {"metadata": sample.metadata, "label": sample.label, **texts}.items():
+        if _is_too_deep(plain):
+            raise ConfigError(f"Sample.{name}: nested deeper than {_MOST_LEVELS} levels, or in itself")
+
+
+_MOST_LEVELS = 100
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Whether lists and dicts are nested deeper than an encoder can follow; a cycle is."""
+    level = [value] if isinstance(value, dict | list | tuple) else []
+    for _ in range(_MOST_LEVELS):
+        if not level:
+            return False
+        inside = [entry for held in level for entry in (held.values() if isinstance(held, dict) else held)]
+        level = [*{id(entry): entry for entry in inside if isinstance(entry, dict | list | tuple)}.values()]
+    return bool(level)

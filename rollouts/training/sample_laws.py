@@ -1,5 +1,5 @@
 """Checks of laws 1, 2 and 4 on one sample: tokens equal those of its requests, mask and versions cover exactly the
-sampled tokens, step rewards are finite.
+sampled tokens, step rewards and metrics are finite.
 
 Invariant: pure; each column is compared with what the others imply, and its first wrong position is reported. A change
 that no column contradicts (a token after the last request, another valid logprob) is found by the checksums stored with
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import are_logprobs
+from rollouts.dtypes import are_logprobs, finite
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
 
@@ -70,6 +70,7 @@ class Stored(msgspec.Struct):
     digests: dict[str, int | None]
     history: str | None = None
     step_rewards: list[float | None] = []
+    metrics: dict[str, Any] = {}
 
 
 def check_sample(sample: Sample) -> list[Violation]:
@@ -81,13 +82,13 @@ def check_sample(sample: Sample) -> list[Violation]:
     return check_stored(stored, repr(sample))
 
 
-def check_stored(stored: Stored, place: str) -> list[Violation]:
-    """As :func:`check_sample`, for a stored row; ``place`` is its name in messages."""
+def check_stored(stored: Stored, place: str, vocab_size: int | None = None) -> list[Violation]:
+    """As :func:`check_sample`, for a stored row; ``place`` is its name in messages. Ids are below ``vocab_size``."""
     try:
         tokens = np.array(stored.tokens, np.int32)
     except OverflowError:
         return [Violation(1, f"{place}, tokens", "an id over 32 bits", "ids of 32 bits")]
-    violations = [*_check_tokens(stored, place, tokens), *_check_step_rewards(stored, place)]
+    violations = [*_check_tokens(stored, place, tokens, vocab_size), *_check_numbers(stored, place)]
     columns = _columns(stored)
     if columns is None:
         widths = [len(stored.tokens), len(stored.loss_mask), len(stored.rollout_log_probs or ())]
@@ -109,12 +110,19 @@ def check_stored(stored: Stored, place: str) -> list[Violation]:
     ]
 
 
-def _check_tokens(stored: Stored, sample: str, tokens: npt.NDArray[np.int32]) -> Iterator[Violation]:
-    """Law 1: the checksum of each request equals that of the tokens stored before its reply."""
+def _check_tokens(
+    stored: Stored, sample: str, tokens: npt.NDArray[np.int32], vocab_size: int | None
+) -> Iterator[Violation]:
+    """Law 1: ids are in the vocabulary; the checksum of each request equals that of the tokens before its reply."""
     crc = position = end = 0
     if len(tokens) and tokens.min() < 0:
         position = int(tokens.argmin())
         yield Violation(1, f"{sample}, tokens, position {position}", str(tokens[position]), "an id >= 0")
+        return
+    if vocab_size is not None and len(tokens) and tokens.max() >= vocab_size:
+        position = int(tokens.argmax())
+        expected = f"an id < {vocab_size}, the size of the vocabulary"
+        yield Violation(1, f"{sample}, tokens, position {position}", str(tokens[position]), expected)
         return
     for number, call in enumerate(stored.completions):
         place = f"{sample}, call {number}"
@@ -154,8 +162,12 @@ def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDAr
         yield Violation(2, place, str(logprobs[position]), expected)
 
 
-def _check_step_rewards(stored: Stored, place: str) -> Iterator[Violation]:
-    """Law 4: step rewards are finite. JSON stores NaN and infinity as null, Parquet as they are."""
+def _check_numbers(stored: Stored, place: str) -> Iterator[Violation]:
+    """Law 4: step rewards and metrics are finite. JSON stores NaN and infinity as null, Parquet as they are."""
+    for name, value in stored.metrics.items():
+        if finite(value) is None:
+            yield Violation(4, f"{place}, metrics[{name!r}]", repr(value), "a finite number")
+            return
     for position, reward in enumerate(stored.step_rewards):
         if reward is None or not math.isfinite(reward):
             where = f"{place}, step_rewards, position {position}"

@@ -26,6 +26,7 @@ __all__ = [
     "GenerateFn",
     "Group",
     "GroupRewardFn",
+    "Identity",
     "Outcome",
     "Prompt",
     "RewardFn",
@@ -104,6 +105,10 @@ _CONTENTS: dict[type, str] = {
     np.bool_: "one list of 0 and 1",
     np.float32: "one list of finite numbers",
 }
+
+
+Identity: TypeAlias = tuple[int | None, int | None, int | None, Any]
+"""Value of :attr:`Sample.identity`."""
 
 
 def _status_of(value: Status | str) -> Status:
@@ -256,6 +261,16 @@ class Sample:
         compact = self._compact
         slots = (self._response, self._messages, self._completions, self._versions)
         return compact if all(slot is compact for slot in slots) else None
+
+    @property
+    def identity(self) -> Identity:
+        """Group index, index, rollout id and completions, to compare later; compact completions are not decoded."""
+        stored = self._completions
+        return self.group_index, self.index, self.rollout_id, stored if type(stored) is CompactRecord else [*stored]
+
+    @identity.setter
+    def identity(self, value: Identity) -> None:
+        self.group_index, self.index, self.rollout_id, self._completions = value
 
     @property
     def weight_versions(self) -> list[str]:

@@ -32,10 +32,11 @@ async def test_an_exception_becomes_the_failure_with_its_cause_and_place() -> No
     async def step() -> None:
         raise KeyError("x") from OSError("disk")
 
-    with pytest.raises(RewardFailure, match=r"^judge raised KeyError: 'x'$") as caught:
+    with pytest.raises(RewardFailure, match=r"^judge raised KeyError: 'x' \(.*\)$") as caught:
         await call_foreign(RewardFailure, "judge", step)
     failure = Failure.of(caught.value)
-    assert (failure.kind, failure.message) == ("RewardFailure", "judge raised KeyError: 'x'")
+    line = f"{__file__}:{step.__code__.co_firstlineno + 1} in step"
+    assert (failure.kind, failure.message) == ("RewardFailure", f"judge raised KeyError: 'x' ({line})")
     assert "OSError: disk" in failure.traceback
     with at("group 3 · sample 1"):
         assert Failure.of(caught.value).place == "group 3 · sample 1"

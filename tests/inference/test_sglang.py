@@ -16,7 +16,7 @@ import pytest
 
 from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
-from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, TokenMismatchError, at
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, at
 from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
 from rollouts.testing.replies import Answer, Fault, Request
 from rollouts.testing.server import StubServer
@@ -190,10 +190,10 @@ async def test_a_prompt_that_does_not_fit_is_its_own_error(client: Client, fault
 
 
 @pytest.mark.parametrize("fault", ["wrong_ids", "wrong_count"])
-async def test_a_response_about_other_ids_is_a_token_mismatch(client: Client, fault: Fault) -> None:
+async def test_a_response_about_other_ids_is_refused(client: Client, fault: Fault) -> None:
     """It is never stored and never retried."""
     async with StubServer(faults=[fault]) as server, client.policy(server.url) as policy:
-        with pytest.raises(TokenMismatchError):
+        with pytest.raises(EndpointRefused):
             await client.complete(policy)
         assert len(server.requests) == 1
 

@@ -111,6 +111,8 @@ DAMAGES: dict[str, tuple[int, Callable[[Row, Callable[[int], int]], Any]]] = {
     "another prompt": (5, lambda row, pick: row.update(prompt="something else")),
     "another label": (5, lambda row, pick: row.update(label="something else")),
     "a step reward that is none": (4, lambda row, pick: row.update(step_rewards=[0.5, None])),
+    "a metric that is none": (4, lambda row, pick: row.update(metrics={**row["metrics"], "found": None})),
+    "a metric of another kind": (4, lambda row, pick: row.update(metrics={"found": "yes"})),
     "a step reward of another kind": (4, lambda row, pick: row.update(step_rewards=["0.5"])),
     "no tokens at all": (4, lambda row, pick: row.pop("tokens")),
     "an id of 33 bits": (1, lambda row, pick: row["tokens"].__setitem__(0, 2**32)),
@@ -343,3 +345,12 @@ async def test_a_reply_trained_in_two_branches_is_found(tmp_path: Path) -> None:
     report = verify_run(tmp_path / "run")
     assert {violation.law for violation in report.violations} == {3}
     assert "trained again" in str(report.violations[0])
+
+
+def test_hardening_01_an_id_outside_the_vocabulary_is_found(run: Path) -> None:
+    """H1: the run's description has the size of the vocabulary; runs that lack it are checked without it."""
+    assert verify_run(run).ok
+    edit_info(run, lambda info: info.update(vocab_size=3))
+    report = verify_run(run)
+    assert {violation.law for violation in report.violations} == {1}
+    assert all("an id < 3, the size of the vocabulary" in str(violation) for violation in report.violations)

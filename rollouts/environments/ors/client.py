@@ -133,7 +133,7 @@ class ORSServer:
             ConfigError: the split does not exist; the message lists the existing ones.
             EnvironmentFailure: the server is unreachable or fails.
         """
-        with boundary(EnvironmentFailure, f"{self!r}: tasks of {split!r}"):
+        with boundary(EnvironmentFailure, f"{self!r}: tasks of {split!r}", before_work=True):
             known = await self.splits()
             if split not in known:
                 raise ConfigError.of(

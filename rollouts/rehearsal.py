@@ -1,0 +1,117 @@
+"""The rehearsal of a run: up to three episodes with random replies, with their reward and filter, before any work.
+
+Invariant: no prompt is taken, nothing is stored or counted, and no server is asked. A rehearsal refuses a run only if
+every episode fails for the same reason; that random replies lead to different failures, or take too long, is no reason.
+
+This module rehearses recipes of agents; it does not know other generate functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import attrs
+
+from rollouts.concurrency.boundary import function_name
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.environments.base import Environment, EnvironmentFactory
+from rollouts.errors import ConfigError, Failure, GenerateFailure, at
+from rollouts.recipe import Recipe
+from rollouts.renderer import Renderer
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.testing.random_replies import RandomModel
+from rollouts.training.agent_integration import generate_rollout_batch
+from rollouts.training.config import RolloutConfig
+from rollouts.training.failures import FailureStats, alike
+from rollouts.training.group_runner import GroupRunner
+from rollouts.training.rollout_attempt import attempt, is_lost, number_sample
+from rollouts.training.types import Sample
+
+__all__ = ["rehearse"]
+
+_SECONDS = 30.0
+_SHARE_OF_CALLS = (0.9, 0.9, 0.0)
+"""How often the replies of each episode call a tool; the last episode shows a tool that fails on random arguments."""
+
+
+async def rehearse(recipe: Recipe) -> None:
+    """Play the first prompts of a recipe with random replies, score them and apply the filter.
+
+    Raises:
+        GenerateFailure: every episode failed for the same reason; the message has it.
+        ConfigError: a function of the recipe, its template or its tokenizer is invalid.
+    """
+    generate_fn = recipe.config.generate_fn
+    if not isinstance(generate_fn, functools.partial) or generate_fn.func is not generate_rollout_batch:
+        return
+    renderer = await anyio.to_thread.run_sync(recipe.renderer)
+    prompts = itertools.cycle(recipe.data_buffer.prompts)
+    failures: list[Failure] = []
+    with anyio.move_on_after(_SECONDS) as limit, at("the rehearsal"):
+        for seed, (prompt, calls) in enumerate(zip(prompts, _SHARE_OF_CALLS, strict=False)):
+            model = RandomModel(seed, calls=calls)
+            config = attrs.evolve(recipe.config, generate_fn=_with_random_replies(generate_fn, renderer, model))
+            failure = await _failure_of(config, attrs.evolve(prompt, group_index=0, index=0))
+            if failure is None:
+                return
+            failures.append(failure)
+    if limit.cancelled_caught or len({alike(failure) for failure in failures}) > 1:
+        return
+    first = failures[0]
+    raise GenerateFailure(
+        f"{len(failures)} of {len(failures)} rehearsals with random replies failed alike: {first.kind}: "
+        f"{first.message}. No prompt was taken; --no-rehearsal starts the run nevertheless"
+    )
+
+
+async def _failure_of(config: RolloutConfig, request: Prompt) -> Failure | None:
+    """Play, score and filter one rollout, as a group of copies; return why that failed."""
+    samples = await attempt(config, request, None)
+    if not is_lost(samples):
+        group = tuple(_copies(samples, config.n_samples_per_prompt))
+        runner = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
+        await runner.score_and_filter(request, group)
+        samples = list(group)
+    return next((sample.failure for sample in samples if sample.failure is not None), None)
+
+
+def _copies(samples: Sequence[Sample], count: int) -> list[Sample]:
+    numbered = [(sample, Prompt("", group_index=0, index=number)) for number in range(count) for sample in samples]
+    return [number_sample(copy.deepcopy(sample), place) for sample, place in numbered]
+
+
+def _with_random_replies(generate_fn: functools.partial[Any], renderer: Renderer, model: RandomModel) -> Any:
+    """The generate function with a policy that replies at random, with calls of the environment's tools."""
+    factory: EnvironmentFactory = generate_fn.keywords["environment_cls"]
+    created: list[Environment] = []
+
+    def create() -> Environment:
+        created.append(factory())
+        return created[-1]
+
+    def reply(_: object) -> Sequence[int]:
+        tools = tuple(created[-1].tools)
+        return _reply_tokens(renderer, model.reply(tools), tools)
+
+    create.__name__ = function_name(factory)
+    return functools.partial(generate_fn, environment_cls=create, policy=ScriptedPolicy(reply))
+
+
+def _reply_tokens(renderer: Renderer, reply: Message, tools: Sequence[Tool]) -> list[int]:
+    """A reply as the chat template writes it; its text alone where the template writes no such reply."""
+    question = [Message("user", "?")]
+    try:
+        before = renderer.render(question, tools)
+        whole = renderer.render([*question, reply], tools, generation_prompt=False)
+    except ConfigError:
+        before = whole = ""
+    text = whole.removeprefix(before) if before and whole.startswith(before) else reply.content
+    ids = [int(token) for token in renderer.encode(text)]
+    ends = [number for number, token in enumerate(ids) if token in renderer.stop_token_ids]
+    return ids[: ends[0] + 1] if ends else [*ids, *renderer.stop_token_ids[:1]]

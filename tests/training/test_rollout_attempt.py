@@ -1,0 +1,353 @@
+"""User functions that try to end a run or to write something false into a batch; each costs its own group only.
+
+| finding | test |
+|---|---|
+| H7 | ``test_hardening_07_what_identifies_a_sample_is_not_changed`` |
+| H9 | ``test_hardening_09_base_exceptions_cost_one_group`` |
+| H10 | ``test_hardening_10_errors_of_the_package_raised_by_user_code_cost_one_group`` |
+| H12 | ``test_hardening_12_one_inconsistent_reply_costs_one_rollout`` |
+| H13 | ``test_hardening_13_...``: cycles and depth, a filter that sets NaN, ``current_task().cancel()`` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from rollouts.dtypes import Endpoint, Message, Prompt
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import CalculatorEnvironment, StepResult
+from rollouts.errors import ConfigError, TokenMismatchError
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer import renderer_for
+from rollouts.testing.policy import ScriptedPolicy
+from rollouts.testing.replies import Fault
+from rollouts.testing.server import StubServer
+from rollouts.training import (
+    AsyncRolloutManager,
+    DataBuffer,
+    Group,
+    RolloutConfig,
+    Sample,
+    generate_rollout_batch,
+)
+from tests.stored_runs import some_sample
+
+BAD = 0
+"""Index of the group that a hostile function is hostile to."""
+
+
+class Outcome(BaseException):
+    """As those of pytest and of Rust panics: no ``Exception``."""
+
+    def __str__(self) -> str:
+        raise KeyError("not printable")
+
+
+async def settled(**functions: Any) -> list[Group]:
+    """Fill one batch of three groups of two rollouts; return all settled groups."""
+    groups: list[Group] = []
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        return [some_sample(prompt, prompt.index or 0) for prompt in prompts]
+
+    config = RolloutConfig(
+        **{
+            "batch_size": 3,
+            "n_samples_per_prompt": 2,
+            "generate_fn": generate,
+            "reward_fn": reward,
+            "max_attempts": 1,
+            **functions,
+        }
+    )
+    buffer = DataBuffer([f"question {number}" for number in range(8)])
+    async with AsyncRolloutManager(config, buffer, on_group=groups.append) as manager:
+        batch = await manager.generate_batch()
+        numbers = [sample.group_index for sample in batch]
+        assert [numbers.count(number) for number in set(numbers) - {BAD}] == [2, 2, 2]
+        assert BAD not in numbers
+        assert manager.accounting.failed == 1
+    return groups
+
+
+async def failure_of(**functions: Any) -> str:
+    """The kind and the message of the one failed group."""
+    (bad,) = [group for group in await settled(**functions) if group.outcome == "failed"]
+    assert bad.group_index == BAD
+    assert all(sample.group_index == BAD and sample.index in (0, 1) for sample in bad.samples)
+    return bad.reason
+
+
+async def reward(sample: Sample) -> float:
+    return 1.0
+
+
+def in_reward(act: Callable[[Sample], Any], *, whole: bool = False) -> dict[str, Any]:
+    """A reward function that acts on the samples of the bad group."""
+
+    async def hostile(given: Any) -> Any:
+        for sample in given if whole else [given]:
+            if sample.group_index == BAD:
+                act(sample)
+        return [1.0] * len(given) if whole else 1.0
+
+    return {"reward_fn": hostile, "group_rm": whole}
+
+
+def in_filter(act: Callable[[Sample], Any]) -> dict[str, Any]:
+    """A filter that acts on the samples of the bad group."""
+
+    async def hostile(samples: Sequence[Sample]) -> bool:
+        for sample in samples:
+            if sample.group_index == BAD:
+                act(sample)
+        return True
+
+    return {"filter_fn": hostile}
+
+
+def in_generation(act: Callable[[], Any]) -> dict[str, Any]:
+    """A generate function that acts in the bad group."""
+
+    async def hostile(prompts: Sequence[Prompt]) -> list[Sample]:
+        if prompts[0].group_index == BAD:
+            act()
+        await anyio.lowlevel.checkpoint()
+        return [some_sample(prompt, prompt.index or 0) for prompt in prompts]
+
+    return {"generate_fn": hostile}
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def act(*_: Any) -> None:
+        raise error
+
+    return act
+
+
+PLACES: dict[str, tuple[Callable[[Callable[..., Any]], dict[str, Any]], str]] = {
+    "reward": (in_reward, "RewardFailure: reward hostile"),
+    "group reward": (partial(in_reward, whole=True), "RewardFailure: group reward hostile"),
+    "filter": (in_filter, "FilterFailure: filter hostile"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sample: setattr(sample, "group_index", 1), "Sample.group_index: got 1; expected 0, unchanged"),
+        (lambda sample: setattr(sample, "index", 9), "Sample.index: got 9; expected 0, unchanged"),
+        (lambda sample: setattr(sample, "rollout_id", None), "Sample.rollout_id: got None; expected 0, unchanged"),
+        (lambda sample: sample.completions.clear(), "Sample.completions: got 0 that it changed"),
+    ],
+    ids=["group_index", "index", "rollout_id", "completions"],
+)
+async def test_hardening_07_what_identifies_a_sample_is_not_changed(place: str, change: Any, message: str) -> None:
+    """H7: a reward or filter that edits identity fails its group by name; the stored samples keep theirs."""
+    hostile, who = PLACES[place]
+    assert (await failure_of(**hostile(change))).startswith(f"{who}: {message}")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "generation"])
+@pytest.mark.parametrize(
+    "error",
+    [pytest.skip.Exception("later"), Outcome(), BaseExceptionGroup("g", [Outcome(), OSError()]), GeneratorExit()],
+    ids=lambda error: type(error).__name__,
+)
+async def test_hardening_09_base_exceptions_cost_one_group(place: str, error: BaseException) -> None:
+    """H9: outcomes of pytest, panics of Rust libraries and groups of them are failures, printable or not."""
+    hostile, who = PLACES.get(place, (lambda act: in_generation(act), "GenerateFailure: generate_fn hostile"))
+    reason = await failure_of(**hostile(raising(error)))
+    assert reason.startswith(f"{who} raised {type(error).__name__}: ")
+    assert f"{__file__}:" in reason, "the line that raised"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", [ConfigError, TokenMismatchError])
+async def test_hardening_10_errors_of_the_package_raised_by_user_code_cost_one_group(place: str, kind: Any) -> None:
+    """H10: a ConfigError or a forged broken law of a reward or filter is its failure, not the end of the run."""
+    hostile, who = PLACES[place]
+    assert (await failure_of(**hostile(raising(kind("forged"))))).startswith(f"{who} raised {kind.__name__}: forged (")
+
+
+async def test_hardening_10_a_status_that_does_not_exist_costs_one_group() -> None:
+    """H10: ``sample.status = "banana"`` raises a ConfigError inside the reward."""
+    reason = await failure_of(**in_reward(lambda sample: setattr(sample, "status", "banana")))
+    assert reason.startswith("RewardFailure: reward hostile raised ConfigError: Sample.status: got 'banana'")
+
+
+@pytest.mark.parametrize("fault", ["wrong_count", "wrong_ids"])
+async def test_hardening_12_one_inconsistent_reply_costs_one_rollout(fault: Fault) -> None:
+    """H12: a wrong number of prompt ids, or logprobs of other ids, is the server's fault and fails one attempt."""
+    renderer = renderer_for(str(DEMO_MODEL))
+    async with StubServer(faults=[fault]) as server:
+        endpoint = Endpoint(base_url=server.url, model=str(DEMO_MODEL), max_retries=0)
+        async with SGLangPolicy(endpoint, backoff=lambda failures: 0.0) as policy:
+            config = RolloutConfig(
+                batch_size=2,
+                n_samples_per_prompt=2,
+                generate_fn=partial(
+                    generate_rollout_batch,
+                    environment_cls=CalculatorEnvironment,
+                    endpoint=endpoint,
+                    tokenizer=renderer,
+                    policy=policy,
+                    max_turns=1,
+                ),
+                reward_fn=reward,
+            )
+            async with AsyncRolloutManager(config, DataBuffer(["a", "b", "c"])) as manager:
+                batch = await manager.generate_batch()
+            assert manager.failures.lost == {"endpoint": 1}
+            assert manager.accounting.failed == 0
+    assert sorted(sample.metrics["attempts"] for sample in batch) == [1, 1, 1, 2]
+
+
+def cyclic() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["again"] = [value, value]
+    return value
+
+
+def deep() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(5000):
+        value = {"in": value}
+    return value
+
+
+@pytest.mark.parametrize("field", ["messages", "metadata", "label"])
+@pytest.mark.parametrize("value", [cyclic, deep])
+@pytest.mark.parametrize("place", PLACES)
+async def test_hardening_13_what_cannot_be_stored_costs_one_group(place: str, field: str, value: Any) -> None:
+    """H13: values nested in themselves, or without end, are refused by name before an encoder meets them."""
+    hostile, who = PLACES[place]
+
+    def act(sample: Sample) -> None:
+        setattr(sample, field, [value()] if field == "messages" else value())
+
+    reason = await failure_of(**hostile(act))
+    who = who.replace(": ", ": after ", 1)
+    assert reason == f"{who}: Sample.{field}: nested deeper than 100 levels, or in itself"
+
+
+@pytest.mark.parametrize("value", [float("nan"), "1.0", float("inf")])
+async def test_hardening_13_a_filter_that_sets_a_reward_costs_one_group(value: Any) -> None:
+    """H13: a reward that is no finite number after the filter is the filter's failure."""
+    reason = await failure_of(**in_filter(lambda sample: setattr(sample, "reward", value)))
+    assert reason == f"FilterFailure: after filter hostile: Sample.reward: got {value!r}; expected a finite number"
+
+
+def cancel_own_task(*_: Any) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+@pytest.mark.parametrize("hostile", [in_reward, in_generation])
+async def test_hardening_13_cancelling_its_own_task_costs_one_group(hostile: Any) -> None:
+    """H13: ``current_task().cancel()`` ends the attempt, in whichever function; the run goes on."""
+    reason = await failure_of(**hostile(cancel_own_task))
+    assert "expected no cancel() of current_task()" in reason
+
+
+class World(CalculatorEnvironment):
+    """An environment that is hostile in the bad group."""
+
+    act: Callable[[World, str], Any]
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self.bad = prompt.group_index == BAD
+        await self._act("start")
+        return await super().start(prompt)
+
+    async def step(self, reply: Message) -> StepResult:
+        await self._act("step")
+        return await super().step(reply)
+
+    async def close(self) -> None:
+        await self._act("close")
+
+    async def _act(self, where: str) -> None:
+        if self.bad:
+            await type(self).act(self, where)
+
+
+async def opens_a_task_group(world: Any, where: str) -> None:
+    if where == "start":
+        world.group = anyio.create_task_group()
+        await world.group.__aenter__()
+        world.group.start_soon(anyio.sleep_forever)
+    if where == "close":
+        world.group.cancel_scope.cancel()
+        await world.group.__aexit__(None, None, None)
+
+
+async def opens_a_timeout(world: Any, where: str) -> None:
+    if where == "start":
+        world.limit = anyio.fail_after(60)
+        world.limit.__enter__()
+    if where == "close":
+        world.limit.__exit__(None, None, None)
+
+
+async def builds_a_wrong_message(world: Any, where: str) -> None:
+    if where == "step":
+        Message("critic", "wrong")  # type: ignore[arg-type]
+
+
+async def forges_a_law(world: Any, where: str) -> None:
+    if where == "step":
+        raise TokenMismatchError("forged")
+
+
+async def cancels_its_task(world: Any, where: str) -> None:
+    if where == "step":
+        cancel_own_task()
+
+
+async def skips(world: Any, where: str) -> None:
+    if where == "step":
+        pytest.skip("later")
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        pytest.param(
+            opens_a_task_group, "World.start returned with a cancel scope or a task group open", id="H11-group"
+        ),
+        pytest.param(
+            opens_a_timeout, "World.start returned with a cancel scope or a task group open", id="H11-timeout"
+        ),
+        pytest.param(
+            builds_a_wrong_message, "World.step raised ConfigError: Message.role: got 'critic'", id="H10-role"
+        ),
+        pytest.param(forges_a_law, "World.step raised TokenMismatchError: forged", id="H10-law"),
+        pytest.param(cancels_its_task, "the task of the rollout was cancelled", id="H13-cancel"),
+        pytest.param(skips, "World.step raised Skipped: later", id="H9-skip"),
+    ],
+)
+async def test_hardening_11_a_hostile_environment_costs_one_group(act: Any, message: str) -> None:
+    """H9, H10, H11, H13 in an environment: scopes left open, package errors, cancellations, BaseExceptions."""
+    renderer = renderer_for(str(DEMO_MODEL))
+    hostile = type("World", (World,), {"act": act})
+    reply = renderer.encode("The answer is 3.<|im_end|>")
+    generate = partial(
+        generate_rollout_batch,
+        environment_cls=hostile,
+        endpoint=Endpoint(),
+        tokenizer=renderer,
+        policy=ScriptedPolicy(lambda _: reply),
+    )
+    reason = await failure_of(generate_fn=generate)
+    assert message in reason
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
