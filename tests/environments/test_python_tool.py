@@ -7,6 +7,7 @@ sandbox, where it must not; with namespaces, and without, as on a machine that f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import platform
@@ -74,6 +75,9 @@ CALL_ME = "import ctypes; ctypes.CDLL(None).prctl(15, {name!r}.encode(), 0, 0, 0
 """Give this process a name that :func:`named` finds."""
 
 
+_LIBC = ctypes.CDLL(None)
+_LIBC.shmat.restype = ctypes.c_void_p
+
 # -- ways out ---------------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +98,11 @@ class Scene:
         self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.datagrams.bind(("127.0.0.1", 0))
         self.datagrams.setblocking(False)
+        self.key = os.getpid() << 8 | id(self) >> 4 & 0xFF
+        self.segment = _LIBC.shmget(0, 4096, 0o1666)
+        at = _LIBC.shmat(self.segment, None, 0)
+        ctypes.memmove(at, SECRET.encode(), len(SECRET))
+        _LIBC.shmdt(ctypes.c_void_p(at))
         self.abstract = socket.socket(socket.AF_UNIX)
         self.abstract.bind(f"\0rollouts-{os.getpid()}-{id(self)}")
         self.abstract.listen()
@@ -109,11 +118,14 @@ class Scene:
             "port": self.listener.getsockname()[1],
             "datagrams": self.datagrams.getsockname()[1],
             "abstract": self.abstract.getsockname().decode(),
+            "key": self.key,
+            "segment": self.segment,
         }
 
     def close(self) -> None:
         for held in (self.listener, self.datagrams, self.abstract):
             held.close()
+        _LIBC.shmctl(self.segment, 0, None)
         self.shm.unlink(missing_ok=True)
         self.victim.kill()
         self.victim.communicate()
@@ -248,6 +260,46 @@ for path in glob.glob('/proc/*/environ'):
         secret_printed,
     ),
     Escape("the tester's memory", "reading", "open(f\"/proc/{N['tester']}/mem\", 'rb'); print('OUT')", out_printed),
+    Escape(
+        "a shared memory segment of System V",
+        "reading",
+        f"""
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+at = libc.shmat(N['segment'], None, 0o10000)
+if at not in (None, ctypes.c_void_p(-1).value): print(ctypes.string_at(at, {len(SECRET)}).decode())
+""",
+        secret_printed,
+    ),
+    Escape(
+        "a semaphore left behind",
+        "survivors",
+        "ctypes.CDLL(None).semget(N['key'], 1, 0o1666)",
+        lambda scene, printed: _LIBC.semctl(_LIBC.semget(scene.key, 1, 0), 0, 0) == 0,
+    ),
+    Escape(
+        "a watch on a folder",
+        "reading",
+        """
+libc = ctypes.CDLL(None)
+watch = libc.inotify_init()
+if libc.inotify_add_watch(watch, b'/tmp', 0x100) >= 0: print('OUT')
+""",
+        out_printed,
+    ),
+    Escape(
+        "a killed process by the owner of a descriptor",
+        "signals",
+        """
+import fcntl
+ours, theirs = os.pipe()
+fcntl.fcntl(ours, 10, signal.SIGKILL)
+fcntl.fcntl(ours, fcntl.F_SETOWN, N['victim'])
+fcntl.fcntl(ours, fcntl.F_SETFL, os.O_ASYNC)
+os.write(theirs, b'x')
+""",
+        victim_died,
+    ),
     Escape("a killed process", "signals", "os.kill(N['victim'], signal.SIGKILL)", victim_died),
     Escape("a stopped process", "signals", "os.kill(N['victim'], signal.SIGSTOP)", victim_died),
     Escape(
