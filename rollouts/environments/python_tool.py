@@ -117,6 +117,14 @@ def _containment(namespaces: bool) -> Containment:
     raise SandboxError("; ".join(reasons))
 
 
+@functools.lru_cache(maxsize=64)
+def _check_paths(paths: tuple[str, ...], namespaces: bool) -> None:
+    """Raise ConfigError if the sandbox cannot read ``paths``: runs an empty program with them."""
+    if paths:
+        with _lifeline() as (lifeline, _):
+            run_program(b"", b"", paths, _settings(PythonLimits(), namespaces), lifeline)
+
+
 def _settings(limits: PythonLimits, namespaces: bool) -> dict[str, Any]:
     return {**attrs.asdict(limits), "namespaces": namespaces}
 
@@ -155,7 +163,7 @@ async def run_python(
         namespaces: use namespaces where available.
 
     Raises:
-        ConfigError: this machine does not enforce a required name.
+        ConfigError: this machine does not enforce a required name, or the program's user cannot read ``paths``.
         SandboxError: the sandbox could not be set up as :func:`containment` reports. Failures of the program itself
             are in the result.
     """
@@ -165,14 +173,14 @@ async def run_python(
     source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
         with _lifeline() as (lifeline, end):
-            failed: SandboxError | None = None
+            failed: SandboxError | ConfigError | None = None
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_close_on_cancel, end)
                 try:
                     answer, out, errors = await anyio.to_thread.run_sync(
                         run_program, source, data, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
                     )
-                except SandboxError as error:
+                except (SandboxError, ConfigError) as error:
                     failed = error
                 tasks.cancel_scope.cancel()
             await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled run has no result
@@ -217,7 +225,7 @@ class PythonToolEnvironment(ToolEnvironment):
         paths: folders with further packages.
 
     Raises:
-        ConfigError: this machine does not enforce a required name.
+        ConfigError: this machine does not enforce a required name, or the program's user cannot read ``paths``.
     """
 
     system_prompt = "Use the tool to run Python. Print what you want to see."
@@ -232,7 +240,9 @@ class PythonToolEnvironment(ToolEnvironment):
         self.limits = limits or PythonLimits()
         self.paths = tuple(paths)
         self.require: Collection[str] | Literal["all"] = require
-        containment().check(require)
+        known = containment()
+        known.check(require)
+        _check_paths(self.paths, known.namespaces)
 
     async def snapshot(self) -> None:
         """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""

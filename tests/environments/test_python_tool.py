@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import platform
 import signal
@@ -16,6 +17,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -758,6 +760,81 @@ async def test_packages_are_there_where_they_are_given(namespaces: bool) -> None
     assert given.stdout == "10\n", given
     assert given.stderr.strip().startswith("Traceback")
     assert "ModuleNotFoundError" in (await ran(code, namespaces)).stderr
+
+
+async def test_packages_of_the_base_interpreter_are_hidden(namespaces: bool) -> None:
+    """Hardening 20: with packages installed beside the standard library, reference answers would be readable."""
+    code = """
+import glob, os, sys, sysconfig
+paths = glob.glob(os.path.dirname(os.__file__) + "/site-packages/*") + glob.glob("/usr/lib/python*/dist-packages/*")
+read = []
+for path in paths:
+    files = [path] if os.path.isfile(path) else glob.glob(path + "/*.py")
+    try: read += [(file, open(file).close()) for file in files]
+    except OSError: pass
+print(read)
+import json.decoder, xml.dom, sqlite3
+"""
+    done = await ran(code, namespaces)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+async def test_a_package_of_the_base_interpreter_is_there_where_it_is_given(namespaces: bool, tmp_path: Path) -> None:
+    """One package below a hidden folder, and not those next to it."""
+    (folder,) = glob.glob(f"{sys.base_prefix}/lib/python*/site-packages")
+    given = Path(folder, "pip")
+    code = f"import os; print(open({str(given)!r} + '/__init__.py').read() != ''); open({folder!r} + '/README.txt')"
+    done = await ran(code, namespaces, paths=(str(given),))
+    assert done.stdout == "True\n", done
+    assert "Error" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only for root is the sandbox's user another one")
+def test_a_path_that_the_user_of_the_sandbox_cannot_read_is_named(tmp_path: Path) -> None:
+    """A folder of mode 700 as root: named at the start with its remedy, in each mode."""
+    script = f"""
+from rollouts.environments.python_tool import PythonToolEnvironment
+from rollouts.errors import ConfigError
+try:
+    PythonToolEnvironment(paths=[{str(tmp_path / "home" / "packages")!r}])
+except ConfigError as error:
+    print(error)
+"""
+    packages = tmp_path / "home" / "packages"
+    packages.mkdir(parents=True)
+    packages.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60, check=False)
+    words = f"paths: got '{packages}', which user {{}} of the sandbox cannot read: {packages} has mode 700; expected"
+    if containment().namespaces:
+        assert words.format(1000) in done.stdout, done
+        assert f"chmod o+rx {packages}" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_folder_above_that_forbids_is_named() -> None:
+    """Without namespaces the program sees the whole path, and a home of mode 700 stops it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        packages = Path(root, "home", "packages")
+        packages.mkdir(parents=True)
+        Path(root).chmod(0o755)
+        packages.parent.chmod(0o700)
+        script = f"""
+import os
+from rollouts.environments.sandbox.child import UnreadableError, _check_readable
+os.seteuid(65534)
+try:
+    _check_readable({str(packages)!r})
+except UnreadableError as error:
+    print(error)
+"""
+        done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60, check=False)
+        assert f"cannot read: {packages.parent} has mode 700; expected a readable folder" in done.stdout, done
+
+
+def test_a_path_that_does_not_exist_is_refused() -> None:
+    """It would be left out without a word, and each import fail."""
+    with pytest.raises(ConfigError, match=r"paths: got '/no/such'; expected a folder that exists"):
+        PythonToolEnvironment(paths=["/no/such"])
 
 
 async def test_many_run_at_once(namespaces: bool) -> None:

@@ -8,6 +8,7 @@ It does not interpret limits and knows no messages. It blocks: call it in a work
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -20,10 +21,12 @@ from typing import Any
 import msgspec
 
 from rollouts.environments.sandbox.supervisor import BOOT
+from rollouts.errors import ConfigError
 
 __all__ = ["Answer", "SandboxError", "run_program"]
 
 _GRACE_SECONDS = 60.0
+_PACKAGES = tuple(f"{lib}/python*/{name}-packages" for lib in ("lib", "lib64", "Lib") for name in ("site", "dist"))
 
 
 class SandboxError(RuntimeError):
@@ -34,6 +37,8 @@ class Answer(msgspec.Struct, frozen=True):
     """The supervisor's report on one program."""
 
     broken: str | None
+    unreadable: bool
+    """It is broken because the program's user cannot read one of ``paths``."""
     mechanisms: list[str]
     exit_code: int
     timed_out: bool
@@ -59,7 +64,11 @@ def run_program(
 
     Raises:
         SandboxError: the sandbox could not be set up, or the supervisor failed.
+        ConfigError: one of ``paths`` does not exist, or the program's user cannot read it.
     """
+    for path in paths:
+        if not os.path.exists(path):
+            raise ConfigError.of("paths", path, "a folder that exists")
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     folders = [os.path.realpath(path) for path in paths]
     prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)} - {"/"}
@@ -68,6 +77,7 @@ def run_program(
         **settings,
         "python": python,
         "paths": folders,
+        "hidden": [path for path in _package_folders() if not any(_contains(given, path) for given in folders)],
         "readable": [python, *sorted(prefixes), *folders],
         "folder": os.path.realpath(folder),
         "code_bytes": len(code),
@@ -85,9 +95,26 @@ def run_program(
     except msgspec.DecodeError:
         stderr = errors.decode(errors="replace").strip()
         raise SandboxError(f"the sandbox's supervisor ended with status {status} and no answer: {stderr}") from None
+    if answer.broken is not None and answer.unreadable:
+        raise ConfigError(answer.broken)
     if answer.broken is not None:
         raise SandboxError(f"the sandbox could not be set up: {answer.broken}")
     return answer, outputs[: answer.sizes[0]], outputs[answer.sizes[0] :]
+
+
+@functools.cache
+def _package_folders() -> tuple[str, ...]:
+    """Folders of installed packages, and of sources, below what a program may read for the standard library."""
+    roots = {"/usr", "/usr/local", os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
+    found = {os.path.realpath(f"{root}/src") for root in roots}
+    for root in sorted(roots):
+        for pattern in _PACKAGES:
+            found.update(str(path.resolve()) for path in Path(root).glob(pattern))
+    return tuple(sorted(path for path in found if os.path.isdir(path)))
+
+
+def _contains(folder: str, path: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
 
 
 def _converse(line: list[str], payload: bytes, lifeline: int, seconds: float) -> tuple[bytes, bytes, int]:

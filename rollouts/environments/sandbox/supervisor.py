@@ -113,6 +113,7 @@ class _Watch:
         out_of_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_up)
         answer = {
             "broken": self.report.get("broken"),
+            "unreadable": self.report.get("unreadable", False),
             "mechanisms": self.report.get("begun", []),
             "exit_code": code,
             "timed_out": self.timed_out or out_of_cpu,
