@@ -763,7 +763,7 @@ async def test_packages_are_there_where_they_are_given(namespaces: bool) -> None
 
 
 async def test_packages_of_the_base_interpreter_are_hidden(namespaces: bool) -> None:
-    """Hardening 20: with packages installed beside the standard library, reference answers would be readable."""
+    """Hardening 20: with packages installed next to the standard library, reference answers would be readable."""
     code = """
 import glob, os, sys, sysconfig
 paths = glob.glob(os.path.dirname(os.__file__) + "/site-packages/*") + glob.glob("/usr/lib/python*/dist-packages/*")
