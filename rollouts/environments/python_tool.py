@@ -35,6 +35,7 @@ __all__ = [
     "PythonToolEnvironment",
     "SandboxError",
     "containment",
+    "run_connected",
     "run_python",
 ]
 
@@ -169,23 +170,74 @@ async def run_python(
     """
     known = await anyio.to_thread.run_sync(containment, namespaces)
     known.check(require)
-    settings = _settings(limits or PythonLimits(), known.namespaces)
-    source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
-        with _lifeline() as (lifeline, end):
-            failed: SandboxError | ConfigError | None = None
+        return await _run(code, stdin, limits or PythonLimits(), tuple(paths), known)
+
+
+async def run_connected(
+    server: str,
+    client: str,
+    *,
+    limits: PythonLimits | None = None,
+    require: Collection[str] | Literal["all"] = REQUIRED,
+) -> Execution:
+    """Run two programs that are connected by two pipes, each in a sandbox of its own; return the client's result.
+
+    ``sys.argv[1:]`` of each contains the descriptors that it reads and writes. The server ends with the client. Both
+    take one slot. Arguments and errors are those of :func:`run_python`.
+    """
+    known = await anyio.to_thread.run_sync(containment)
+    known.check(require)
+    limits = limits or PythonLimits()
+    done: list[Execution] = []
+    failed: list[SandboxError | ConfigError] = []
+
+    async with _slots():
+        with contextlib.ExitStack() as pipes:
+            to_server, to_client = (tuple(pipes.enter_context(os.fdopen(n, "rb", 0)) for n in os.pipe()) for _ in "sc")
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_close_on_cancel, end)
-                try:
-                    answer, out, errors = await anyio.to_thread.run_sync(
-                        run_program, source, data, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
-                    )
-                except (SandboxError, ConfigError) as error:
-                    failed = error
+
+                async def run(code: str, channel: Sequence[IO[bytes]], result: list[Execution]) -> None:
+                    try:
+                        result.append(await _run(code, "", limits, (), known, channel))
+                    except (SandboxError, ConfigError) as error:
+                        failed.append(error)
+                        tasks.cancel_scope.cancel()
+
+                tasks.start_soon(run, server, (to_server[0], to_client[1]), [])
+                await run(client, (to_client[0], to_server[1]), done)
                 tasks.cancel_scope.cancel()
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled run has no result
-            if failed is not None:  # raised outside the task group, which would wrap it
-                raise failed
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+async def _run(
+    code: str,
+    stdin: str,
+    limits: PythonLimits,
+    paths: tuple[str, ...],
+    known: Containment,
+    channel: Sequence[IO[bytes]] = (),
+) -> Execution:
+    """Run a program in a slot; close our ends of its channel once it has them."""
+    settings = _settings(limits, known.namespaces)
+    source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
+    with _lifeline() as (lifeline, end):
+        failed: SandboxError | ConfigError | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_close_on_cancel, end)
+            try:
+                answer, out, errors = await anyio.to_thread.run_sync(
+                    run_program, source, data, paths, settings, lifeline, channel, limiter=anyio.CapacityLimiter(1)
+                )
+            except (SandboxError, ConfigError) as error:
+                failed = error
+            tasks.cancel_scope.cancel()
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled run has no result
+        if failed is not None:  # raised outside the task group, which would wrap it
+            raise failed
     if set(answer.mechanisms) != set(known.mechanisms):
         raise SandboxError(f"the program ran with {answer.mechanisms}; expected {list(known.mechanisms)}")
     return Execution(

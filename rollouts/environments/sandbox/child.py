@@ -37,7 +37,7 @@ _BOOT = """
 import site, sys
 site.setquit()
 sys.path = [{folder!r}, *sys.path, *{paths!r}]
-sys.argv = ["main.py"]
+sys.argv = ["main.py", *{channel!r}]
 sys.excepthook = lambda kind, error, trace, show=sys.__excepthook__: show(
     kind, error.with_traceback(trace and trace.tb_next), None
 )
@@ -257,10 +257,10 @@ def _become_program(
             mechanisms.append("seccomp")
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        boot = _BOOT.format(folder=folder, paths=request["paths"])
+        boot = _BOOT.format(folder=folder, paths=request["paths"], channel=[str(n) for n in request["channel"]])
         _report(status, begun=mechanisms)
         os.set_inheritable(status, False)
-        _close_all_except(status)
+        _close_all_except(status, *request["channel"])
         line = [request["python"], "-I", "-S", "-B", "-X", "utf8", "-c", boot]
         os.execve(request["python"], line, environment)
     except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
@@ -290,10 +290,12 @@ def _set_limits(request: dict[str, Any]) -> None:
             resource.setrlimit(kind, values)
 
 
-def _close_all_except(descriptor: int) -> None:
-    highest = 1 << 16
-    os.closerange(3, descriptor)
-    os.closerange(descriptor + 1, highest)
+def _close_all_except(*kept: int) -> None:
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, 1 << 16)
 
 
 def _wait_for(program: int, status: int) -> None:

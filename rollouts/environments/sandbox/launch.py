@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -48,7 +48,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def run_program(
-    code: bytes, stdin: bytes, paths: Sequence[str], settings: Mapping[str, Any], lifeline: int
+    code: bytes,
+    stdin: bytes,
+    paths: Sequence[str],
+    settings: Mapping[str, Any],
+    lifeline: int,
+    channel: Sequence[IO[bytes]] = (),
 ) -> tuple[Answer, bytes, bytes]:
     """Run a program to its end, or until the other end of ``lifeline`` is closed.
 
@@ -58,6 +63,7 @@ def run_program(
         paths: folders that it may import from.
         settings: the fields of ``PythonLimits``, and ``namespaces``.
         lifeline: the reading end of a pipe.
+        channel: further files for the program, which finds their descriptors in ``sys.argv``; closed here.
 
     Returns:
         The report, the standard output and the standard error.
@@ -80,13 +86,14 @@ def run_program(
         "hidden": [path for path in _package_folders() if not any(_contains(given, path) for given in folders)],
         "readable": [python, *sorted(prefixes), *folders],
         "folder": os.path.realpath(folder),
+        "channel": [end.fileno() for end in channel],
         "code_bytes": len(code),
         "stdin_bytes": len(stdin),
     }
     payload = msgspec.json.encode(request) + b"\n" + code + stdin
     line = [python, "-I", "-S", "-X", "utf8", "-c", BOOT, str(Path(__file__).parent), str(lifeline)]
     try:
-        out, errors, status = _converse(line, payload, lifeline, settings["seconds"] + _GRACE_SECONDS)
+        out, errors, status = _converse(line, payload, lifeline, channel, settings["seconds"] + _GRACE_SECONDS)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # in case the supervisor was killed
     head, _, outputs = out.partition(b"\n")
@@ -117,17 +124,21 @@ def _contains(folder: str, path: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
 
 
-def _converse(line: list[str], payload: bytes, lifeline: int, seconds: float) -> tuple[bytes, bytes, int]:
+def _converse(
+    line: list[str], payload: bytes, lifeline: int, channel: Sequence[IO[bytes]], seconds: float
+) -> tuple[bytes, bytes, int]:
     with subprocess.Popen(
         line,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=[lifeline],
+        pass_fds=[lifeline, *[end.fileno() for end in channel]],
         env={},
         cwd="/",
         start_new_session=True,
     ) as supervisor:
+        for end in channel:
+            end.close()  # so that the other program sees the end of this one
         try:
             out, errors = supervisor.communicate(payload, timeout=seconds)
         except subprocess.TimeoutExpired:

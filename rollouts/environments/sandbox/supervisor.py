@@ -79,7 +79,7 @@ class _Watch:
         if self.gate == 0:
             ours = (self.stdin, self.go, self.status, lifeline, self.streams[0][0], self.streams[1][0])
             enter(request, folder, code, theirs, status, go, ours)
-        for number in (*theirs, status, go):
+        for number in (*theirs, status, go, *request["channel"]):
             os.close(number)
 
         self.selector = selectors.DefaultSelector()
