@@ -32,6 +32,7 @@ from rollouts.commands import (
 )
 from rollouts.commands.arguments import BAD_INPUT, INTERRUPTED, tell
 from rollouts.errors import RolloutsError
+from rollouts.interrupts import handling_interrupts
 
 __all__ = ["main"]
 
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     args = _parser().parse_args(arguments)
     try:
-        code: int = args.verb(args)
+        with handling_interrupts():
+            code: int = args.verb(args)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
