@@ -13,6 +13,8 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import IO, Any, Literal
 
@@ -102,10 +104,13 @@ def containment(namespaces: bool = True) -> Containment:
 @functools.cache
 def _containment(namespaces: bool) -> Containment:
     reasons = [] if namespaces else ["they are not wanted"]
-    for attempt in (True, False)[not namespaces :]:
+    program = shutil.which("bwrap") if namespaces and sys.platform == "linux" else None
+    attempts: list[dict[str, Any]] = [{"namespaces": True}] if namespaces else []
+    attempts += [{"namespaces": False, "bubblewrap": program}] if program else []
+    for attempt in [*attempts, {"namespaces": False}]:
         try:
             with _lifeline() as (lifeline, _):
-                answer, _, errors = run_program(b"", b"", (), _settings(PythonLimits(), attempt), lifeline)
+                answer, _, errors = run_program(b"", b"", (), attrs.asdict(PythonLimits()) | attempt, lifeline)
             if answer.exit_code != 0:
                 raise SandboxError(f"an empty program failed: {errors.decode(errors='replace').strip()}")
         except SandboxError as error:
@@ -119,15 +124,16 @@ def _containment(namespaces: bool) -> Containment:
 
 
 @functools.lru_cache(maxsize=64)
-def _check_paths(paths: tuple[str, ...], namespaces: bool) -> None:
+def _check_paths(paths: tuple[str, ...], namespaces: bool, bubblewrap: bool) -> None:
     """Raise ConfigError if the sandbox cannot read ``paths``: runs an empty program with them."""
     if paths:
         with _lifeline() as (lifeline, _):
-            run_program(b"", b"", paths, _settings(PythonLimits(), namespaces), lifeline)
+            run_program(b"", b"", paths, _settings(PythonLimits(), namespaces, bubblewrap), lifeline)
 
 
-def _settings(limits: PythonLimits, namespaces: bool) -> dict[str, Any]:
-    return {**attrs.asdict(limits), "namespaces": namespaces}
+def _settings(limits: PythonLimits, namespaces: bool, bubblewrap: bool) -> dict[str, Any]:
+    program = shutil.which("bwrap") if bubblewrap else None
+    return {**attrs.asdict(limits), "namespaces": namespaces, "bubblewrap": program}
 
 
 _SLOTS: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("rollouts_python_slots")
@@ -222,7 +228,7 @@ async def _run(
     channel: Sequence[IO[bytes]] = (),
 ) -> Execution:
     """Run a program in a slot; close our ends of its channel once it has them."""
-    settings = _settings(limits, known.namespaces)
+    settings = _settings(limits, known.namespaces, known.bubblewrap)
     source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     with _lifeline() as (lifeline, end):
         failed: SandboxError | ConfigError | None = None
@@ -294,7 +300,7 @@ class PythonToolEnvironment(ToolEnvironment):
         self.require: Collection[str] | Literal["all"] = require
         known = containment()
         known.check(require)
-        _check_paths(self.paths, known.namespaces)
+        _check_paths(self.paths, known.namespaces, known.bubblewrap)
 
     async def snapshot(self) -> None:
         """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""

@@ -12,6 +12,7 @@ import errno
 import glob
 import os
 import platform
+import shutil
 import signal
 import socket
 import stat
@@ -715,6 +716,19 @@ print(anyio.run(run_python, "print(1 + 1)").stdout)
 """
     done = where_it_lacks(["namespaces"], script)
     assert done.stdout.strip() == "2", done
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_bubblewrap_is_tried_where_we_may_make_no_namespaces() -> None:
+    """Before Landlock alone; its own error is among the reasons if it may not either, as here."""
+    script = """
+from rollouts.environments.python_tool import PythonToolEnvironment, containment
+print(containment().not_enforced["disk"])
+PythonToolEnvironment()
+"""
+    done = where_it_lacks(["namespaces"], script)
+    assert "unshare: Operation not permitted" in done.stdout, done
+    assert "bwrap: " in done.stdout, done
 
 
 # -- what a program can do --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 
 from rollouts.environments.sandbox import kernel, seccomp
 
-__all__ = ["INNER_USER", "SYSTEM", "enter", "outer_user"]
+__all__ = ["INNER_USER", "SYSTEM", "SYSTEM_FILES", "enter", "outer_user"]
 
 INNER_USER = 1000
 """User id of the program inside its namespace."""
@@ -30,7 +30,7 @@ _OVERFLOW_USER = 65534
 """User id of the program outside, if the supervisor is root; an account without rights."""
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/nix/store")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _BOOT = """
@@ -113,14 +113,16 @@ def _enter(
         file.write(code)
     if request["linux"] and not request["namespaces"] and kernel.landlock_abi():
         rules = kernel.Landlock()
-        roots = [*SYSTEM, *_SYSTEM_FILES, *request["readable"]]
+        roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
         rules.allow_names(roots)
         shown = dict.fromkeys(path for root in roots for path in _without(root, request["hidden"]))
         rules.allow(shown, write=False)
         rules.allow([*_DEVICES, folder], write=True)
         rules.enforce()
         mechanisms.append("landlock")
-    if os.geteuid() != 0 or request["namespaces"]:
+    if request.get("bubblewrap"):
+        mechanisms.append("bubblewrap")
+    if request["namespaces"] or (os.geteuid() != 0 and not (request.get("bubblewrap") and request["root_outside"])):
         mechanisms.append("user")
     program = os.fork()
     if program == 0:
@@ -207,7 +209,7 @@ def _build_root(request: dict[str, Any], folder: str) -> None:
             if os.path.exists(f"/old{path}") and not _is_mounted(path):
                 kernel.bind_read_only(f"/old{path}", _mount_point(path))
 
-    bind([*folders, *_SYSTEM_FILES, *request["readable"]])
+    bind([*folders, *SYSTEM_FILES, *request["readable"]])
     for path in hidden:
         if os.path.isdir(path):
             kernel.mount("tmpfs", path, "tmpfs", limits, "size=1m,mode=755")

@@ -20,12 +20,15 @@ from typing import IO, Any
 
 import msgspec
 
+from rollouts.environments.sandbox.child import SYSTEM, SYSTEM_FILES
 from rollouts.environments.sandbox.supervisor import BOOT
 from rollouts.errors import ConfigError
 
 __all__ = ["Answer", "SandboxError", "run_program"]
 
 _GRACE_SECONDS = 60.0
+_WORK = "/tmp/work"
+"""The program's folder in bubblewrap."""
 _PACKAGES = tuple(f"{lib}/python*/{name}-packages" for lib in ("lib", "lib64", "Lib") for name in ("site", "dist"))
 
 
@@ -61,7 +64,7 @@ def run_program(
         code: Python source.
         stdin: its standard input.
         paths: folders that it may import from.
-        settings: the fields of ``PythonLimits``, and ``namespaces``.
+        settings: the fields of ``PythonLimits``, ``namespaces``, and the path of ``bubblewrap`` if it makes them.
         lifeline: the reading end of a pipe.
         channel: further files for the program, which finds their descriptors in ``sys.argv``; closed here.
 
@@ -79,19 +82,24 @@ def run_program(
     folders = [os.path.realpath(path) for path in paths]
     prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)} - {"/"}
     folder = tempfile.mkdtemp(prefix="rollouts-python-")
+    bubblewrap = settings.get("bubblewrap")
     request = {
         **settings,
         "python": python,
         "paths": folders,
         "hidden": [path for path in _package_folders() if not any(_contains(given, path) for given in folders)],
         "readable": [python, *sorted(prefixes), *folders],
-        "folder": os.path.realpath(folder),
+        "folder": _WORK if bubblewrap else os.path.realpath(folder),
+        "root_outside": os.geteuid() == 0,
         "channel": [end.fileno() for end in channel],
         "code_bytes": len(code),
         "stdin_bytes": len(stdin),
     }
     payload = msgspec.json.encode(request) + b"\n" + code + stdin
-    line = [python, "-I", "-S", "-X", "utf8", "-c", BOOT, str(Path(__file__).parent), str(lifeline)]
+    sources = str(Path(__file__).parent)
+    line = [python, "-I", "-S", "-X", "utf8", "-c", BOOT, sources, str(lifeline)]
+    if bubblewrap:
+        line = [*_in_bubblewrap(bubblewrap, request, sources), *line]
     try:
         out, errors, status = _converse(line, payload, lifeline, channel, settings["seconds"] + _GRACE_SECONDS)
     finally:
@@ -107,6 +115,28 @@ def run_program(
     if answer.broken is not None:
         raise SandboxError(f"the sandbox could not be set up: {answer.broken}")
     return answer, outputs[: answer.sizes[0]], outputs[answer.sizes[0] :]
+
+
+def _in_bubblewrap(bubblewrap: str, request: Mapping[str, Any], sources: str) -> list[str]:
+    """The command that starts the supervisor, whose sources are readable, in namespaces that bubblewrap makes."""
+    line = [bubblewrap, "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    line += ["--die-with-parent", "--new-session"]
+    for path in SYSTEM:
+        if os.path.islink(path):
+            line += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            line += ["--ro-bind", path, path]
+    for path in [*SYSTEM_FILES, *request["readable"], sources]:
+        line += ["--ro-bind-try", path, path]
+    for path in request["hidden"]:
+        line += ["--tmpfs", path]
+    for path in request["paths"]:
+        line += ["--ro-bind", path, path]
+    for path in request["hidden"]:
+        line += ["--remount-ro", path]
+    line += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    line += ["--size", str(request["disk_bytes"]), "--tmpfs", "/tmp", "--dir", _WORK, "--remount-ro", "/"]
+    return [*line, "--chdir", _WORK, "--"]
 
 
 @functools.cache
