@@ -64,4 +64,6 @@ except KeyboardInterrupt:
         while signals == 2 and process.poll() is None:  # two signals at once would count as one
             process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=SECONDS)
-    assert (process.returncode, errors) == (130, "")
+    assert errors == ""
+    # A shell shows 130 for both; a further signal may reach a process that is already exiting.
+    assert process.returncode in ((130, -signal.SIGINT) if signals == 2 else (130,))

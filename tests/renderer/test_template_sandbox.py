@@ -27,7 +27,7 @@ CALLS_ONLY = "{% for m in messages %}{% if m.tool_calls %}" + LOOP + "{% endif %
 )
 def test_a_template_that_does_not_end_is_found(source: str, words: str) -> None:
     """Hardening 15: endless loops and huge texts end at a deadline and a memory limit, outside this process."""
-    assert words in str(problem_of(source, "{}", 1.0 if "does not end" in words else 10.0))
+    assert words in str(problem_of(source, "{}", 1.0 if "does not end" in words else 60.0))
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ raise_exception('no') }}", "{% if", "{{ a.b.c }}"])
