@@ -1,7 +1,19 @@
-"""Entry point of ``python -m rollouts``, the same as the command ``rollouts``."""
+"""Entry point of the command ``rollouts`` and of ``python -m rollouts``."""
 
 import sys
 
-from rollouts.commands import main
+from rollouts.interrupts import exit_on_interrupt
 
-sys.exit(main())
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the command line of this process; returns the exit code."""
+    exit_on_interrupt()
+    from rollouts.commands import main as run_command  # imports for seconds, in which Ctrl-C works already
+
+    return run_command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

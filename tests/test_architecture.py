@@ -22,6 +22,7 @@ FLOORS: dict[str, int] = {
     "rollouts": 0,
     "rollouts.errors": 1,
     "rollouts.terminal": 1,
+    "rollouts.interrupts": 1,
     "rollouts.concurrency": 2,
     "rollouts.dtypes": 2,
     "rollouts.http": 3,

@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from rollouts import __version__
 from rollouts.errors import RolloutsError
+from rollouts.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.terminal import guard_standard_error, visible
 
 __all__ = ["VERBS", "Verb", "main"]
@@ -53,9 +54,6 @@ VERBS = {
 """The verbs, in the order of ``rollouts --help``."""
 
 
-_INTERRUPTED = 130
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     guard_standard_error()
@@ -63,9 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(debug=False)
     try:
         _parser(arguments).parse_args(arguments, args)
-        code: int = args.verb(args)
+        with handling_interrupts():
+            code: int = args.verb(args)
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         code = 0  # the reader closed the pipe
     except RolloutsError as error:

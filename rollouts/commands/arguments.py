@@ -6,6 +6,7 @@ Invariant: an argument is validated where it is parsed; an error quotes the argu
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import importlib.util
 import signal
@@ -19,6 +20,7 @@ import anyio
 
 from rollouts.commands.target import RunTarget
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
 from rollouts.terminal import say
 
@@ -39,7 +41,7 @@ __all__ = [
     "tell",
 ]  # fmt: skip
 
-BAD_INPUT, BROKEN, INTERRUPTED = 2, 1, 130
+BAD_INPUT, BROKEN = 2, 1
 
 Result = TypeVar("Result")
 
@@ -53,9 +55,16 @@ def tell(error: RolloutsError, *, debug: bool) -> None:
 
 
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-    """Run a coroutine function to completion, on uvloop where that is installed."""
+    """Run a coroutine function to completion, on uvloop where that is installed. Ctrl-C cancels it."""
     uvloop = importlib.util.find_spec("uvloop") is not None
-    return anyio.run(function, *arguments, backend_options={"use_uvloop": uvloop})
+
+    async def interruptible() -> Result:
+        loop = asyncio.get_running_loop()
+        with anyio.CancelScope() as scope, handling_interrupts(lambda: loop.call_soon_threadsafe(scope.cancel)):
+            return await function(*arguments)
+        raise KeyboardInterrupt
+
+    return anyio.run(interruptible, backend_options={"use_uvloop": uvloop})
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

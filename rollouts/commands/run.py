@@ -8,9 +8,9 @@ The first Ctrl-C stops cleanly and keeps finished groups; the second exits at on
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,6 +49,7 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.sglang import shared_policies, shared_policy
+from rollouts.interrupts import handling_interrupts
 from rollouts.observability import LoopLag, numbers_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
@@ -69,8 +70,6 @@ from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 
 __all__ = ["Distribute", "Telemetry", "add", "launch"]
-
-_INTERRUPTED = 130
 
 
 Distribute: TypeAlias = Callable[[RunTarget, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
@@ -167,15 +166,18 @@ async def launch(
     working = False
 
     async def signals(starting: anyio.CancelScope) -> None:
-        with anyio.open_signal_receiver(*stop_signals()) as received:
-            async for _ in received:
-                if stop.asked:  # the second one
-                    if engine is not None:
-                        engine.kill()
-                    os._exit(_INTERRUPTED)
-                stop.ask()
-                if not working:
-                    starting.cancel()
+        def ask() -> None:
+            stop.ask()
+            if not working:
+                starting.cancel()
+
+        def end() -> None:
+            if engine is not None:
+                engine.kill()
+
+        ask_soon = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, ask)
+        with handling_interrupts(ask_soon, end, stop_signals()):
+            await anyio.sleep_forever()
 
     async with anyio.create_task_group() as tasks:
         starting = anyio.CancelScope()

@@ -4,6 +4,10 @@ Invariant: the rollouts of one group go to one worker. Every requested rollout r
 died fails with :class:`~rollouts.errors.GenerateFailure`, and the config's failure policy retries it. If a worker
 cannot be replaced, the others do its work. Scheduling, accounting, filter and journal belong to the manager.
 
+A worker without a sign of life (stopped, or in a native deadlock) loses its rollouts to the other workers. The number
+of a request is a fencing number: a rollout that is given away gets another one, and a late result that carries the old
+number is refused.
+
 This module knows no transport: :mod:`processes` and :mod:`ray` each provide one. "Worker" means a process or actor that
 plays rollouts, never an inference server or a thread.
 """
@@ -29,18 +33,27 @@ from rollouts.runs.record_bytes import Columns, turn_of
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
-__all__ = ["Connect", "Dispatcher", "Link", "LinkLost"]
+__all__ = ["SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost"]
 
 _DEATHS_WITHOUT_RESULT = 3
 """Deaths in a row in one slot, without a record from any of its workers, after which the run fails."""
 _NEXT_START_SECONDS = 10.0
 """Pause between attempts to replace a worker while others are alive."""
+SILENT_SECONDS = 5.0
+_TICKS = 5
+"""Silence is counted in waits of a fifth of the limit: a stopped parent then counts one wait, not its whole pause."""
+_REPLACED_AFTER = 12
+"""A worker that is silent for this multiple of the limit is killed and replaced."""
 _TRANSIT_SECONDS = 60.0
 """Added to a rollout's deadline, for the messages to its worker and back."""
 
 
 class LinkLost(RolloutsError):
     """The worker at the other end has ended."""
+
+
+class WorkerSilent(GenerateFailure):
+    """The worker that played a rollout gave no sign of life; the rollout was given away."""
 
 
 class Link(Protocol):
@@ -52,6 +65,9 @@ class Link(Protocol):
     async def receive(self) -> bytes:
         """Wait for a message; raises LinkLost, whose text gives the reason."""
         ...
+
+    async def beat(self) -> None:
+        """Wait for the next sign of life; a worker that plays rollouts gives one several times per limit."""
 
     async def aclose(self) -> None:
         """End the worker, if it has not ended."""
@@ -130,6 +146,16 @@ class _Slot:
             pending.fail(error)
         self.cancelled.clear()
 
+    def give_away(self, error: WorkerSilent) -> int:
+        """Fail the pending requests, and cancel them in the worker when it reads again. Return their number."""
+        given = [number for number, pending in self.pending.items() if pending.error is None]
+        for number in given:
+            self.pending[number].fail(error)
+            if self.requests.pop(number, None) is None:
+                self.cancelled.append(number)
+        self.wanted.set()
+        return len(given)
+
 
 class Dispatcher:
     """Plays rollouts in workers while its context is open.
@@ -143,18 +169,23 @@ class Dispatcher:
     Args:
         connect: starts a worker.
         workers: number of workers.
+        silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
 
     Attributes:
         rollouts: number of rollouts that workers returned.
         messages: number of messages received.
         bytes: size of those messages.
         deaths: number of workers that died.
+        given_away: number of rollouts that a silent worker lost to the others.
+        refused: number of late records of such rollouts.
 
     Raises:
         ConfigError: on entering, if a worker cannot start.
     """
 
-    def __init__(self, connect: Connect, workers: int) -> None:
+    def __init__(self, connect: Connect, workers: int, *, silent_seconds: float = SILENT_SECONDS) -> None:
+        if not 0 < silent_seconds < float("inf"):
+            raise ConfigError.of("silent_seconds", silent_seconds, "a number of seconds > 0")
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ConfigError.of("workers", workers, "an integer >= 1")
         self._connect = connect
@@ -168,6 +199,9 @@ class Dispatcher:
         self.messages = 0
         self.bytes = 0
         self.deaths = 0
+        self.given_away = 0
+        self.refused = 0
+        self._silent_seconds = silent_seconds
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
@@ -220,6 +254,14 @@ class Dispatcher:
             raise RuntimeError("Dispatcher.generate: workers play only while the context is open")
         if self._broken is not None:
             raise self._broken
+        try:
+            return await self._play_once(prompt, log)
+        except WorkerSilent:  # not the rollout's fault: once more, without costing an attempt
+            if log is not None:
+                await log.claim()  # a second claim ends the logging of this rollout
+            return await self._play_once(prompt, None)
+
+    async def _play_once(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
         number, ended = next(self._numbers), False
         request = Request(number, prompt, log is not None, log.turns if log is not None else ()).to_bytes()
         with self._slot_for(prompt.group_index) as slot:
@@ -317,10 +359,30 @@ class Dispatcher:
                 lost.append(error)
                 tasks.cancel_scope.cancel()
 
+        async def watch() -> None:
+            waits = 0
+            while waits < _TICKS * _REPLACED_AFTER:
+                with anyio.move_on_after(self._silent_seconds / _TICKS) as wait:
+                    await link.beat()
+                if not wait.cancelled_caught:
+                    slot.alive, waits = True, 0
+                    continue
+                waits += 1
+                others = any(other.alive for other in self._slots if other is not slot)
+                if waits >= _TICKS and others:
+                    slot.alive = False
+                    error = WorkerSilent(f"worker {slot.number} gave no sign of life for {self._silent_seconds:g} s")
+                    self.given_away += slot.give_away(error)
+            slot.alive = False
+            seconds = self._silent_seconds * _REPLACED_AFTER
+            lost.append(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
+            tasks.cancel_scope.cancel()
+
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(send)
                 tasks.start_soon(receive)
+                tasks.start_soon(watch)
         finally:
             with anyio.CancelScope(shield=True):
                 await link.aclose()
@@ -332,8 +394,10 @@ class Dispatcher:
         slot.deaths_without_result = 0
         for fields, columns in read_records(message):
             pending = slot.pending.get(fields["number"])
-            if pending is not None:  # else its caller was cancelled
+            if pending is not None and pending.error is None:
                 pending.put((fields, columns))
+            else:  # it was given to another worker, or its caller was cancelled
+                self.refused += 1
 
 
 async def _receive_samples(pending: _PendingRequest, prompt: Prompt, log: TurnLog | None) -> list[Sample]:

@@ -1,7 +1,8 @@
 """Workers as processes of this machine, each with its own interpreter and event loop.
 
 Invariant: a worker ends with the context that started it, and with its parent, however the parent dies, because the
-socket closes. Ctrl-C at the terminal does not reach it.
+socket closes. Ctrl-C at the terminal does not reach it. While it plays, a thread of it sends signs of life; a stopped
+process, and a native call that keeps the interpreter's lock, send none.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import multiprocessing
 import signal
 import socket
 import struct
+import threading
+import time
 from collections.abc import AsyncIterator
 from multiprocessing.process import BaseProcess
 
 import anyio
 import anyio.to_thread
 
-from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost
+from rollouts.distributed.dispatch import SILENT_SECONDS, Dispatcher, Link, LinkLost
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
 
@@ -28,25 +31,32 @@ __all__ = ["in_processes"]
 _SIZE = struct.Struct("<Q")
 _CHUNK = 1 << 20
 _READY = b"ready"
+_RUNS, _BLOCKED = b"runs", b"blocked"
 _ROLLOUTS_A_MESSAGE = 32
 _LINGER_SECONDS = 0.02
 """Longest wait of a finished rollout for others in its message: each message wakes the parent."""
 _START_SECONDS = 300.0
 _END_SECONDS = 10.0
+_BEAT_SECONDS = 0.5
+_BUSY_BEATS = 120
+"""Signs of life in a row that count although the worker's event loop does not run: foreign code may block it."""
 
 
 @contextlib.asynccontextmanager
-async def in_processes(factory: ConfigFactory, workers: int) -> AsyncIterator[Dispatcher]:
+async def in_processes(
+    factory: ConfigFactory, workers: int, *, silent_seconds: float = SILENT_SECONDS
+) -> AsyncIterator[Dispatcher]:
     """Start workers on this machine; they end with the context.
 
     Args:
         factory: creates the config in each worker: :class:`RecipeConfig`, a module-level function, or a partial of one.
         workers: number of processes.
+        silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
 
     Raises:
         ConfigError: the factory cannot be pickled, or fails in a worker.
     """
-    async with Dispatcher(functools.partial(_start, factory), workers) as dispatcher:
+    async with Dispatcher(functools.partial(_start, factory), workers, silent_seconds=silent_seconds) as dispatcher:
         yield dispatcher
 
 
@@ -99,10 +109,12 @@ class _Socket:
 class _Process:
     """A worker process (protocol :class:`~rollouts.distributed.dispatch.Link`)."""
 
-    def __init__(self, name: str, process: BaseProcess, pipe: _Socket) -> None:
+    def __init__(self, name: str, process: BaseProcess, pipe: _Socket, beats: _Socket) -> None:
         self._name = name
         self._process = process
         self._pipe = pipe
+        self._beats = beats
+        self._busy = 0
 
     async def send(self, message: bytes) -> None:
         await self._pipe.send(message)
@@ -115,8 +127,18 @@ class _Process:
             code = self._process.exitcode
             raise LinkLost(f"{self._name} (pid {self._process.pid}) ended with exit code {code}") from error
 
+    async def beat(self) -> None:
+        try:
+            while True:
+                self._busy = 0 if await self._beats.receive() == _RUNS else self._busy + 1
+                if self._busy <= _BUSY_BEATS:
+                    return
+        except LinkLost:  # receive() reports the reason
+            await anyio.sleep_forever()
+
     async def aclose(self) -> None:
         self._pipe.close()
+        self._beats.close()
         await self._join()
         if self._process.exitcode is None:
             self._process.kill()
@@ -129,15 +151,19 @@ class _Process:
 async def _start(factory: ConfigFactory, number: int) -> Link:
     name = f"worker {number}"
     ours, theirs = socket.socketpair()
-    process = multiprocessing.get_context("spawn").Process(target=_main, args=(theirs, factory), name=name)
+    beats, their_beats = socket.socketpair()
+    arguments = (theirs, their_beats, factory)
+    process = multiprocessing.get_context("spawn").Process(target=_main, args=arguments, name=name)
     try:
         await anyio.to_thread.run_sync(process.start)
     except Exception as error:  # pickle raises any type
         ours.close()
+        beats.close()
         raise ConfigError.of("the factory of workers", factory, f"one that can be pickled ({error})") from error
     finally:
         theirs.close()
-    link = _Process(name, process, _Socket(ours, name))
+        their_beats.close()
+    link = _Process(name, process, _Socket(ours, name), _Socket(beats, name))
     answer = b""
     try:
         with anyio.move_on_after(_START_SECONDS):
@@ -157,13 +183,13 @@ async def _start(factory: ConfigFactory, number: int) -> Link:
 # -- in the worker ----------------------------------------------------------------------------------------------------
 
 
-def _main(connection: socket.socket, factory: ConfigFactory) -> None:
+def _main(connection: socket.socket, beats: socket.socket, factory: ConfigFactory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     uvloop = importlib.util.find_spec("uvloop") is not None
-    anyio.run(_work, _Socket(connection, "the parent"), factory, backend_options={"use_uvloop": uvloop})
+    anyio.run(_work, _Socket(connection, "the parent"), beats, factory, backend_options={"use_uvloop": uvloop})
 
 
-async def _work(pipe: _Socket, factory: ConfigFactory) -> None:
+async def _work(pipe: _Socket, beats: socket.socket, factory: ConfigFactory) -> None:
     with contextlib.suppress(LinkLost):
         try:
             player = Player(
@@ -178,6 +204,7 @@ async def _work(pipe: _Socket, factory: ConfigFactory) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(player.run)
             tasks.start_soon(_send_records, player, pipe)
+            tasks.start_soon(_send_beats, beats)
             await player.started.wait()
             try:
                 while True:
@@ -190,3 +217,21 @@ async def _send_records(player: Player, pipe: _Socket) -> None:
     with contextlib.suppress(LinkLost):
         while True:
             await pipe.send(await player.collect())
+
+
+async def _send_beats(beats: socket.socket) -> None:
+    """Send signs of life from a thread, so that a blocked event loop is not taken for a stopped process."""
+    runs = threading.Event()
+    threading.Thread(target=_beat, args=(beats, runs), name="heartbeat", daemon=True).start()
+    while True:
+        runs.set()
+        await anyio.sleep(_BEAT_SECONDS / 2)
+
+
+def _beat(beats: socket.socket, runs: threading.Event) -> None:
+    with contextlib.suppress(OSError):  # the parent has closed its end
+        while True:
+            message = _RUNS if runs.is_set() else _BLOCKED
+            runs.clear()
+            beats.sendall(_SIZE.pack(len(message)) + message)
+            time.sleep(_BEAT_SECONDS)

@@ -33,6 +33,9 @@ _STARTS = 6
 _PAUSE_SECONDS = 2.0
 """Pause between two starts: Ray takes seconds to detect a dead node, and may choose it until then."""
 _END_SECONDS = 15.0
+_BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 60.0
+"""Longer than for processes: an actor answers from its event loop, which foreign code may block."""
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +61,8 @@ async def in_actors(
         except Exception as error:  # Ray raises any type
             raise ConfigError.of("Ray's address", address, f"the address of a reachable cluster ({error})") from error
     actors = ray.remote(_Actor).options(num_cpus=cpus, max_restarts=0, scheduling_strategy="SPREAD")
-    async with Dispatcher(functools.partial(_start, ray, actors, factory), workers) as dispatcher:
+    start = functools.partial(_start, ray, actors, factory)
+    async with Dispatcher(start, workers, silent_seconds=_SILENT_SECONDS) as dispatcher:
         yield dispatcher
 
 
@@ -112,6 +116,13 @@ class _ActorLink:
     async def receive(self) -> bytes:
         message: bytes = await self._call(self._actor.collect)
         return message
+
+    async def beat(self) -> None:
+        await anyio.sleep(_BEAT_SECONDS)
+        with contextlib.suppress(LinkLost):  # receive() reports the reason
+            await self._call(self._actor.ready)
+            return
+        await anyio.sleep_forever()
 
     async def aclose(self) -> None:
         if self._is_ready:

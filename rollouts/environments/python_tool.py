@@ -13,6 +13,8 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import IO, Any, Literal
 
@@ -35,6 +37,7 @@ __all__ = [
     "PythonToolEnvironment",
     "SandboxError",
     "containment",
+    "run_connected",
     "run_python",
 ]
 
@@ -101,10 +104,13 @@ def containment(namespaces: bool = True) -> Containment:
 @functools.cache
 def _containment(namespaces: bool) -> Containment:
     reasons = [] if namespaces else ["they are not wanted"]
-    for attempt in (True, False)[not namespaces :]:
+    program = shutil.which("bwrap") if namespaces and sys.platform == "linux" else None
+    attempts: list[dict[str, Any]] = [{"namespaces": True}] if namespaces else []
+    attempts += [{"namespaces": False, "bubblewrap": program}] if program else []
+    for attempt in [*attempts, {"namespaces": False}]:
         try:
             with _lifeline() as (lifeline, _):
-                answer, _, errors = run_program(b"", b"", (), _settings(PythonLimits(), attempt), lifeline)
+                answer, _, errors = run_program(b"", b"", (), attrs.asdict(PythonLimits()) | attempt, lifeline)
             if answer.exit_code != 0:
                 raise SandboxError(f"an empty program failed: {errors.decode(errors='replace').strip()}")
         except SandboxError as error:
@@ -117,8 +123,17 @@ def _containment(namespaces: bool) -> Containment:
     raise SandboxError("; ".join(reasons))
 
 
-def _settings(limits: PythonLimits, namespaces: bool) -> dict[str, Any]:
-    return {**attrs.asdict(limits), "namespaces": namespaces}
+@functools.lru_cache(maxsize=64)
+def _check_paths(paths: tuple[str, ...], namespaces: bool, bubblewrap: bool) -> None:
+    """Raise ConfigError if the sandbox cannot read ``paths``: runs an empty program with them."""
+    if paths:
+        with _lifeline() as (lifeline, _):
+            run_program(b"", b"", paths, _settings(PythonLimits(), namespaces, bubblewrap), lifeline)
+
+
+def _settings(limits: PythonLimits, namespaces: bool, bubblewrap: bool) -> dict[str, Any]:
+    program = shutil.which("bwrap") if bubblewrap else None
+    return {**attrs.asdict(limits), "namespaces": namespaces, "bubblewrap": program}
 
 
 _SLOTS: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("rollouts_python_slots")
@@ -155,29 +170,80 @@ async def run_python(
         namespaces: use namespaces where available.
 
     Raises:
-        ConfigError: this machine does not enforce a required name.
+        ConfigError: this machine does not enforce a required name, or the program's user cannot read ``paths``.
         SandboxError: the sandbox could not be set up as :func:`containment` reports. Failures of the program itself
             are in the result.
     """
     known = await anyio.to_thread.run_sync(containment, namespaces)
     known.check(require)
-    settings = _settings(limits or PythonLimits(), known.namespaces)
-    source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     async with _slots():
-        with _lifeline() as (lifeline, end):
-            failed: SandboxError | None = None
+        return await _run(code, stdin, limits or PythonLimits(), tuple(paths), known)
+
+
+async def run_connected(
+    server: str,
+    client: str,
+    *,
+    limits: PythonLimits | None = None,
+    require: Collection[str] | Literal["all"] = REQUIRED,
+) -> Execution:
+    """Run two programs that are connected by two pipes, each in a sandbox of its own; return the client's result.
+
+    ``sys.argv[1:]`` of each contains the descriptors that it reads and writes. The server ends with the client. Both
+    take one slot. Arguments and errors are those of :func:`run_python`.
+    """
+    known = await anyio.to_thread.run_sync(containment)
+    known.check(require)
+    limits = limits or PythonLimits()
+    done: list[Execution] = []
+    failed: list[SandboxError | ConfigError] = []
+
+    async with _slots():
+        with contextlib.ExitStack() as pipes:
+            to_server, to_client = (tuple(pipes.enter_context(os.fdopen(n, "rb", 0)) for n in os.pipe()) for _ in "sc")
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_close_on_cancel, end)
-                try:
-                    answer, out, errors = await anyio.to_thread.run_sync(
-                        run_program, source, data, tuple(paths), settings, lifeline, limiter=anyio.CapacityLimiter(1)
-                    )
-                except SandboxError as error:
-                    failed = error
+
+                async def run(code: str, channel: Sequence[IO[bytes]], result: list[Execution]) -> None:
+                    try:
+                        result.append(await _run(code, "", limits, (), known, channel))
+                    except (SandboxError, ConfigError) as error:
+                        failed.append(error)
+                        tasks.cancel_scope.cancel()
+
+                tasks.start_soon(run, server, (to_server[0], to_client[1]), [])
+                await run(client, (to_client[0], to_server[1]), done)
                 tasks.cancel_scope.cancel()
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled run has no result
-            if failed is not None:  # raised outside the task group, which would wrap it
-                raise failed
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+async def _run(
+    code: str,
+    stdin: str,
+    limits: PythonLimits,
+    paths: tuple[str, ...],
+    known: Containment,
+    channel: Sequence[IO[bytes]] = (),
+) -> Execution:
+    """Run a program in a slot; close our ends of its channel once it has them."""
+    settings = _settings(limits, known.namespaces, known.bubblewrap)
+    source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
+    with _lifeline() as (lifeline, end):
+        failed: SandboxError | ConfigError | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_close_on_cancel, end)
+            try:
+                answer, out, errors = await anyio.to_thread.run_sync(
+                    run_program, source, data, paths, settings, lifeline, channel, limiter=anyio.CapacityLimiter(1)
+                )
+            except (SandboxError, ConfigError) as error:
+                failed = error
+            tasks.cancel_scope.cancel()
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancelled run has no result
+        if failed is not None:  # raised outside the task group, which would wrap it
+            raise failed
     if set(answer.mechanisms) != set(known.mechanisms):
         raise SandboxError(f"the program ran with {answer.mechanisms}; expected {list(known.mechanisms)}")
     return Execution(
@@ -217,7 +283,7 @@ class PythonToolEnvironment(ToolEnvironment):
         paths: folders with further packages.
 
     Raises:
-        ConfigError: this machine does not enforce a required name.
+        ConfigError: this machine does not enforce a required name, or the program's user cannot read ``paths``.
     """
 
     system_prompt = "Use the tool to run Python. Print what you want to see."
@@ -232,7 +298,9 @@ class PythonToolEnvironment(ToolEnvironment):
         self.limits = limits or PythonLimits()
         self.paths = tuple(paths)
         self.require: Collection[str] | Literal["all"] = require
-        containment().check(require)
+        known = containment()
+        known.check(require)
+        _check_paths(self.paths, known.namespaces, known.bubblewrap)
 
     async def snapshot(self) -> None:
         """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""

@@ -2,7 +2,7 @@
 
 Invariant: every network exception becomes :class:`ConnectFailed` (the server did not receive the request) or
 :class:`ConnectionLost` (the server may be processing it). No request is sent twice. The pool belongs to the event loop
-that opened it and is closed with it.
+that opened it and is closed with it. What is received of a response is bounded, for one read as a whole by the caller.
 
 The only deadline set here is that of connecting; callers use anyio scopes. Redirects, cookies and proxies are not
 supported. The client does not know what the payloads mean.
@@ -21,7 +21,7 @@ import attrs
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
-from rollouts.http.connection import DATA, END_OF_MESSAGE, HEADERS, Connection
+from rollouts.http.connection import DATA, END_OF_MESSAGE, HEADERS, MAX_RESPONSE_BYTES, Connection
 from rollouts.http.pool import Pool
 from rollouts.http.request import request_head
 
@@ -50,7 +50,7 @@ class ConnectionLost(EndpointUnavailable):
 
 
 class ProtocolError(ConnectionLost):
-    """The received bytes are not an HTTP response."""
+    """The received bytes are not an HTTP response, or too many."""
 
 
 class _Headers(Mapping[str, str]):
@@ -78,6 +78,7 @@ class _Exchange:
         "_fresh",
         "_headers",
         "_method",
+        "_most",
         "_origin",
         "_pool",
         "_transport",
@@ -85,9 +86,16 @@ class _Exchange:
     )
 
     def __init__(
-        self, transport: HttpClient, method: str, url: str, headers: Mapping[str, str], body: bytes | None, fresh: bool
+        self,
+        transport: HttpClient,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        fresh: bool,
+        most: int = MAX_RESPONSE_BYTES,
     ) -> None:
-        self._transport = transport
+        self._transport, self._most = transport, most
         self._method, self._url, self._headers, self._body, self._fresh = method, url, headers, body, fresh
 
     async def __aenter__(self) -> Response:
@@ -116,7 +124,7 @@ class _Exchange:
                 refused = isinstance(error, ConnectionRefusedError)
                 raise ConnectFailed(f"{self._what}: cannot connect: {_message(error)}", refused=refused) from error
         self._connection = connection
-        connection.send_request(head, self._body, streamed=streamed)
+        connection.send_request(head, self._body, streamed=streamed, most=self._most)
         return connection
 
     async def wait_for(self, awaited: int) -> None:
@@ -125,7 +133,7 @@ class _Exchange:
         if await connection.wait_for(awaited):
             return
         if connection.protocol_error:
-            raise ProtocolError(f"{self._what}: not an HTTP response: {connection.protocol_error}", stale=False)
+            raise ProtocolError(f"{self._what}: {connection.protocol_error}", stale=False)
         where = "in the middle of" if connection.response_started else "before"
         reason = "the server closed it" if connection.lost_by is None else _message(connection.lost_by)
         message = f"{self._what}: connection broke {where} the response: {reason}"
@@ -182,7 +190,13 @@ class HttpClient:
         return f"<HttpClient: {'closed' if self._pool is None else 'open'}, opened {self.opened} times>"
 
     async def post(
-        self, url: str, body: bytes, headers: Mapping[str, str], *, fresh: bool = False
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        fresh: bool = False,
+        most: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
         """Send one POST and read the complete response.
 
@@ -191,6 +205,7 @@ class HttpClient:
             body: sent unchanged.
             headers: sent unchanged.
             fresh: use a new connection and close it afterwards.
+            most: bytes of the response; a longer one is a :class:`ProtocolError`.
 
         Returns:
             The status and the body. Redirects are not followed.
@@ -200,7 +215,7 @@ class HttpClient:
             ConnectionLost: the server may have received the request; the response is incomplete or invalid.
             ConfigError: invalid URL or header.
         """
-        return await self._request("POST", url, body, headers, fresh)
+        return await self._request("POST", url, body, headers, fresh, most)
 
     async def get(self, url: str, headers: Mapping[str, str], *, fresh: bool = True) -> tuple[int, bytes]:
         """Send one GET, over a new connection by default, and read the response; raises as :meth:`post` does."""
@@ -212,9 +227,15 @@ class HttpClient:
             await self._closer.aclose()
 
     async def _request(
-        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], fresh: bool
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        fresh: bool,
+        most: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        exchange = _Exchange(self, method, url, headers, body, fresh)
+        exchange = _Exchange(self, method, url, headers, body, fresh, most)
         connection = await exchange.send()
         try:
             await exchange.wait_for(END_OF_MESSAGE)

@@ -16,7 +16,7 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-__all__ = ["DATA", "END_OF_MESSAGE", "HEADERS", "Connection", "ConnectionState"]
+__all__ = ["DATA", "END_OF_MESSAGE", "HEADERS", "MAX_RESPONSE_BYTES", "Connection", "ConnectionState"]
 
 
 class ConnectionState(IntEnum):
@@ -41,6 +41,9 @@ HEADERS, DATA, END_OF_MESSAGE = range(3)
 
 HIGH_WATER = 1 << 18
 """Unread bytes above which a streamed response pauses reading from the socket."""
+
+MAX_RESPONSE_BYTES = 1 << 26
+"""Default limit of a response that is received as a whole."""
 
 _MAX_HEAD_BYTES = 1 << 18
 _MAX_JOINED_BODY = 1 << 16
@@ -82,7 +85,8 @@ class Connection(asyncio.BufferedProtocol):
         self.lost_by: Exception | None = None
         """Network error that closed the connection, if any."""
         self.protocol_error = ""
-        """Why the received bytes are not an HTTP response."""
+        """Why the received bytes were rejected."""
+        self._most = MAX_RESPONSE_BYTES
 
     @property
     def response_started(self) -> bool:
@@ -100,17 +104,20 @@ class Connection(asyncio.BufferedProtocol):
             and not transport.get_write_buffer_size()  # the response came before the whole request was sent
         )
 
-    def send_request(self, head: bytes, body: bytes | None, *, streamed: bool = False) -> None:
+    def send_request(
+        self, head: bytes, body: bytes | None, *, streamed: bool = False, most: int = MAX_RESPONSE_BYTES
+    ) -> None:
         """Write a request.
 
         Args:
             head: from :func:`~rollouts.http.request.request_head`.
             body: ``None`` sends no ``Content-Length``.
             streamed: pause reading while more than :data:`HIGH_WATER` bytes of the response are unread.
+            most: bytes of a response that is not streamed; the connection of a longer one is closed.
         """
         self.requests += 1
         self.status, self.headers, self._chunks, self._unread = 0, [], [], 0
-        self._streamed = streamed
+        self._streamed, self._most = streamed, most
         transport = self._transport
         if transport is None:  # closed since it was opened
             self.state = ERROR
@@ -196,13 +203,16 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is not ACTIVE:  # unsolicited bytes
             self.abort()
             return
+        if not self._streamed and self._unread + nbytes > self._most:
+            self._reject(f"the response is longer than the {self._most} bytes that the request allows")
+            return
         try:
             self._parser.feed_data(self._buffer[:nbytes])
         except (HttpParserError, HttpParserUpgrade) as error:
-            self._reject(str(error))
+            self._reject(f"not an HTTP response: {error}")
         self._unread += nbytes
         if not self.status and self._unread > _MAX_HEAD_BYTES:
-            self._reject(f"its head is longer than {_MAX_HEAD_BYTES} bytes")
+            self._reject(f"not an HTTP response: its head is longer than {_MAX_HEAD_BYTES} bytes")
         elif self._streamed and self._unread > HIGH_WATER and self.state is ACTIVE and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
@@ -250,7 +260,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         for name, value in self.headers:
             if name.lower() == b"content-encoding" and value.lower() != b"identity":
-                self._reject(f"unsupported content encoding: {value.decode(errors='replace')}")
+                self._reject(f"not an HTTP response: unsupported content encoding: {value.decode(errors='replace')}")
                 return
         self.status = status
 

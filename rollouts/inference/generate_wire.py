@@ -30,7 +30,7 @@ from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
-__all__ = ["BrokenNumbers", "check_obeyed", "read_completion", "request_body", "request_options"]
+__all__ = ["BrokenNumbers", "check_obeyed", "most_response_bytes", "read_completion", "request_body", "request_options"]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -79,6 +79,7 @@ class _Reply(msgspec.Struct):
     error: Any = None
 
 
+_RESPONSE_BYTES, _BYTES_PER_TOKEN, _BYTES_PER_REQUEST_BYTE = 1 << 18, 512, 32
 _REPLY = msgspec.json.Decoder(_Reply)
 _IDS = msgspec.json.Decoder(list[Id] | None)
 
@@ -120,6 +121,15 @@ def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it."""
     head = b'{"rid":"%b","input_ids":[' % rid.encode()
     return b"".join((head, *ids.pieces, options)), len(head)
+
+
+def most_response_bytes(request_bytes: int, sampling: SamplingParams) -> int:
+    """Upper bound of a sound response to a request of this size.
+
+    Each new token is an id, a logprob and at most a short text in two places. A server that ignores
+    ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request.
+    """
+    return _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
 
 
 # -- responses --------------------------------------------------------------------------------------------------------

@@ -315,7 +315,9 @@ class SGLangPolicy:
         self._running[rid] = worker
         clocks = worker.pause.entered()
         try:
-            status, payload = await self._transport.post(f"{worker.url}/generate", body, call.headers, fresh=fresh)
+            most = generate_wire.most_response_bytes(len(body), call.sampling)
+            url = f"{worker.url}/generate"
+            status, payload = await self._transport.post(url, body, call.headers, fresh=fresh, most=most)
         except ConnectFailed:
             call.running = None
             worker.suspect()

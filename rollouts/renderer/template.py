@@ -1,7 +1,7 @@
 """A chat template: convert messages to text, as transformers does, but with a fixed date.
 
 Invariant: one object renders the same messages to the same text at any time. This module does not know token ids or
-dialects.
+dialects. A template is tried in a process of its own first (:mod:`rollouts.renderer.template_sandbox`).
 """
 
 from __future__ import annotations
@@ -13,85 +13,19 @@ import json
 import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-import jinja2.utils
 
 from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
+from rollouts.renderer.template_sandbox import TemplateSandbox, problem_of, tojson
 
 __all__ = ["ChatTemplate"]
 
 
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks the text to train on; here it is only a scope."""
-
-    tags = {"generation"}  # noqa: RUF012 - the attribute that jinja reads
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox of transformers, with fast paths for the most frequent lookups; the results are the same."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        if kind in _SAFE and attribute in _SAFE[kind]:
-            return getattr(obj, attribute)  # public, and changes nothing
-        if kind is jinja2.utils.Namespace and attribute[:1] != "_":
-            value = getattr(obj, attribute, _MISSING)
-            if value is not _MISSING:
-                return value
-        return super().getattr(obj, attribute)
-
-    def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
-        if obj is jinja2.utils.Namespace or (type(obj) is BuiltinMethodType and type(obj.__self__) is str):
-            options.pop("_loop_vars", None)  # jinja passes these two only to functions that take the context
-            options.pop("_block_vars", None)
-            return obj(*arguments, **options)
-        return super().call(context, obj, *arguments, **options)
-
-
-_MISSING = object()
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-_SAFE = {
-    jinja2.runtime.LoopContext: frozenset({"first", "last", "index", "index0", "previtem", "nextitem"}),
-    str: frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"}),
-}
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML and sorts keys; models were trained without either.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 _JSON = json.JSONEncoder(ensure_ascii=False).encode
-"""``_tojson`` without options."""
+"""``tojson`` without options."""
 
 
 def _parts(text: str) -> list[ChatDict]:
@@ -112,7 +46,7 @@ class ChatTemplate:
         tells_tools: whether the template gets the tools.
 
     Raises:
-        ConfigError: the source does not compile.
+        ConfigError: the source does not compile, or does not end in time.
     """
 
     def __init__(
@@ -133,13 +67,14 @@ class ChatTemplate:
             repr([source, sorted(self._variables.items(), key=repr)]).encode("utf-8", "replace")
         )
         """The CRC-32 of the source and the variables."""
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        problem = problem_of(source, json.dumps(self._variables, default=str))
+        if problem is not None:
+            raise ConfigError(f"chat template {self.name}: {problem}")
+        environment = TemplateSandbox.for_chat(moment)
         environment.filters["tojson"] = self._to_json
         self._tools: tuple[tuple[Tool, ...], list[ChatDict]] = ((), [])
         self._tool_texts: dict[int, list[Any]] = {}
         """The chat form of each tool with its JSON, by ``id``: a cache, because each rendering writes the tools."""
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = moment.strftime
         try:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -167,7 +102,7 @@ class ChatTemplate:
 
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
         if arguments or options:
-            return _tojson(value, *arguments, **options)
+            return tojson(value, *arguments, **options)
         cached = self._tool_texts.get(id(value))
         if cached is None or cached[0] is not value:
             return _JSON(value)
@@ -186,7 +121,7 @@ class ChatTemplate:
             chat["content"] = chat["content"] or content
             if as_text:
                 for call in chat["tool_calls"]:
-                    call["function"]["arguments"] = _tojson(call["function"]["arguments"])
+                    call["function"]["arguments"] = tojson(call["function"]["arguments"])
         return chat
 
     @functools.cached_property
@@ -226,7 +161,7 @@ class ChatTemplate:
         arguments: Any = {"x": _PROBE_VALUE}
         call = ToolCall(_PROBE_NAME, arguments, id="call00000").to_chat()
         if as_text:
-            call["function"]["arguments"] = _tojson(arguments)
+            call["function"]["arguments"] = tojson(arguments)
         turn = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
             user = _parts("U") if self._in_parts else "U"

@@ -132,3 +132,17 @@ async def batches(config: RolloutConfig, count: int = 2) -> tuple[list[Sample], 
 
 
 __all__ = ["batches", "broken", "config", "deadly", "failing", "generate", "lawless", "reward", "spread"]
+
+
+def stopping(tombs: Path) -> RolloutConfig:
+    """The first worker that plays rollout 5 stops its process, and leaves its process id."""
+
+    async def generate_or_stop(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        tomb = tombs / "pid"
+        if prompt.index == 5 and not tomb.exists():
+            tomb.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await generate(prompts)
+
+    return attrs.evolve(config(attempts=1), generate_fn=generate_or_stop)

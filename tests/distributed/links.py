@@ -25,6 +25,19 @@ class LocalLink:
     scope: anyio.CancelScope
     back: MemoryObjectReceiveStream[bytes]
     orders: int = 0
+    running: anyio.Event = attrs.field(factory=anyio.Event)
+    """Not set: the worker is stopped. It gives no sign of life, and its messages do not arrive."""
+
+    def __attrs_post_init__(self) -> None:
+        self.running.set()
+
+    def stop(self) -> None:
+        """As SIGSTOP does."""
+        self.running = anyio.Event()
+
+    async def beat(self) -> None:
+        await self.running.wait()
+        await anyio.sleep(0.005)
 
     async def send(self, message: bytes) -> None:
         if self.scope.cancel_called:
@@ -34,7 +47,9 @@ class LocalLink:
 
     async def receive(self) -> bytes:
         try:
-            return await self.back.receive()
+            message = await self.back.receive()
+            await self.running.wait()
+            return message
         except anyio.EndOfStream:
             raise LinkLost("the worker was cut off") from None
 
@@ -68,11 +83,13 @@ class Local:
 
 
 @contextlib.asynccontextmanager
-async def local_workers(config: RolloutConfig, count: int, **options: Any) -> AsyncIterator[tuple[Local, Dispatcher]]:
+async def local_workers(
+    config: RolloutConfig, count: int, *, silent_seconds: float = 5.0, **options: Any
+) -> AsyncIterator[tuple[Local, Dispatcher]]:
     """Players of a config, and their dispatcher."""
     async with anyio.create_task_group() as tasks:
         local = Local(tasks, config, options)
-        async with Dispatcher(local.connect, count) as workers:
+        async with Dispatcher(local.connect, count, silent_seconds=silent_seconds) as workers:
             yield local, workers
         tasks.cancel_scope.cancel()
 

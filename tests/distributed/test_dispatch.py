@@ -145,6 +145,51 @@ async def test_a_worker_that_cannot_be_replaced_leaves_its_work_to_the_others() 
     assert (workers.deaths, len(local.links)) == (1, 2)
 
 
+async def test_a_silent_worker_loses_its_rollouts_to_the_others() -> None:
+    """Hardening 14: a stopped worker of two costs no attempt and no rollout; its late results are refused."""
+    hung = anyio.Event()
+    async with local_workers(games.config(), 2, silent_seconds=0.1) as (local, workers):
+        late: list[list[Sample]] = []
+
+        async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+            samples = await games.generate(prompts)
+            if not hung.is_set():
+                hung.set()
+                local.links[0].stop()
+            late.append(samples)
+            return samples
+
+        local.links[0].player.config = attrs.evolve(games.config(), generate_fn=generate)
+        samples, manager = await games.batches(workers.config(games.config(attempts=1)))
+        assert late
+        assert workers.given_away >= len(late)
+        assert workers.refused == 0
+        local.links[0].running.set()
+        with anyio.fail_after(5):
+            while workers.refused < 1 or not workers._slots[0].alive:
+                await anyio.lowlevel.checkpoint()
+        again, _ = await games.batches(workers.config(games.config(attempts=1)))
+    assert sorted(sample.index or 0 for sample in samples) == list(range(24))
+    assert manager.accounting.failed == 0
+    assert manager.failures.lost.total() == 0
+    assert (workers.deaths, len(again)) == (0, 24)
+
+
+async def test_a_worker_that_stays_silent_is_replaced() -> None:
+    """A native deadlock does not end by itself."""
+    async with local_workers(games.config(), 1, silent_seconds=0.05) as (local, workers):
+
+        async def hang(prompts: Sequence[Prompt]) -> list[Sample]:
+            local.links[0].stop()
+            await anyio.sleep_forever()
+            return []
+
+        local.links[0].player.config = attrs.evolve(games.config(), generate_fn=hang)
+        samples, _ = await games.batches(workers.config(games.config()))
+    assert sorted(sample.index or 0 for sample in samples) == list(range(24))
+    assert (workers.deaths, len(local.links)) == (1, 2)
+
+
 async def test_a_cancelled_rollout_is_cancelled_in_its_worker() -> None:
     """A manager that closes leaves no rollout in flight in a worker."""
     begun = anyio.Event()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from pathlib import Path
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from rollouts.commands import main
@@ -46,6 +50,24 @@ async def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     again = [sample.index for sample in shared if sample.metrics["attempts"] > 1]
     assert {5, 18} <= set(again)
     assert {4, 6, 7, 16, 17, 19}.isdisjoint(again), "finished before the death"
+
+
+async def test_a_stopped_process_costs_its_own_groups_only(tmp_path: Path) -> None:
+    """Hardening 14: its rollouts are played by the other; it plays again when it continues."""
+    factory = functools.partial(games.stopping, tmp_path)
+    async with in_processes(factory, workers=2, silent_seconds=1.0) as workers:
+        with anyio.fail_after(30):
+            stopped, manager = await games.batches(workers.config(factory()), 2)
+        given_away = workers.given_away
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGCONT)
+        with anyio.fail_after(30):
+            while not all(slot.alive for slot in workers._slots):
+                await anyio.lowlevel.checkpoint()
+        after, _ = await games.batches(workers.config(factory()), 2)
+    alone, _ = await games.batches(games.config(), 2)
+    assert in_order(stopped) == in_order(after) == in_order(alone)
+    assert given_away >= 1
+    assert (workers.deaths, manager.accounting.failed) == (0, 0)
 
 
 async def test_a_failing_factory_is_an_error_at_the_start() -> None:

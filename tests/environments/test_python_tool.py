@@ -7,14 +7,18 @@ sandbox, where it must not; with namespaces, and without, as on a machine that f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import glob
 import os
 import platform
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,6 +78,9 @@ CALL_ME = "import ctypes; ctypes.CDLL(None).prctl(15, {name!r}.encode(), 0, 0, 0
 """Give this process a name that :func:`named` finds."""
 
 
+_LIBC = ctypes.CDLL(None)
+_LIBC.shmat.restype = ctypes.c_void_p
+
 # -- ways out ---------------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +101,11 @@ class Scene:
         self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.datagrams.bind(("127.0.0.1", 0))
         self.datagrams.setblocking(False)
+        self.key = os.getpid() << 8 | id(self) >> 4 & 0xFF
+        self.segment = _LIBC.shmget(0, 4096, 0o1666)
+        at = _LIBC.shmat(self.segment, None, 0)
+        ctypes.memmove(at, SECRET.encode(), len(SECRET))
+        _LIBC.shmdt(ctypes.c_void_p(at))
         self.abstract = socket.socket(socket.AF_UNIX)
         self.abstract.bind(f"\0rollouts-{os.getpid()}-{id(self)}")
         self.abstract.listen()
@@ -109,11 +121,14 @@ class Scene:
             "port": self.listener.getsockname()[1],
             "datagrams": self.datagrams.getsockname()[1],
             "abstract": self.abstract.getsockname().decode(),
+            "key": self.key,
+            "segment": self.segment,
         }
 
     def close(self) -> None:
         for held in (self.listener, self.datagrams, self.abstract):
             held.close()
+        _LIBC.shmctl(self.segment, 0, None)
         self.shm.unlink(missing_ok=True)
         self.victim.kill()
         self.victim.communicate()
@@ -248,6 +263,46 @@ for path in glob.glob('/proc/*/environ'):
         secret_printed,
     ),
     Escape("the tester's memory", "reading", "open(f\"/proc/{N['tester']}/mem\", 'rb'); print('OUT')", out_printed),
+    Escape(
+        "a shared memory segment of System V",
+        "reading",
+        f"""
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+at = libc.shmat(N['segment'], None, 0o10000)
+if at not in (None, ctypes.c_void_p(-1).value): print(ctypes.string_at(at, {len(SECRET)}).decode())
+""",
+        secret_printed,
+    ),
+    Escape(
+        "a semaphore left behind",
+        "survivors",
+        "ctypes.CDLL(None).semget(N['key'], 1, 0o1666)",
+        lambda scene, printed: _LIBC.semctl(_LIBC.semget(scene.key, 1, 0), 0, 0) == 0,
+    ),
+    Escape(
+        "a watch on a folder",
+        "reading",
+        """
+libc = ctypes.CDLL(None)
+watch = libc.inotify_init()
+if libc.inotify_add_watch(watch, b'/tmp', 0x100) >= 0: print('OUT')
+""",
+        out_printed,
+    ),
+    Escape(
+        "a killed process by the owner of a descriptor",
+        "signals",
+        """
+import fcntl
+ours, theirs = os.pipe()
+fcntl.fcntl(ours, 10, signal.SIGKILL)
+fcntl.fcntl(ours, fcntl.F_SETOWN, N['victim'])
+fcntl.fcntl(ours, fcntl.F_SETFL, os.O_ASYNC)
+os.write(theirs, b'x')
+""",
+        victim_died,
+    ),
     Escape("a killed process", "signals", "os.kill(N['victim'], signal.SIGKILL)", victim_died),
     Escape("a stopped process", "signals", "os.kill(N['victim'], signal.SIGSTOP)", victim_died),
     Escape(
@@ -663,6 +718,19 @@ print(anyio.run(run_python, "print(1 + 1)").stdout)
     assert done.stdout.strip() == "2", done
 
 
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_bubblewrap_is_tried_where_we_may_make_no_namespaces() -> None:
+    """Before Landlock alone; its own error is among the reasons if it may not either, as here."""
+    script = """
+from rollouts.environments.python_tool import PythonToolEnvironment, containment
+print(containment().not_enforced["disk"])
+PythonToolEnvironment()
+"""
+    done = where_it_lacks(["namespaces"], script)
+    assert "unshare: Operation not permitted" in done.stdout, done
+    assert "bwrap: " in done.stdout, done
+
+
 # -- what a program can do --------------------------------------------------------------------------------------------
 
 
@@ -706,6 +774,81 @@ async def test_packages_are_there_where_they_are_given(namespaces: bool) -> None
     assert given.stdout == "10\n", given
     assert given.stderr.strip().startswith("Traceback")
     assert "ModuleNotFoundError" in (await ran(code, namespaces)).stderr
+
+
+async def test_packages_of_the_base_interpreter_are_hidden(namespaces: bool) -> None:
+    """Hardening 20: with packages installed next to the standard library, reference answers would be readable."""
+    code = """
+import glob, os, sys, sysconfig
+paths = glob.glob(os.path.dirname(os.__file__) + "/site-packages/*") + glob.glob("/usr/lib/python*/dist-packages/*")
+read = []
+for path in paths:
+    files = [path] if os.path.isfile(path) else glob.glob(path + "/*.py")
+    try: read += [(file, open(file).close()) for file in files]
+    except OSError: pass
+print(read)
+import json.decoder, xml.dom, sqlite3
+"""
+    done = await ran(code, namespaces)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+async def test_a_package_of_the_base_interpreter_is_there_where_it_is_given(namespaces: bool, tmp_path: Path) -> None:
+    """One package below a hidden folder, and not those next to it."""
+    (folder,) = glob.glob(f"{sys.base_prefix}/lib/python*/site-packages")
+    given = Path(folder, "pip")
+    code = f"import os; print(open({str(given)!r} + '/__init__.py').read() != ''); open({folder!r} + '/README.txt')"
+    done = await ran(code, namespaces, paths=(str(given),))
+    assert done.stdout == "True\n", done
+    assert "Error" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only for root is the sandbox's user another one")
+def test_a_path_that_the_user_of_the_sandbox_cannot_read_is_named(tmp_path: Path) -> None:
+    """A folder of mode 700 as root: named at the start with its remedy, in each mode."""
+    script = f"""
+from rollouts.environments.python_tool import PythonToolEnvironment
+from rollouts.errors import ConfigError
+try:
+    PythonToolEnvironment(paths=[{str(tmp_path / "home" / "packages")!r}])
+except ConfigError as error:
+    print(error)
+"""
+    packages = tmp_path / "home" / "packages"
+    packages.mkdir(parents=True)
+    packages.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60, check=False)
+    words = f"paths: got '{packages}', which user {{}} of the sandbox cannot read: {packages} has mode 700; expected"
+    if containment().namespaces:
+        assert words.format(1000) in done.stdout, done
+        assert f"chmod o+rx {packages}" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_folder_above_that_forbids_is_named() -> None:
+    """Without namespaces the program sees the whole path, and a home of mode 700 stops it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        packages = Path(root, "home", "packages")
+        packages.mkdir(parents=True)
+        Path(root).chmod(0o755)
+        packages.parent.chmod(0o700)
+        script = f"""
+import os
+from rollouts.environments.sandbox.child import UnreadableError, _check_readable
+os.seteuid(65534)
+try:
+    _check_readable({str(packages)!r})
+except UnreadableError as error:
+    print(error)
+"""
+        done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60, check=False)
+        assert f"cannot read: {packages.parent} has mode 700; expected a readable folder" in done.stdout, done
+
+
+def test_a_path_that_does_not_exist_is_refused() -> None:
+    """It would be left out without a word, and each import fail."""
+    with pytest.raises(ConfigError, match=r"paths: got '/no/such'; expected a folder that exists"):
+        PythonToolEnvironment(paths=["/no/such"])
 
 
 async def test_many_run_at_once(namespaces: bool) -> None:

@@ -373,3 +373,31 @@ async def test_connecting_has_a_deadline() -> None:
         assert scope.cancelled_caught
     await transport.aclose()
     gc.collect()
+
+
+async def test_an_endless_response_ends_at_its_limit(transport: HttpClient) -> None:
+    """Hardening 24: what is received is bounded by what was asked for, and the connection is closed."""
+    sent = 0
+
+    async def endless(visit: Visit) -> None:
+        nonlocal sent
+        await visit.request()
+        await visit.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            await visit.say(b"10000\r\n" + b" " * 65536 + b"\r\n")
+            sent += 65536
+
+    async with raw_server(endless) as port:
+        url = f"http://127.0.0.1:{port}/"
+        for most in ({"most": 1 << 20}, {}):
+            with (
+                anyio.fail_after(30),
+                pytest.raises(ProtocolError, match=r"longer than the \d+ bytes that the request"),
+            ):
+                await transport.post(url, BODY, {}, **most)
+            assert sent < (most.get("most", 1 << 26)) + (8 << 20)
+            sent = 0
+        with anyio.fail_after(30), pytest.raises(ProtocolError, match="longer than the"):
+            async with transport.open("GET", url, {}) as response:
+                await response.read()
+    await transport.aclose()

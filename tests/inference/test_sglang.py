@@ -21,6 +21,7 @@ from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
 from rollouts.testing.replies import Answer, Fault, Request
 from rollouts.testing.server import StubServer
 from tests.inference.client import Client
+from tests.raw_server import Visit, answer, raw_server
 
 
 def crc(ids: Sequence[int]) -> int:
@@ -122,6 +123,22 @@ async def test_a_very_long_prompt_is_sent_whole(client: Client) -> None:
         completion = await client.complete(policy, ids)
         assert server.requests[0].input_ids == ids.tolist()
     assert completion.prompt_digest == crc(ids.tolist())
+
+
+async def test_an_endless_reply_is_bounded_by_what_was_asked_for(client: Client) -> None:
+    """Hardening 24: 16 new tokens do not need more than 512 bytes each; more new tokens may."""
+    body = b"0" * 300_000
+
+    async def serve(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(answer(body))
+        await visit.ended()
+
+    async with raw_server(serve) as port, client.policy(f"http://127.0.0.1:{port}", max_retries=0) as policy:
+        with pytest.raises(EndpointUnavailable, match=r"longer than the 27[0-9]{4} bytes that the request allows"):
+            await client.complete(policy)
+        with pytest.raises(EndpointUnavailable, match="not JSON"):  # it was read
+            await client.complete(policy, sampling=SamplingParams(max_new_tokens=1000))
 
 
 @pytest.mark.parametrize(("bad", "message"), [([1, 2, 50], r"\[2\]: got id 50"), ([-1], r"\[0\]: got id -1")])

@@ -9,11 +9,12 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.dtypes import Message, Tool, ToolCall
-from rollouts.renderer.template import ChatTemplate, _Sandbox, _tojson
+from rollouts.renderer.template import ChatTemplate
+from rollouts.renderer.template_sandbox import TemplateSandbox, tojson
 
 MESSAGES = [
     {"role": "user", "content": " a{0}b ", "items": "own", "format": "{x}", "none": None},
@@ -55,7 +56,7 @@ def outcome(environment: jinja2.Environment, source: str) -> str:
 @pytest.mark.parametrize("source", [*(f"{{{{ {expression} }}}}" for expression in EXPRESSIONS), *STATEMENTS])
 def test_the_fast_paths_of_the_sandbox_change_nothing(source: str) -> None:
     """Keys, methods, namespaces, missing names, and forbidden ones."""
-    assert outcome(_Sandbox(), source) == outcome(jinja2.sandbox.ImmutableSandboxedEnvironment(), source)
+    assert outcome(TemplateSandbox(), source) == outcome(jinja2.sandbox.ImmutableSandboxedEnvironment(), source)
 
 
 def template(source: str, **options: Any) -> ChatTemplate:
@@ -70,12 +71,13 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
+@settings(deadline=None)  # the first example tries the template in a process of its own
 def test_json_is_written_as_transformers_writes_it(arguments: dict[str, Any]) -> None:
     """Arguments of a call and the schema of a tool: in order, not escaped, with spaces after separators."""
     message = Message("assistant", tool_calls=(ToolCall("f", arguments),))
     tool = Tool("f", "", {"type": "object", "x": arguments})
     compiled = template("{{ messages[-1].tool_calls[0].function.arguments|tojson }}{{ tools[0]|tojson }}")
-    expected = _tojson(arguments) + _tojson(tool.to_chat())
+    expected = tojson(arguments) + tojson(tool.to_chat())
     for _ in range(2):
         assert compiled.render([message], [tool]) == expected
 

@@ -16,12 +16,13 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollouts.environments.sandbox import kernel, seccomp
 
-__all__ = ["INNER_USER", "SYSTEM", "enter", "outer_user"]
+__all__ = ["INNER_USER", "SYSTEM", "SYSTEM_FILES", "enter", "outer_user"]
 
 INNER_USER = 1000
 """User id of the program inside its namespace."""
@@ -29,14 +30,14 @@ _OVERFLOW_USER = 65534
 """User id of the program outside, if the supervisor is root; an account without rights."""
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/nix/store")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _BOOT = """
 import site, sys
 site.setquit()
 sys.path = [{folder!r}, *sys.path, *{paths!r}]
-sys.argv = ["main.py"]
+sys.argv = ["main.py", *{channel!r}]
 sys.excepthook = lambda kind, error, trace, show=sys.__excepthook__: show(
     kind, error.with_traceback(trace and trace.tb_next), None
 )
@@ -44,6 +45,10 @@ __file__ = "main.py"
 del site, sys
 exec(compile(open("main.py", "rb").read(), "main.py", "exec"))
 """
+
+
+class UnreadableError(Exception):
+    """The program's user cannot read one of ``paths``."""
 
 
 def outer_user() -> int:
@@ -65,6 +70,8 @@ def enter(
         for number in supervisor_fds:
             os.close(number)
         _enter(request, folder, code, streams, status, go)
+    except UnreadableError as error:
+        _report(status, broken=str(error), unreadable=True)
     except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
         _report(status, broken=f"{type(error).__name__}: {error}")
     os._exit(1)
@@ -99,16 +106,23 @@ def _enter(
         user = _plain_user(request, folder)
     if request["linux"]:
         _give_up_privileges(user, go)
+    for path in request["paths"]:
+        _check_readable(path)
     os.chdir(folder)
     with open("main.py", "wb") as file:
         file.write(code)
     if request["linux"] and not request["namespaces"] and kernel.landlock_abi():
         rules = kernel.Landlock()
-        rules.allow([*SYSTEM, *_SYSTEM_FILES, *request["readable"]], write=False)
+        roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
+        rules.allow_names(roots)
+        shown = dict.fromkeys(path for root in roots for path in _without(root, request["hidden"]))
+        rules.allow(shown, write=False)
         rules.allow([*_DEVICES, folder], write=True)
         rules.enforce()
         mechanisms.append("landlock")
-    if os.geteuid() != 0 or request["namespaces"]:
+    if request.get("bubblewrap"):
+        mechanisms.append("bubblewrap")
+    if request["namespaces"] or (os.geteuid() != 0 and not (request.get("bubblewrap") and request["root_outside"])):
         mechanisms.append("user")
     program = os.fork()
     if program == 0:
@@ -138,11 +152,37 @@ def _plain_user(request: dict[str, Any], folder: str) -> int:
         os.seteuid(_OVERFLOW_USER)
     except OSError:
         return 0
-    can = all(os.access(path, os.R_OK, effective_ids=True) for path in [*request["readable"], request["python"]])
+    needed = [path for path in request["readable"] if path not in request["paths"]]
+    can = all(os.access(path, os.R_OK, effective_ids=True) for path in [*needed, request["python"]])
     os.seteuid(0)
     if can:
         os.chown(folder, _OVERFLOW_USER, _OVERFLOW_USER)
     return _OVERFLOW_USER if can else 0
+
+
+def _check_readable(path: str) -> None:
+    """Raise if the program's user cannot read a folder of ``paths``; name the folder above it that forbids it."""
+    parts = path.split("/")
+    for above in ["/".join(parts[:count]) for count in range(2, len(parts) + 1)]:
+        if not os.access(above, os.X_OK if above != path and os.path.isdir(above) else os.R_OK, effective_ids=True):
+            mode = stat.S_IMODE(os.stat(above).st_mode)
+            raise UnreadableError(
+                f"paths: got {path!r}, which user {os.geteuid()} of the sandbox cannot read: "
+                f"{above} has mode {mode:o}; expected a readable folder: "
+                f"chmod o+rx {above}, or copy the packages elsewhere, or run as another user than root"
+            )
+
+
+def _without(root: str, hidden: Sequence[str]) -> Iterator[str]:
+    """A path, or what is in it except hidden folders."""
+    root = os.path.realpath(root)
+    if root in hidden:
+        return
+    if not any(path.startswith(f"{root}/") for path in hidden):
+        yield root
+        return
+    for name in os.listdir(root):
+        yield from _without(os.path.join(root, name), hidden) if not os.path.islink(os.path.join(root, name)) else ()
 
 
 # -- the file system --------------------------------------------------------------------------------------------------
@@ -162,9 +202,21 @@ def _build_root(request: dict[str, Any], folder: str) -> None:
     inodes = max(256, request["disk_bytes"] // 4096)
     kernel.mount("tmpfs", "/tmp", "tmpfs", limits, f"size={request['disk_bytes']},nr_inodes={inodes},mode=1777")
     os.mkdir("/tmp/work")
-    for path in [*folders, *_SYSTEM_FILES, *request["readable"]]:
-        if os.path.exists(f"/old{path}") and not _is_mounted(path):
-            kernel.bind_read_only(f"/old{path}", _mount_point(path))
+    hidden = [path for path in request["hidden"] if os.path.isdir(f"/old{path}")]
+
+    def bind(paths: Sequence[str]) -> None:
+        for path in paths:
+            if os.path.exists(f"/old{path}") and not _is_mounted(path):
+                kernel.bind_read_only(f"/old{path}", _mount_point(path))
+
+    bind([*folders, *SYSTEM_FILES, *request["readable"]])
+    for path in hidden:
+        if os.path.isdir(path):
+            kernel.mount("tmpfs", path, "tmpfs", limits, "size=1m,mode=755")
+    bind(request["paths"])  # those below a hidden folder
+    for path in hidden:
+        if os.path.isdir(path):
+            kernel.read_only(path, recursive=False)
     for path, target in links.items():
         os.symlink(target, path)
     for path in _DEVICES:
@@ -207,10 +259,10 @@ def _become_program(
             mechanisms.append("seccomp")
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        boot = _BOOT.format(folder=folder, paths=request["paths"])
+        boot = _BOOT.format(folder=folder, paths=request["paths"], channel=[str(n) for n in request["channel"]])
         _report(status, begun=mechanisms)
         os.set_inheritable(status, False)
-        _close_all_except(status)
+        _close_all_except(status, *request["channel"])
         line = [request["python"], "-I", "-S", "-B", "-X", "utf8", "-c", boot]
         os.execve(request["python"], line, environment)
     except BaseException as error:  # noqa: BLE001 - the supervisor must learn of any failure
@@ -240,10 +292,12 @@ def _set_limits(request: dict[str, Any]) -> None:
             resource.setrlimit(kind, values)
 
 
-def _close_all_except(descriptor: int) -> None:
-    highest = 1 << 16
-    os.closerange(3, descriptor)
-    os.closerange(descriptor + 1, highest)
+def _close_all_except(*kept: int) -> None:
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, 1 << 16)
 
 
 def _wait_for(program: int, status: int) -> None:

@@ -45,11 +45,16 @@ class Containment:
     enforced: Mapping[str, str]
     not_enforced: Mapping[str, str]
     mechanisms: Sequence[str]
-    """The mechanisms in use, of ``namespaces``, ``landlock``, ``seccomp``, ``user``."""
+    """The mechanisms in use, of ``namespaces``, ``bubblewrap``, ``landlock``, ``seccomp``, ``user``."""
 
     @property
     def namespaces(self) -> bool:
         return "namespaces" in self.mechanisms
+
+    @property
+    def bubblewrap(self) -> bool:
+        """Whether bubblewrap makes the namespaces, which this process may not make itself."""
+        return "bubblewrap" in self.mechanisms
 
     def check(self, require: Collection[str] | Literal["all"]) -> None:
         """Raise if a required name is not enforced.
@@ -83,6 +88,8 @@ def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: 
     """Derive the containment from the mechanisms that a first run reported."""
     own = "namespaces" in mechanisms
     calls, files, user = ("seccomp" in mechanisms, "landlock" in mechanisms, "user" in mechanisms)
+    boxed = "bubblewrap" in mechanisms
+    box = "a file system of its own, by bubblewrap"
     here = f"no namespaces here ({why_no_namespaces})"
     no_filter = f"{here} and no system call filter"
     how_by_name: dict[str, str | None] = {
@@ -91,13 +98,23 @@ def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: 
         "memory": "RLIMIT_AS, of each process" if platform == "linux" else None,
         "processes": "RLIMIT_NPROC in a user namespace" if own else "seccomp: only the first" if calls else None,
         "file_size": "RLIMIT_FSIZE",
-        "disk": "a file system in memory, of that size" if own else None,
+        "disk": "a file system in memory, of that size" if own or boxed else None,
         "output": "the supervisor discards the rest",
-        "network": "a network namespace without a network" if own else "seccomp: no sockets" if calls else None,
-        "writing": "a file system of its own" if own else "Landlock and seccomp" if files and calls else None,
-        "reading": "a file system of its own" if own else "Landlock" if files else None,
+        "network": "a network namespace without a network"
+        if own or boxed
+        else "seccomp: no sockets"
+        if calls
+        else None,
+        "writing": "a file system of its own"
+        if own
+        else box
+        if boxed
+        else "Landlock and seccomp"
+        if files and calls
+        else None,
+        "reading": "a file system of its own" if own else box if boxed else "Landlock" if files else None,
         "signals": "a process namespace" if own else "seccomp: only to itself" if calls else None,
-        "survivors": "a process namespace" if own else "seccomp: no other process" if calls else None,
+        "survivors": "a process namespace" if own or boxed else "seccomp: no other process" if calls else None,
         "privileges": "no capability, not root" if user else None,
         "environment": "not passed on",
         "descriptors": "closed except the three streams",
@@ -107,7 +124,7 @@ def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: 
         "disk": f"{here}; each file is limited",
         "writing": f"{here} and no Landlock with a system call filter",
         "reading": f"{here} and no Landlock",
-        "privileges": "we are root, and only root can read the interpreter",
+        "privileges": "we are root" if boxed else "we are root, and only root can read the interpreter",
     }
     return Containment(
         {name: how for name, how in how_by_name.items() if how is not None},

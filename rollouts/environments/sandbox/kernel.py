@@ -184,11 +184,18 @@ class Landlock:
 
     def allow(self, paths: Iterable[str], *, write: bool) -> None:
         """Allow reading at or below ``paths``, with ``write`` every access; paths that do not exist are skipped."""
+        self._allow(paths, self._all if write else _READ)
+
+    def allow_names(self, paths: Iterable[str]) -> None:
+        """Allow listing the folders at or below ``paths``, without their files."""
+        self._allow(filter(os.path.isdir, paths), _READ_DIR)
+
+    def _allow(self, paths: Iterable[str], granted: int) -> None:
         for path in paths:
             if not os.path.exists(path):
                 continue
             descriptor = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
-            rights = self._all if write else _READ
+            rights = granted
             rights &= self._all if os.path.isdir(path) else _FILE
             rule = struct.pack("=Qi", rights & self._all, descriptor)
             _syscall("landlock_add_rule", _number(445, 445), self._rules, 1, rule, 0)

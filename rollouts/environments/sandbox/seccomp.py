@@ -70,9 +70,25 @@ _ALWAYS: dict[str, tuple[int, int]] = {
     "io_uring_register": (427, 427),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
     "mq_open": (240, 180),
+    # objects of System V, which outlive the process and belong to the machine
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    # watches, which report names of files that others make
+    "inotify_init": (253, _ABSENT),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
 }
 
 _ALONE: dict[str, tuple[int, int]] = {
@@ -108,6 +124,9 @@ _ALONE: dict[str, tuple[int, int]] = {
 }
 
 _SOCKET, _CLONE, _CLONE3, _PRLIMIT, _KILL, _TGKILL = (41, 198), (56, 220), (435, 435), (302, 261), (62, 129), (234, 131)
+_FCNTL, _IOCTL = (72, 25), (16, 29)
+_SET_OWNER = {_FCNTL: (8, 10, 15), _IOCTL: (0x8901, 0x8902)}
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX; FIOSETOWN and SIOCSPGRP. They make the kernel send a signal to any process."""
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _NEW_NAMESPACE, _THREAD = 0x7E020000, 0x00010000
 
@@ -146,6 +165,9 @@ def _program(column: int, architecture: int, alone: bool) -> bytes:
     steps += _when(
         _CLONE3[column], _step(_RETURN, _ERROR | errno.ENOSYS)
     )  # a filter cannot read its flags; clone's it can
+    for call, requests in _SET_OWNER.items():
+        owners = [_step(_EQUAL, request, yes=len(requests) - 1 - i) for i, request in enumerate(requests[:-1])]
+        steps += _when(call[column], _argument(1), *owners, _step(_EQUAL, requests[-1], no=1), _REFUSE, _PASS)
     if alone:
         steps += _when(_SOCKET[column], _REFUSE)
         steps += _when(_CLONE[column], _argument(0), _step(_ANY_BIT, _THREAD, no=1), _PASS, _REFUSE)

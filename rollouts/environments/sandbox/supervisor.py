@@ -79,7 +79,7 @@ class _Watch:
         if self.gate == 0:
             ours = (self.stdin, self.go, self.status, lifeline, self.streams[0][0], self.streams[1][0])
             enter(request, folder, code, theirs, status, go, ours)
-        for number in (*theirs, status, go):
+        for number in (*theirs, status, go, *request["channel"]):
             os.close(number)
 
         self.selector = selectors.DefaultSelector()
@@ -113,6 +113,7 @@ class _Watch:
         out_of_cpu = code == -signal.SIGXCPU or (code == -signal.SIGKILL and used_up)
         answer = {
             "broken": self.report.get("broken"),
+            "unreadable": self.report.get("unreadable", False),
             "mechanisms": self.report.get("begun", []),
             "exit_code": code,
             "timed_out": self.timed_out or out_of_cpu,

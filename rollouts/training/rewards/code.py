@@ -2,42 +2,31 @@
 
 Invariant: a program that fails, loops or exits early has not passed. Tests that cannot run are a
 :class:`RewardFailure`, and so is a sandbox that cannot be set up. No program runs on a machine that cannot enforce the
-required restrictions. A secret word printed after the asserts proves that they were reached; a program that searches
-the memory of its interpreter could still find it.
+required restrictions. Asserts run in another process than the program, which can neither read them nor change how they
+compare (:mod:`rollouts.training.rewards.code_remote`).
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import anyio
+import attrs
 
-from rollouts.environments.python_tool import REQUIRED, Execution, PythonLimits, SandboxError, run_python
+from rollouts.environments.python_tool import REQUIRED, PythonLimits, SandboxError, run_connected, run_python
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.answers import final_reply
+from rollouts.training.rewards.code_remote import text_of
 from rollouts.training.types import Sample
 
 __all__ = ["code_of", "code_tests"]
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_Require: TypeAlias = Collection[str] | Literal["all"]
 _EXPECTED = 'a list of asserts, or of {"input": text, "output": text}'
-
-_HARNESS = """\
-import sys
-word, code, test = eval(sys.stdin.readline())
-def run(word=word):
-    names = {"__name__": "program"}
-    exec(compile(code, "program", "exec"), names)
-    exec(compile(test, "test", "exec"), names)
-    sys.__stdout__.write("\\n" + word)
-    sys.__stdout__.flush()
-del word
-run()
-"""
 
 
 async def code_tests(
@@ -46,7 +35,7 @@ async def code_tests(
     tests: str = "test_list",
     share: bool = False,
     limits: PythonLimits | None = None,
-    require: Collection[str] | Literal["all"] = REQUIRED,
+    require: _Require = REQUIRED,
 ) -> float:
     """1.0 if the program of the last reply passes all its tests, else 0.0.
 
@@ -68,12 +57,11 @@ async def code_tests(
         return 0.0
     passed: dict[int, bool] = {}
     errors: list[SandboxError | ConfigError] = []
-    runner = functools.partial(run_python, limits=limits, require=require)
     async with anyio.create_task_group() as tasks:
 
         async def run(number: int) -> None:
             try:
-                passed[number] = await _passes(code, wanted[number], runner)
+                passed[number] = await _passes(code, wanted[number], limits, require)
             except (SandboxError, ConfigError) as error:
                 errors.append(error)
                 tasks.cancel_scope.cancel()
@@ -89,6 +77,14 @@ async def code_tests(
     return sum(passed.values()) / len(wanted) if share else float(len(passed) == len(wanted) and all(passed.values()))
 
 
+@attrs.frozen
+class _Assert:
+    """Asserts, and the imports that run before them."""
+
+    text: str
+    imports: str
+
+
 def code_of(text: str) -> str | None:
     """The last fenced code block, else the whole text if it is a program, else ``None``."""
     blocks = _BLOCK.findall(text)
@@ -101,21 +97,23 @@ def code_of(text: str) -> str | None:
     return text if text.strip() else None
 
 
-async def _passes(code: str, test: str | tuple[str, str], runner: Callable[..., Awaitable[Execution]]) -> bool:
+async def _passes(code: str, test: _Assert | tuple[str, str], limits: PythonLimits | None, require: _Require) -> bool:
     if isinstance(test, tuple):
         stdin, expected = test
-        result = await runner(code, stdin=stdin)
+        result = await run_python(code, stdin=stdin, limits=limits, require=require)
         return result.exit_code == 0 and _lines(result.stdout) == _lines(expected)
     word = secrets.token_hex(16)
-    result = await runner(_HARNESS, stdin=repr((word, code, test)) + "\n")
-    return result.exit_code == 0 and result.stdout.endswith("\n" + word)
+    program = text_of(f"run_program({code!r}, {test.imports!r})")
+    tests = text_of(f"run_tests({test.text!r}, {test.imports!r}, {word!r})")
+    result = await run_connected(program, tests, limits=limits, require=require)
+    return result.exit_code == 0 and result.stdout.endswith(f"\n{word}\n")
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _tests(sample: Sample, key: str) -> list[str | tuple[str, str]]:
+def _tests(sample: Sample, key: str) -> list[_Assert | tuple[str, str]]:
     entries: Any = sample.metadata.get(key)
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
         raise RewardFailure(f"metadata[{key!r}]: got {shortened(entries)}; expected {_EXPECTED}")
@@ -123,16 +121,16 @@ def _tests(sample: Sample, key: str) -> list[str | tuple[str, str]]:
     return [_test(entry, imports, f"metadata[{key!r}][{number}]") for number, entry in enumerate(entries)]
 
 
-def _test(entry: Any, imports: str, place: str) -> str | tuple[str, str]:
+def _test(entry: Any, imports: str, place: str) -> _Assert | tuple[str, str]:
     if isinstance(entry, Mapping) and isinstance(entry.get("input"), str) and isinstance(entry.get("output"), str):
         return entry["input"], entry["output"]
     if not isinstance(entry, str) or not entry.strip():
         raise RewardFailure(f"{place}: got {shortened(entry)}; expected {_EXPECTED}")
-    test = f"{imports}\n{entry}"
     try:
-        compile(test, "test", "exec")
+        compile(imports, "test", "exec")
+        compile(entry, "test", "exec")
     except (SyntaxError, ValueError) as error:
         raise RewardFailure(
             f"{place}: got {shortened(entry)}, which is no Python ({error}); expected {_EXPECTED}"
         ) from None
-    return test
+    return _Assert(entry, imports)

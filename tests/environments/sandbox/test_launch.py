@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
 from rollouts.environments.python_tool import PythonLimits, containment
+from rollouts.environments.sandbox.containment import REQUIRED, containment_of
 from rollouts.environments.sandbox.launch import SandboxError, run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is tested on Linux")
@@ -54,3 +57,37 @@ def test_a_lifeline_that_is_cut_ends_the_program() -> None:
     os.close(reading)
     assert answer.exit_code < 0
     assert answer.seconds < 40
+
+
+BOXED = [
+    ("print(open({secret!r}).read())", "FileNotFoundError"),
+    ("import os; open('f', 'w').write(os.getcwd()); print(open('f').read())", "/tmp/work"),
+    ("open('/f', 'w')", "OSError"),
+    ("open('/dev/f', 'w')", "OSError"),
+    ("import os; os.kill(1, 9)", "PermissionError"),
+    ("import os; os.fork()", "PermissionError"),
+    ("import socket; socket.socket()", "PermissionError"),
+    ("import glob, os; print(glob.glob(os.path.dirname(os.__file__) + '/site-packages/*'))", "[]"),
+    ("for n in range(9): open(f'f{n}', 'wb').write(bytes(9 << 20))", "OSError"),
+]
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.parametrize(("code", "words"), BOXED)
+def test_in_bubblewrap(code: str, words: str, lifeline: int, tmp_path: Path) -> None:
+    """A file system of its own with a limited disk, without packages, network and other processes."""
+    secret = tmp_path / "secret"
+    secret.write_text("canary")
+    settings = {**SETTINGS, "bubblewrap": shutil.which("bwrap")}
+    try:
+        answer, out, errors = run_program(
+            code.replace("{secret!r}", repr(str(secret))).encode(), b"", (), settings, lifeline
+        )
+    except SandboxError as error:
+        if "bwrap: " not in str(error):
+            raise
+        pytest.skip(f"bubblewrap may make no namespaces here: {error}")
+    assert "bubblewrap" in answer.mechanisms
+    last = (out or errors).decode().strip().splitlines()[-1]
+    assert last.startswith(words), (last, words)
+    containment_of(answer.mechanisms, "").check(REQUIRED)

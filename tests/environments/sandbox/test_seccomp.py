@@ -20,6 +20,8 @@ NUMBERS = {
     "prlimit64": seccomp._PRLIMIT,
     "kill": seccomp._KILL,
     "tgkill": seccomp._TGKILL,
+    "fcntl": seccomp._FCNTL,
+    "ioctl": seccomp._IOCTL,
 }
 
 
@@ -40,7 +42,7 @@ def test_numbers_are_the_kernels(column: int, header: str) -> None:
     assert len(known.keys() & NUMBERS.keys()) > 40
 
 
-def run(program: bytes, machine: int, number: int, argument: int = 0) -> int:
+def run(program: bytes, machine: int, number: int, argument: int = 0, second: int = 0) -> int:
     """What a filter answers, by the kernel's rules for the few steps that ours has."""
     steps = list(struct.iter_unpack("=HBBI", program))
     place, value = 0, 0
@@ -50,7 +52,7 @@ def run(program: bytes, machine: int, number: int, argument: int = 0) -> int:
         if code == seccomp._RETURN:
             return operand
         if code == seccomp._LOAD:
-            value = {0: number, 4: machine, 16: argument}[operand]
+            value = {0: number, 4: machine, 16: argument, 24: second}[operand]
             continue
         true = {
             seccomp._EQUAL: value == operand,
@@ -71,8 +73,8 @@ def test_what_is_refused_and_what_is_not(machine: str, alone: bool) -> None:
     architecture = seccomp._ARCHITECTURES[machine]
     program = seccomp._program(column, architecture, alone)
 
-    def verdict(name: str, argument: int = 0) -> int:
-        return run(program, architecture, NUMBERS[name][column], argument)
+    def verdict(name: str, argument: int = 0, second: int = 0) -> int:
+        return run(program, architecture, NUMBERS[name][column], argument, second)
 
     for name in seccomp._ALWAYS:
         assert NUMBERS[name][column] < 0 or verdict(name) == NO, name
@@ -88,7 +90,18 @@ def test_what_is_refused_and_what_is_not(machine: str, alone: bool) -> None:
     for name in ("kill", "tgkill"):
         assert (verdict(name, os.getpid()), verdict(name, 1)) == (PASS, NO if alone else PASS)
     assert (verdict("prlimit64", 0), verdict("prlimit64", 7)) == (PASS, NO if alone else PASS)
+    owner, signal, owner_ex, duplicate = 8, 10, 15, 0
+    assert [verdict("fcntl", 5, command) for command in (owner, signal, owner_ex, duplicate)] == [NO] * 3 + [PASS]
+    assert [verdict("ioctl", 5, request) for request in (0x8901, 0x8902, 0x5413)] == [NO] * 2 + [PASS]
     assert run(program, architecture, 63 if column else 0) == PASS  # read
     assert run(program, 0x40000003, 4) == KILL  # another machine
     if machine == "x86_64":
         assert run(program, architecture, 0x40000000 | 41) == KILL
+
+
+@pytest.mark.parametrize("name", ["sem", "shm", "msg", "inotify_", "fanotify_"])
+def test_what_outlives_or_watches_is_refused(name: str) -> None:
+    """Hardening 19: semaphores, shared memory and queues outlive their process; watches name the files of others."""
+    calls = {"sem": "get op ctl timedop", "shm": "get at ctl", "msg": "get snd rcv ctl"}
+    calls |= {"inotify_": "init init1 add_watch", "fanotify_": "init mark"}
+    assert {f"{name}{call}" for call in calls[name].split()} <= seccomp._ALWAYS.keys()

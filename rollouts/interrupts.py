@@ -1,0 +1,65 @@
+"""Ctrl-C in the commands, from the first import to the end.
+
+Invariant: the first signal asks for a clean stop, or ends a command whose work has not begun; the second ends the
+process at once. The handlers are Python functions: they also run while the event loop is blocked, and an exception
+handler in foreign code cannot swallow them. It imports the standard library only: it is active before anything else is
+imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["INTERRUPTED", "exit_on_interrupt", "handling_interrupts"]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def exit_on_interrupt() -> None:
+    """End the process at the first Ctrl-C, while there is nothing to clean up."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+
+
+def raise_interrupt() -> None:
+    """What Python does at Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def handling_interrupts(
+    first: Callable[[], object] = raise_interrupt,
+    second: Callable[[], object] | None = None,
+    signals: Sequence[signal.Signals] = (signal.SIGINT,),
+) -> Iterator[None]:
+    """Call ``first`` at the first of some signals; at the next one call ``second`` and end the process.
+
+    Both are called in the main thread, between any two steps of its program. Elsewhere than in the main thread this
+    does nothing, as Python allows no handlers there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received = 0
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal received
+        received += 1
+        if received == 1:
+            first()
+            return
+        if second is not None:
+            second()
+        os._exit(INTERRUPTED)
+
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
