@@ -132,7 +132,8 @@ async def run_branches(
     finally:
         if environment is not None:
             await _close(environment, name, episode.trajectory, limits)
-    if failure is None and past is None and not episode.branches[0].completions:
+    too_long = stop_reason is StopReason.CONTEXT_OVERFLOW  # of the prompt itself: data, truncated before its reply
+    if failure is None and past is None and not too_long and not episode.branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {stop_reason.value}"))
         stop_reason = StopReason.FAILED
     return _seal(episode.branches, stop_reason, failure)

@@ -115,12 +115,27 @@ class _Routes:
 
 
 def _max_context(models: dict[str, Any], server: dict[str, Any]) -> int | None:
+    """The tokens that prompt and reply really have: SGLang keeps some of the context and of its KV pool for itself."""
     cards = models.get("data")
     lengths = [card.get("max_model_len") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    for length in (*lengths, server.get("context_length")):
-        if isinstance(length, int) and not isinstance(length, bool) and length > 0:
-            return length
-    return None
+    model = (_length(length) for length in (*lengths, server.get("context_length")))
+    limits = [length for length in model if length is not None][:1]
+    longest_prompt, pool = _length(server.get("max_req_input_len")), _length(server.get("max_total_num_tokens"))
+    if longest_prompt is not None:
+        limits.append(longest_prompt + _REPLY_BEYOND_PROMPT)
+    elif pool is not None:
+        limits.append(pool - _RESERVED)
+    return max(1, min(limits)) if limits else None
+
+
+_RESERVED = 2
+"""Tokens of context or pool that no request gets: a budget up to the end of the context is cut by 2."""
+_REPLY_BEYOND_PROMPT = 4
+"""``max_req_input_len`` is the smaller of context and pool, less 6."""
+
+
+def _length(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _text(value: Any) -> str | None:

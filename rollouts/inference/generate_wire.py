@@ -176,7 +176,8 @@ def read_completion(
     # A request that was aborted in the queue may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
-        raise TokenMismatchError(f"{ids.count} ids were sent; the server counts {prompt_tokens}")
+        hint = ". Does it truncate prompts? Start it without --allow-auto-truncate" if prompt_tokens < ids.count else ""
+        raise TokenMismatchError(f"{ids.count} ids were sent; the server counts {prompt_tokens}{hint}")
     try:
         return Completion(
             tokens=tokens,

@@ -17,10 +17,12 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeAlias
 from urllib.parse import quote
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.boundary import boundary
@@ -38,6 +40,9 @@ from rollouts.inference.token_json import EncodedIds, SequenceCache
 from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
 
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policies", "shared_policy"]
+
+VocabSize: TypeAlias = int | Callable[[], int] | None
+"""Number of ids of the model, or a hashable function that returns it."""
 
 DESCRIBE_SECONDS = 30.0
 LOAD_SECONDS = 2.0
@@ -96,12 +101,12 @@ class SGLangPolicy:
     Args:
         endpoint: URLs, key, deadlines and number of retries; its ``sampling`` is ignored.
         vocab_size: upper bound of ids, ``None`` if unknown. Other ids are not sent (they would crash the server), and a
-            reply that contains one is refused.
+            reply that contains one is refused. A function is called in a worker thread before the first request.
         backoff: maps the number of failed attempts (from 1) to the seconds before the next one.
     """
 
     def __init__(
-        self, endpoint: Endpoint, *, vocab_size: int | None = None, backoff: Callable[[int], float] = full_jitter
+        self, endpoint: Endpoint, *, vocab_size: VocabSize = None, backoff: Callable[[int], float] = full_jitter
     ) -> None:
         key = endpoint.api_key
         if key is not None and not (key.isascii() and key.isprintable()):
@@ -114,7 +119,8 @@ class SGLangPolicy:
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._sequences = SequenceCache(vocab_size)
+        self._unread_vocab_size = vocab_size if callable(vocab_size) else None
+        self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._checked_stops: set[tuple[int, ...]] = set()
@@ -177,6 +183,8 @@ class SGLangPolicy:
             ConfigError: an id is outside the vocabulary; nothing was sent.
             TokenMismatchError: the response is not about the ids that were sent.
         """
+        if self._unread_vocab_size is not None:
+            await self._read_vocab_size(self._unread_vocab_size)
         if stop_token_ids not in self._checked_stops:
             self._sequences.check(stop_token_ids, "stop_token_ids")
             self._checked_stops = {tuple(stop_token_ids)}
@@ -199,6 +207,11 @@ class SGLangPolicy:
             raise
         finally:
             call.last_error = None  # breaks the reference cycle through its traceback
+
+    async def _read_vocab_size(self, read: Callable[[], int]) -> None:
+        vocab_size = await anyio.to_thread.run_sync(read)
+        if self._unread_vocab_size is not None:  # else a concurrent call was first
+            self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
 
     def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
         """Encode the options; those of the last call are reused if they are the same objects."""
@@ -382,12 +395,12 @@ class SGLangPolicy:
             error.args = (str(error).replace(key, "***"),)
 
 
-_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, int | None], SGLangPolicy]] = (
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, VocabSize], SGLangPolicy]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPolicy:
+def shared_policy(endpoint: Endpoint, vocab_size: VocabSize = None) -> SGLangPolicy:
     """Return the policy of this endpoint in the running event loop, created at the first call.
 
     Endpoints that differ only in their sampling share one policy. It is closed when the loop shuts down.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from aiohttp import web
 
@@ -17,6 +19,25 @@ async def test_an_sglang_server_is_described(client: Client, old_routes: bool) -
     """Version, model, weights and context, by the current or the older routes."""
     async with StubServer(max_context=99, old_routes=old_routes) as server, client.policy(server.url) as policy:
         assert await policy.describe() == ServerInfo("0.5.23", "stub", "v1", 99)
+
+
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [
+        ({"max_req_input_len": 1018, "max_total_num_tokens": 65536}, 1022),  # the end of the context is not used
+        ({"max_req_input_len": 494, "max_total_num_tokens": 500}, 498),  # the KV pool is smaller than the context
+        ({"max_total_num_tokens": 500}, 498),
+        ({"max_total_num_tokens": 65536}, 1024),
+        ({"max_req_input_len": None, "max_total_num_tokens": True}, 1024),
+    ],
+)
+async def test_the_room_for_a_request_is_what_context_and_kv_pool_leave(
+    client: Client, fields: dict[str, Any], room: int
+) -> None:
+    """Real servers sample 2 tokens less than the context holds, and no more than the pool holds."""
+    info = {"model_path": "stub", **fields}
+    async with StubServer(max_context=1024, model_info=info) as server, client.policy(server.url) as policy:
+        assert (await policy.describe()).max_context == room
 
 
 async def test_a_missing_server_is_reported_with_the_fix(client: Client) -> None:
