@@ -85,7 +85,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """The recipe as plain values for ``run.json``, without keys and passwords."""
         endpoint = attrs.asdict(self.endpoint)
-        del endpoint["api_key"]
+        del endpoint["api_key"], endpoint["admin_key"]
         endpoint["base_url"] = [without_password(url) for url in self.endpoint.base_url]
         bound = self._bound
         return {

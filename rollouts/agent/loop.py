@@ -23,6 +23,7 @@ from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
+    EndpointAway,
     EndpointError,
     EnvironmentFailure,
     Failure,
@@ -109,6 +110,7 @@ async def run_branches(
 
     Raises:
         ConfigError: the chat template failed its self-test for the environment's tools.
+        EndpointAway: no server answered for too long.
         TokenMismatchError: a law was broken.
     """
     limits = limits or Limits()
@@ -127,6 +129,8 @@ async def run_branches(
             stop_reason = await episode.play(environment, name, past)
     except ContextOverflow:
         stop_reason = StopReason.CONTEXT_OVERFLOW
+    except EndpointAway:
+        raise
     except (EnvironmentFailure, EndpointError, GenerateFailure, HistoryRewritten) as error:
         stop_reason, failure = StopReason.FAILED, Failure.of(error)
     finally:

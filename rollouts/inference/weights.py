@@ -29,6 +29,7 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
 from rollouts.http.client import ConnectFailed, HttpClient
+from rollouts.inference.aborts import headers_of
 from rollouts.inference.discovery import served_version
 from rollouts.inference.pauses import ordered
 from rollouts.inference.wire_errors import loads, message_of
@@ -87,9 +88,7 @@ async def update_weights(
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
     path = os.path.abspath(folder)  # noqa: ASYNC240 - does not access the disk
-    headers = {"Content-Type": "application/json"}
-    if endpoint.api_key is not None:
-        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    headers = headers_of(endpoint, admin=True)
     transport = HttpClient(connect_seconds=endpoint.connect_seconds)
     servers = [_Server(transport, headers, url, version) for url in endpoint.base_url]
     try:

@@ -16,6 +16,7 @@ __all__ = [
     "RETRIED_STATUSES",
     "UNREADABLE",
     "MayStillRun",
+    "Overloaded",
     "error_in_200",
     "error_of",
     "loads",
@@ -43,6 +44,10 @@ class MayStillRun(EndpointUnavailable):
     """An error after which the generation may still be running, e.g. from a proxy."""
 
 
+class Overloaded(EndpointUnavailable):
+    """The server takes no further request now: its queue is full, or it is not ready."""
+
+
 def error_of(status: int, message: str) -> EndpointError:
     """Return the error for an HTTP status and its message."""
     text = f"status {status}: {message}"
@@ -53,7 +58,9 @@ def error_of(status: int, message: str) -> EndpointError:
     # a router sent the request twice, and the first one still runs.
     if (status >= 500 and status != 503) or (status == 400 and "duplicate request id" in lowered):
         return MayStillRun(text)
-    if status == 503 or status in RETRIED_STATUSES:
+    if status == 503:
+        return Overloaded(text)
+    if status in RETRIED_STATUSES:
         return EndpointUnavailable(text)
     return EndpointRefused(text)
 

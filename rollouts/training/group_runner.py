@@ -22,6 +22,7 @@ from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
+    EndpointAway,
     Failure,
     FilterFailure,
     GenerateFailure,
@@ -160,7 +161,7 @@ class GroupRunner:
                 if not kept:
                     outcome, reason = "dropped", why
             pack_or_fail(samples, GenerateFailure, "after reward and filter")
-        except (TokenMismatchError, ConfigError):
+        except (TokenMismatchError, ConfigError, EndpointAway):
             raise
         except RolloutsError as error:
             failure = Failure.of(error)

@@ -17,6 +17,7 @@ from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Prompt, StopReason, finite
 from rollouts.errors import (
     ConfigError,
+    EndpointAway,
     Failure,
     GenerateFailure,
     RewardFailure,
@@ -47,6 +48,7 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
 
     Raises:
         ConfigError: every rollout would fail in the same way.
+        EndpointAway: no server answered for too long; the rollout is not lost.
         TokenMismatchError: a law is broken.
     """
     samples: list[Sample] = []
@@ -57,7 +59,7 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
                 await score(sample, config.reward_fn, seconds=config.reward_seconds)
             share_rewards(samples)
             pack_or_fail(samples, RewardFailure, f"after reward {function_name(config.reward_fn)}")
-    except (TokenMismatchError, ConfigError):
+    except (TokenMismatchError, ConfigError, EndpointAway):
         raise
     except RolloutsError as error:
         failure = Failure.of(error)
