@@ -435,9 +435,11 @@ class SamplingParams:
     )
     """Budget of one reply, in tokens."""
     stop: tuple[str, ...] = attrs.field(
-        default=(), converter=_texts, validator=_check("a string or several", _are_texts)
+        default=(),
+        converter=_texts,
+        validator=_check("a string or several, at most 32", lambda v: _are_texts(v) and len(v) <= 32),
     )
-    """Stop strings; their tokens stay in the reply."""
+    """Stop strings; their tokens stay in the reply. Servers accept 32."""
     seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
 
 

@@ -116,9 +116,13 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
     )
 
 
-def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
-    """Return the body of one attempt, which has its own rid, and the offset of the ids in it."""
-    head = b'{"rid":"%b","input_ids":[' % rid.encode()
+def request_body(rid: str, ids: EncodedIds, options: bytes, namespace: str = "") -> tuple[bytes, int]:
+    """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
+
+    ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`.
+    """
+    extra = b'"extra_key":%b,' % msgspec.json.encode(namespace) if namespace else b""
+    head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 
 

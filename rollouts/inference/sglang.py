@@ -38,6 +38,7 @@ from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
 from rollouts.inference.outages import Outage, ServedWeights, ServerAway
 from rollouts.inference.pauses import POLL_SECONDS, is_ready
+from rollouts.inference.prefixes import Namespaces
 from rollouts.inference.routing import Worker, Workers
 from rollouts.inference.token_json import EncodedIds, SequenceCache
 from rollouts.inference.wire_errors import MayStillRun, Overloaded, error_of, loads, message_of
@@ -93,6 +94,7 @@ class _Call:
     session: str
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
+    namespace: str
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
     """Worker and rid of a generation that may be running; no attempt is sent while this is set."""
@@ -140,6 +142,7 @@ class SGLangPolicy:
         self._headers, self._admin_headers = headers_of(endpoint), headers_of(endpoint, admin=True)
         self._outage = Outage(endpoint.outage_seconds)
         self._weights = ServedWeights()
+        self._namespaces = Namespaces()
         self._reached = False
         """Whether a server has ever answered: a wrong URL is not waited for."""
         self._interrupted = anyio.Event()
@@ -219,6 +222,7 @@ class SGLangPolicy:
             session=session,
             sampling=sampling,
             stop_token_ids=stop_token_ids,
+            namespace=self._namespaces.of(session, self._workers.all[0].url),
         )
         self.totals.encoded_tokens = self._sequences.encoded
         worker = self._workers.worker_for(session)
@@ -468,7 +472,7 @@ class SGLangPolicy:
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # fixed width, so that none is a prefix of another: SGLang aborts by prefix
-        body, start = generate_wire.request_body(rid, call.ids, call.options)
+        body, start = generate_wire.request_body(rid, call.ids, call.options, call.namespace)
         call.ids.move_into(body, start)
         call.running = (worker, rid)
         self.totals.requests += 1
