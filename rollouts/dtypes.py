@@ -435,9 +435,11 @@ class SamplingParams:
     )
     """Budget of one reply, in tokens."""
     stop: tuple[str, ...] = attrs.field(
-        default=(), converter=_texts, validator=_check("a string or several", _are_texts)
+        default=(),
+        converter=_texts,
+        validator=_check("a string or several, at most 32", lambda v: _are_texts(v) and len(v) <= 32),
     )
-    """Stop strings; their tokens stay in the reply."""
+    """Stop strings; their tokens stay in the reply. Servers accept 32."""
     seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
 
 
@@ -470,6 +472,7 @@ class Endpoint:
         model: name or folder of the model; also the default source of the tokenizer.
         base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
+        admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
     provider: str = attrs.field(default="sglang", validator=_check('"sglang"', lambda v: v == "sglang"))
@@ -483,6 +486,7 @@ class Endpoint:
         repr=_printed_urls,
     )
     api_key: str | None = attrs.field(default=None, repr=False)
+    admin_key: str | None = attrs.field(default=None, repr=False)
     sampling: SamplingParams = attrs.field(
         factory=SamplingParams, validator=attrs.validators.instance_of(SamplingParams)
     )
@@ -490,7 +494,13 @@ class Endpoint:
     request_seconds: float = attrs.field(default=600.0, validator=_check("a number of seconds > 0", _seconds))
     """Deadline of one completion, from sending the request to the last byte of the response."""
     max_retries: int = attrs.field(default=5, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
-    """Retries of a request that the server cannot have generated (refused connection, 5xx, overload)."""
+    """Retries of a request that failed at a running server (lost connection, 5xx except 503)."""
+    outage_seconds: float = attrs.field(
+        default=1800.0, validator=_check("a number of seconds >= 0", lambda v: v == 0 or _seconds(v))
+    )
+    """How long requests wait for servers that are down, restarting or overloaded, before the run ends and returns its
+    prompts. Deadlines stand still meanwhile. The default is enough to load a model of 70 billion parameters, 140 GB, at
+    80 MB/s. A server that has never answered is not waited for."""
     concurrency: Concurrency = attrs.field(
         default=None,
         validator=_check(
@@ -501,9 +511,10 @@ class Endpoint:
     without queueing or running out of KV cache, as ``/v1/loads`` reports. ``None``: no limit."""
 
     def __attrs_post_init__(self) -> None:
-        if self.api_key and any(url != without_password(url) for url in self.base_url):
-            expected = "none where a URL has a user name or a password: a request carries one of them"
-            raise ConfigError.of("Endpoint.api_key", "(not shown)", expected)
+        for name, key in (("api_key", self.api_key), ("admin_key", self.admin_key)):
+            if key and any(url != without_password(url) for url in self.base_url):
+                expected = "none where a URL has a user name or a password: a request carries one of them"
+                raise ConfigError.of(f"Endpoint.{name}", "(not shown)", expected)
 
 
 @attrs.frozen

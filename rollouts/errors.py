@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "ContextOverflow",
     "DataExhausted",
+    "EndpointAway",
     "EndpointError",
     "EndpointRefused",
     "EndpointUnavailable",
@@ -68,6 +69,10 @@ class EndpointError(RolloutsError):
 
 class EndpointUnavailable(EndpointError):
     """The endpoint is unreachable, overloaded or broken: the request may be retried, later or on another server."""
+
+
+class EndpointAway(EndpointUnavailable):
+    """No server answered for ``outage_seconds``. It fails no rollout: the run ends, and its prompts are returned."""
 
 
 class EndpointRefused(EndpointError):

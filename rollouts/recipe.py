@@ -7,6 +7,8 @@ server is raised by :func:`preflight` or earlier, before a prompt is taken. This
 from __future__ import annotations
 
 import functools
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +31,10 @@ from rollouts.training.types import RewardFn
 
 __all__ = ["Recipe", "agent_recipe", "preflight"]
 
+OLDEST_SGLANG = (0, 5, 22)
+"""The oldest version whose replies and updates are complete."""
 _CLOSE_SECONDS = 30.0
+_LOG = logging.getLogger(__name__)
 
 
 def _is_a(kind: type, expected: str) -> Any:
@@ -86,7 +91,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """The recipe as plain values for ``run.json``, without keys and passwords."""
         endpoint = attrs.asdict(self.endpoint)
-        del endpoint["api_key"]
+        del endpoint["api_key"], endpoint["admin_key"]
         endpoint["base_url"] = [without_password(url) for url in self.endpoint.base_url]
         bound = self.bound
         return {
@@ -203,4 +208,18 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     test.raise_if_refused()
-    return await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
+    server = await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
+    _warn_of_old_server(server)
+    return server
+
+
+def _warn_of_old_server(server: ServerInfo) -> None:
+    """Log a warning if the server is older than :data:`OLDEST_SGLANG`."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", server.version or "")
+    if found is not None and tuple(map(int, found.groups())) < OLDEST_SGLANG:
+        _LOG.warning(
+            "the server is SGLang %s; expected at least %s: earlier versions do not report which tokens are of which"
+            " weights, or that an update did not flush the cache",
+            server.version,
+            ".".join(map(str, OLDEST_SGLANG)),
+        )

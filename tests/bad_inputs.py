@@ -421,7 +421,7 @@ ROWS = [
     *(Row(SERVED, bad.what, bad.message, run_with_sound_prompts(bad), bad.needs) for bad in BAD),
     Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),
     Row(SERVER, "a page of a proxy", "gave up after 1 attempts: status 200, but the body is not JSON: <html>", asked("not_json")),
-    Row(SERVER, "an overloaded server", "gave up after 1 attempts: status 503: The request queue is full. (POST http://…/generate)", asked("error_503")),
+    Row(SERVER, "a server that stays overloaded", "http://… takes no request (status 503: The request queue is full. (POST http://…/generate)); no request was answered for 0 s (Endpoint.outage_seconds)", asked("error_503", outage_seconds=0)),
     Row(SERVER, "more than the context holds", "status 400: The input (9 tokens) is longer than the model's context length (8 tokens). (POST http://…/generate)", asked("error_context")),
     Row(SERVER, "ids that were not sent", "5 ids were sent; the server counts 6", asked("wrong_count")),
     Row(SERVER, "logprobs of other ids", "output_token_logprobs are not those of output_ids: first difference at 2", asked("wrong_ids")),

@@ -236,6 +236,16 @@ def test_no_secret_is_described() -> None:
 # -- before the work --
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.5.20", True), ("0.5.22", False), ("0.6.0.dev1", False), ("x", False)]
+)
+async def test_preflight_warns_of_an_old_server(version: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Before 0.5.22 replies and updates lack what exact versions and caches need."""
+    async with StubServer(model_info={"model_path": "m", "version": version}) as server:
+        await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
+    assert ("the server is SGLang 0.5.20; expected at least 0.5.22" in caplog.text) is warned
+
+
 async def test_preflight_says_what_the_server_is() -> None:
     """With a sound environment, template and server, preflight returns the server's description."""
     async with StubServer(max_context=512) as server:

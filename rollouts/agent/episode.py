@@ -366,6 +366,8 @@ class Episode:
         if completion.finish_reason == "length":
             if budget < self.sampling.max_new_tokens:
                 return limit
+            if len(completion.tokens) < budget:  # the server ran out of context or KV cache
+                return StopReason.CONTEXT_OVERFLOW
             if limits.on_cut == "stop":
                 return StopReason.MAX_TOKENS
         if not reply.tool_calls:

@@ -23,6 +23,7 @@ from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
+    EndpointAway,
     EndpointError,
     EnvironmentFailure,
     Failure,
@@ -109,6 +110,7 @@ async def run_branches(
 
     Raises:
         ConfigError: the chat template failed its self-test for the environment's tools.
+        EndpointAway: no server answered for too long.
         TokenMismatchError: a law was broken.
     """
     limits = limits or Limits()
@@ -127,12 +129,15 @@ async def run_branches(
             stop_reason = await episode.play(environment, name, past)
     except ContextOverflow:
         stop_reason = StopReason.CONTEXT_OVERFLOW
+    except EndpointAway:
+        raise
     except (EnvironmentFailure, EndpointError, GenerateFailure, HistoryRewritten) as error:
         stop_reason, failure = StopReason.FAILED, Failure.of(error)
     finally:
         if environment is not None:
             await _close(environment, name, episode.trajectory, limits)
-    if failure is None and past is None and not episode.branches[0].completions:
+    too_long = stop_reason is StopReason.CONTEXT_OVERFLOW  # of the prompt itself: data, truncated before its reply
+    if failure is None and past is None and not too_long and not episode.branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {stop_reason.value}"))
         stop_reason = StopReason.FAILED
     return _seal(episode.branches, stop_reason, failure)

@@ -79,12 +79,12 @@ async def open_target(target: RunTarget, log: Path | None = None) -> AsyncIterat
         )
     function = load_recipe(target.recipe)
     read_options(function, target.options)
-    key = os.environ.get("ROLLOUTS_API_KEY")
+    key, admin_key = os.environ.get("ROLLOUTS_API_KEY"), os.environ.get("ROLLOUTS_ADMIN_KEY")
     if target.urls:
         if any(_HIDDEN in url for url in target.urls):
             expected = "the URL with its user name and password, which the run does not store: pass --endpoint again"
             raise ConfigError.of("--endpoint", target.urls, expected)
-        endpoint = Endpoint(model=target.model or "default", base_url=target.urls, api_key=key)
+        endpoint = Endpoint(model=target.model or "default", base_url=target.urls, api_key=key, admin_key=admin_key)
         if target.model is None or target.served is not None:
             served = (await shared_policy(endpoint).describe()).model
             _check_served(target, served, f"at {', '.join(map(without_password, target.urls))}")

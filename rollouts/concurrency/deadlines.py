@@ -159,6 +159,8 @@ class Pause:
     """``time.monotonic()`` at its start."""
     waiting: Callable[[], int] = attrs.field(repr=False)
     """Returns the number of turns that wait for it now."""
+    blocks_new_work: bool = False
+    """Whether no new group starts meanwhile."""
 
     def __str__(self) -> str:
         return f"{self.what} for {time.monotonic() - self.since:.1f} s, {self.waiting()} turns wait"
@@ -173,9 +175,11 @@ def pauses() -> list[Pause]:
 
 
 @contextlib.contextmanager
-def listed_pause(what: str, waiting: Callable[[], int]) -> Iterator[Pause]:
-    """List a global pause while inside."""
-    pause = Pause(what, time.monotonic(), waiting)
+def listed_pause(
+    what: str, waiting: Callable[[], int], *, since: float | None = None, blocks_new_work: bool = False
+) -> Iterator[Pause]:
+    """List a global pause while inside; arguments are the fields of :class:`Pause`."""
+    pause = Pause(what, time.monotonic() if since is None else since, waiting, blocks_new_work)
     _PAUSES.append(pause)
     try:
         yield pause

@@ -22,7 +22,7 @@ class ServerInfo:
     model: str | None = None
     weight_version: str | None = None
     max_context: int | None = None
-    """Maximum length of prompt and reply together, in tokens."""
+    """Maximum length of prompt and reply together, in tokens, as far as context and KV pool allow."""
 
 
 class Policy(Protocol):

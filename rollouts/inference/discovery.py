@@ -8,27 +8,56 @@ This module does not know completions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import anyio
+
 from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
+from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
 
 __all__ = ["describe_server", "merged", "served_version"]
 
+_LOG = logging.getLogger(__name__)
+_WORKER_SECONDS = 10.0
+_UNNAMED = (None, "default")
 _SGLANG_FIELDS = ("model_path", "tokenizer_path", "weight_version")
 
 
 async def describe_server(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
-    """Query the description of one server.
+    """Query the description of one server; of a router, those of the workers that answer, merged.
+
+    A router passes such a request to any worker, also to a dead one, and drops the length of the context.
 
     Raises:
         EndpointUnavailable: no server listens there, or it is not ready.
         EndpointRefused: wrong API key, or not an SGLang server.
+        ConfigError: the workers of a router serve different models.
     """
+    workers: Sequence[str] = ()
+    with contextlib.suppress(EndpointUnavailable):  # raised again below, with its reason
+        workers = await workers_behind(transport, url, headers)
+    infos: list[ServerInfo] = []
+
+    async def ask(worker: str) -> None:
+        with contextlib.suppress(EndpointError), anyio.move_on_after(_WORKER_SECONDS):
+            infos.append(await _describe_one(transport, worker, headers))
+            return
+        _LOG.warning("%s lists the worker %s, which does not describe itself", without_password(url), worker)
+
+    async with anyio.create_task_group() as tasks:
+        for worker in workers:
+            tasks.start_soon(ask, worker)
+    return merged(infos) if infos else await _describe_one(transport, url, headers)
+
+
+async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
     routes = _Routes(transport, url, headers)
     model = await routes.first("/model_info", "/get_model_info")
     server = await routes.first("/server_info", "/get_server_info")
@@ -60,11 +89,14 @@ async def served_version(transport: HttpClient, url: str, headers: Mapping[str, 
 def merged(infos: list[ServerInfo]) -> ServerInfo:
     """Combine the descriptions of several workers: fields on which all agree, and the shortest context.
 
+    Servers of one named version may report different models: an update that did not flush changes the version only.
+
     Raises:
         ConfigError: the workers serve different models.
     """
     models = sorted({info.model for info in infos if info.model is not None})
-    if len(models) > 1:
+    versions = {info.weight_version for info in infos}
+    if len(models) > 1 and (len(versions) > 1 or not versions.isdisjoint(_UNNAMED)):
         raise ConfigError.of("Endpoint.base_url", models, "workers that serve one model")
 
     def agreed(field: str) -> Any:
@@ -115,12 +147,27 @@ class _Routes:
 
 
 def _max_context(models: dict[str, Any], server: dict[str, Any]) -> int | None:
+    """The tokens that prompt and reply really have: SGLang keeps some of the context and of its KV pool for itself."""
     cards = models.get("data")
     lengths = [card.get("max_model_len") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    for length in (*lengths, server.get("context_length")):
-        if isinstance(length, int) and not isinstance(length, bool) and length > 0:
-            return length
-    return None
+    model = (_length(length) for length in (*lengths, server.get("context_length")))
+    limits = [length for length in model if length is not None][:1]
+    longest_prompt, pool = _length(server.get("max_req_input_len")), _length(server.get("max_total_num_tokens"))
+    if longest_prompt is not None:
+        limits.append(longest_prompt + _REPLY_BEYOND_PROMPT)
+    elif pool is not None:
+        limits.append(pool - _RESERVED)
+    return max(1, min(limits)) if limits else None
+
+
+_RESERVED = 2
+"""Tokens of context or pool that no request gets: a budget up to the end of the context is cut by 2."""
+_REPLY_BEYOND_PROMPT = 4
+"""``max_req_input_len`` is the smaller of context and pool, less 6."""
+
+
+def _length(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _text(value: Any) -> str | None:

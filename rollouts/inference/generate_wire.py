@@ -117,9 +117,13 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
     )
 
 
-def request_body(rid: str, ids: EncodedIds, options: bytes) -> tuple[bytes, int]:
-    """Return the body of one attempt, which has its own rid, and the offset of the ids in it."""
-    head = b'{"rid":"%b","input_ids":[' % rid.encode()
+def request_body(rid: str, ids: EncodedIds, options: bytes, namespace: str = "") -> tuple[bytes, int]:
+    """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
+
+    ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`.
+    """
+    extra = b'"extra_key":%b,' % msgspec.json.encode(namespace) if namespace else b""
+    head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 
 
@@ -185,7 +189,8 @@ def read_completion(
     # A request that was aborted in the queue may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
-        raise EndpointRefused(f"{ids.count} ids were sent; the server counts {prompt_tokens}")
+        hint = ". Does it truncate prompts? Start it without --allow-auto-truncate" if prompt_tokens < ids.count else ""
+        raise EndpointRefused(f"{ids.count} ids were sent; the server counts {prompt_tokens}{hint}")
     try:
         return Completion(
             tokens=tokens,

@@ -40,6 +40,12 @@ class Worker:
     """Number of sessions and calls assigned to it."""
     suspect_until: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` until which other workers are preferred."""
+    away: bool = attrs.field(default=False, repr=False)
+    """Whether it was down at the last attempt; its weights are checked before it gets requests again."""
+    looked: float = attrs.field(default=0.0, repr=False)
+    """``time.monotonic()`` of the last look whether it is back."""
+    unanswered: dict[str, float] = attrs.field(factory=dict, repr=False)
+    """``time.monotonic()`` of sending, by rid, of the requests that it has not answered, lost ones included."""
     answered: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` of its last completion."""
     pause: Pause = attrs.field(
@@ -55,6 +61,10 @@ class Worker:
         return (
             self.in_flight + self.limiter.waiting + (0 if self.adaptive_limit is None else self.adaptive_limit.others)
         )
+
+    def is_alone_new(self, rid: str) -> bool:
+        """Whether ``rid`` is the only unanswered request sent since the last answer: a crash is due to it, probably."""
+        return [one for one, sent in self.unanswered.items() if sent > self.answered] == [rid]
 
     def suspect(self) -> None:
         """Mark it as unreachable for :data:`SUSPECT_SECONDS`."""
@@ -102,6 +112,10 @@ class Workers:
         """Move a session away from a worker on which it failed; a single worker is returned itself."""
         others = [other for other in self.all if other is not worker]
         return self._assign(session, others) if others else worker
+
+    def move(self, worker: Worker, session: str) -> Worker:
+        """Assign a session to a worker."""
+        return self._assign(session, (worker,))
 
     def _assign(self, session: str, among: Sequence[Worker]) -> Worker:
         now = time.monotonic()

@@ -10,6 +10,7 @@ This module knows tokens, but no messages, environments or samples.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import random
@@ -17,31 +18,43 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeAlias
 from urllib.parse import quote
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.boundary import boundary
+from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, TokenColumn, without_password
-from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
 from rollouts.inference import generate_wire
-from rollouts.inference.aborts import abort_generation
+from rollouts.inference.aborts import abort_generation, headers_of
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
+from rollouts.inference.outages import Outage, ServedWeights, ServerAway
 from rollouts.inference.pauses import POLL_SECONDS, is_ready
+from rollouts.inference.prefixes import Namespaces
 from rollouts.inference.routing import Worker, Workers
 from rollouts.inference.token_json import EncodedIds, SequenceCache
-from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
+from rollouts.inference.wire_errors import MayStillRun, Overloaded, error_of, loads, message_of
 
 __all__ = ["SGLangPolicy", "Totals", "full_jitter", "shared_policies", "shared_policy"]
+
+VocabSize: TypeAlias = int | Callable[[], int] | None
+"""Number of ids of the model, or a hashable function that returns it."""
+
+_LOG = logging.getLogger(__name__)
 
 DESCRIBE_SECONDS = 30.0
 LOAD_SECONDS = 2.0
 MAX_CONCURRENT_ABORTS = 64
+_CRASH_SECONDS = 1.0
+"""A request takes longer than this to crash its server: an id outside the vocabulary took 65 s."""
 _LONG_REPLY = 1 << 16
 """Bytes (some 1,600 tokens) from which on a response is decoded alone in its loop iteration."""
 
@@ -81,10 +94,21 @@ class _Call:
     session: str
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
+    namespace: str
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
     """Worker and rid of a generation that may be running; no attempt is sent while this is set."""
-    last_error: EndpointUnavailable | None = None
+    last_error: EndpointError | None = None
+    holds: int = 0
+    """Waits for a server."""
+    alone: bool = False
+    """Whether the lost request was the only new one of its server."""
+    deaths: int = 0
+    """Deaths of servers while it was."""
+    only: Worker | None = None
+    """The only worker that may get this call again: it died of it, perhaps."""
+    died: float = 0.0
+    """``time.monotonic()`` of its death."""
 
 
 class SGLangPolicy:
@@ -96,25 +120,34 @@ class SGLangPolicy:
     Args:
         endpoint: URLs, key, deadlines and number of retries; its ``sampling`` is ignored.
         vocab_size: upper bound of ids, ``None`` if unknown. Other ids are not sent (they would crash the server), and a
-            reply that contains one is refused.
+            reply that contains one is refused. A function is called in a worker thread before the first request.
         backoff: maps the number of failed attempts (from 1) to the seconds before the next one.
+        look_seconds: seconds between two looks at a server that is away.
     """
 
     def __init__(
-        self, endpoint: Endpoint, *, vocab_size: int | None = None, backoff: Callable[[int], float] = full_jitter
+        self,
+        endpoint: Endpoint,
+        *,
+        vocab_size: VocabSize = None,
+        backoff: Callable[[int], float] = full_jitter,
+        look_seconds: float = 1.0,
     ) -> None:
-        key = endpoint.api_key
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise ConfigError("Endpoint.api_key: contains characters that are not allowed in a header")
         self.endpoint = endpoint
         self.totals = Totals()
         self.on_completion: Callable[[Completion, str], None] | None = None
         """Called with every completion and the name of its server."""
         self._backoff = backoff
-        self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._sequences = SequenceCache(vocab_size)
+        self._look_seconds = look_seconds
+        self._headers, self._admin_headers = headers_of(endpoint), headers_of(endpoint, admin=True)
+        self._outage = Outage(endpoint.outage_seconds)
+        self._weights = ServedWeights()
+        self._namespaces = Namespaces()
+        self._reached = False
+        """Whether a server has ever answered: a wrong URL is not waited for."""
+        self._interrupted = anyio.Event()
+        self._unread_vocab_size = vocab_size if callable(vocab_size) else None
+        self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._checked_stops: set[tuple[int, ...]] = set()
@@ -176,6 +209,8 @@ class SGLangPolicy:
             ContextOverflow: prompt and ``max_new_tokens`` exceed the model's context.
             ConfigError: an id is outside the vocabulary; nothing was sent.
         """
+        if self._unread_vocab_size is not None:
+            await self._read_vocab_size(self._unread_vocab_size)
         if stop_token_ids not in self._checked_stops:
             self._sequences.check(stop_token_ids, "stop_token_ids")
             self._checked_stops = {tuple(stop_token_ids)}
@@ -186,6 +221,7 @@ class SGLangPolicy:
             session=session,
             sampling=sampling,
             stop_token_ids=stop_token_ids,
+            namespace=self._namespaces.of(session, self._workers.all[0].url),
         )
         self.totals.encoded_tokens = self._sequences.encoded
         worker = self._workers.worker_for(session)
@@ -199,6 +235,11 @@ class SGLangPolicy:
         finally:
             call.last_error = None  # breaks the reference cycle through its traceback
 
+    async def _read_vocab_size(self, read: Callable[[], int]) -> None:
+        vocab_size = await anyio.to_thread.run_sync(read)
+        if self._unread_vocab_size is not None:  # else a concurrent call was first
+            self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
+
     def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
         """Encode the options; those of the last call are reused if they are the same objects."""
         last_sampling, last_stops, options = self._last_options
@@ -210,14 +251,18 @@ class SGLangPolicy:
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.
 
+        Requests that wait for a server are answered without tokens.
+
         A server does not know a request that has not arrived yet: call again while one is in flight.
         """
         limiter = anyio.CapacityLimiter(MAX_CONCURRENT_ABORTS)
+        self._interrupted.set()
+        self._interrupted = anyio.Event()
 
         async def abort(rid: str, worker: Worker) -> None:
             async with limiter:
                 try:
-                    await abort_generation(self._transport, worker.url, rid, self._headers)
+                    await abort_generation(self._transport, worker.url, rid, self._admin_headers)
                 except EndpointUnavailable:
                     return  # the call itself handles the failure
                 self.totals.aborts += 1
@@ -236,19 +281,37 @@ class SGLangPolicy:
     async def describe(self) -> ServerInfo:
         """Query all servers in turn: the fields on which they agree, and the shortest context.
 
+        A server that does not answer is left out with a warning if another one answers.
+
         Raises:
-            EndpointUnavailable: no server answers at one of the URLs.
+            EndpointUnavailable: no server answers at any of the URLs.
             EndpointRefused: a server does not implement the protocol, or rejects the key.
+            ConfigError: the servers serve different models.
         """
-        infos = []
+        infos, missing = [], []
         for worker in self._workers.all:
-            with boundary(EndpointUnavailable, f"GET {worker.name}/model_info", seconds=DESCRIBE_SECONDS):
-                try:
-                    infos.append(await describe_server(self._transport, worker.url, self._headers))
-                except EndpointError as error:
-                    self._hide_key(error)
-                    raise
-        return merged(infos)
+            try:
+                infos.append(await self._describe(worker))
+            except EndpointUnavailable as error:
+                missing.append((worker, error))
+        if not infos:
+            raise missing[0][1]
+        for worker, problem in missing:
+            worker.away = True
+            worker.suspect()
+            _LOG.warning("%d of %d servers answer: %s", len(infos), len(self._workers.all), problem)
+        info = merged(infos)
+        self._reached = True
+        self._weights.described(info)
+        return info
+
+    async def _describe(self, worker: Worker) -> ServerInfo:
+        with boundary(EndpointUnavailable, f"GET {worker.name}/model_info", seconds=DESCRIBE_SECONDS):
+            try:
+                return await describe_server(self._transport, worker.url, self._headers)
+            except EndpointError as error:
+                self._hide_key(error)
+                raise
 
     async def _attempts(self, call: _Call, worker: Worker) -> Completion:
         failures, replaced, fresh = 0, False, False
@@ -257,6 +320,9 @@ class SGLangPolicy:
                 try:
                     if call.running is not None:
                         await self._abort_running(call, call.running)
+                    worker = call.only or worker
+                    if worker.away:
+                        await self._check_return(worker)
                     if worker.limiter.limit == math.inf:
                         return await self._send(call, worker, fresh=fresh)
                     return await self._send_limited(call, worker, fresh=fresh)
@@ -267,6 +333,13 @@ class SGLangPolicy:
                     fresh = isinstance(error, ConnectionLost)
                     if isinstance(error, ConnectionLost) and error.stale and not replaced:
                         replaced = True  # the server had closed an idle connection: not a failed attempt
+                    elif isinstance(error, ConnectionLost) and await self._has_died(call):
+                        worker = self._workers.reassign(worker, call.session)
+                    elif self._is_outage(call, error):
+                        held = await self._hold(call, worker, error)
+                        if held is None:
+                            return _unanswered(call)
+                        worker = held
                     else:
                         failures += 1
                         if failures > self.endpoint.max_retries:
@@ -280,8 +353,99 @@ class SGLangPolicy:
                 with anyio.CancelScope(shield=True):
                     try:
                         await self._abort_running(call, call.running)
-                    except EndpointUnavailable as error:
+                    except EndpointError as error:
                         call.last_error = error  # the server aborts it once it notices the closed connection
+
+    async def _has_died(self, call: _Call) -> bool:
+        """Whether no server listens any more where a request was lost: that is no failure of the call, either."""
+        if call.running is None or not self._reached:
+            return False
+        worker, _ = call.running
+        try:
+            await self._abort_running(call, call.running)
+        except EndpointUnavailable:
+            return False
+        return worker.away
+
+    def _is_outage(self, call: _Call, error: EndpointUnavailable) -> bool:
+        """Whether an error shows that no server can serve the call now, which is no failure of the call."""
+        if call.running is not None and any(not other.away for other in self._workers.all):
+            return False  # its abort failed at one server, and others serve
+        return self._reached and isinstance(error, ConnectFailed | ServerAway | Overloaded)
+
+    async def _hold(self, call: _Call, worker: Worker, error: EndpointUnavailable) -> Worker | None:
+        """Wait until a server may serve the call, with its deadlines paused.
+
+        Returns:
+            The worker for the next attempt; ``None`` if the wait was interrupted.
+
+        Raises:
+            EndpointAway: no server answered any request of this policy for ``outage_seconds``.
+            EndpointRefused: the one server that may get the call did not come back in that time.
+        """
+        bound = call.only if call.running is None else call.running[0]
+        wanted = self._workers.all if bound is None else (bound,)
+        full = isinstance(error, Overloaded)
+        others_serve = not all(other.away for other in self._workers.all)
+        if not full and bound is None and others_serve:
+            return self._workers.reassign(worker, call.session)
+        reason = f"no server answers at {', '.join(one.name for one in wanted)}"
+        if full:
+            reason = f"{worker.name} takes no request ({error})"
+        interrupted = self._interrupted
+        # Where other servers serve, the wait of one call must not keep new groups from starting.
+        apart = not full and others_serve
+        with paused_deadlines() if apart else self._outage.wait(reason):
+            while True:
+                if apart:
+                    self._raise_if_deadly(call, worker)
+                else:
+                    self._outage.raise_if_over()
+                call.holds += 1
+                seconds = min(self._look_seconds, self._backoff(call.holds)) if full else self._look_seconds
+                with anyio.move_on_after(seconds):
+                    await interrupted.wait()
+                if interrupted.is_set() and call.running is None:
+                    return None
+                if full:
+                    return bound or self._workers.reassign(worker, call.session)
+                for one in wanted:
+                    if not one.away or await self._is_back(one):
+                        return bound or self._workers.move(one, call.session)
+
+    def _raise_if_deadly(self, call: _Call, worker: Worker) -> None:
+        if time.monotonic() - call.died >= self.endpoint.outage_seconds:
+            raise EndpointRefused(
+                f"{worker.name} died while this request, of {call.ids.count} ids, was its only new one, and is not back"
+                f" after {self.endpoint.outage_seconds:g} s (Endpoint.outage_seconds): no other server gets it"
+            )
+
+    async def _is_back(self, worker: Worker) -> bool:
+        """Look whether a worker is back; concurrent calls look once for all."""
+        now = time.monotonic()
+        if now - worker.looked < self._look_seconds / 2:
+            return False
+        worker.looked = now
+        try:
+            await self._check_return(worker)
+        except ServerAway as error:
+            if error.__cause__ is None:  # it is up, with other weights
+                self._outage.explain(str(error))
+            return False
+        return True
+
+    async def _check_return(self, worker: Worker) -> None:
+        """Check that a worker that was away serves the right weights again; raises ServerAway if it does not."""
+        try:
+            self._weights.check(worker.name, await self._describe(worker))
+        except ServerAway:
+            worker.suspect()
+            raise
+        except EndpointError as error:
+            worker.suspect()
+            raise ServerAway(str(error)) from error
+        worker.away, worker.suspect_until = False, 0.0
+        worker.unanswered.clear()  # of its former process
 
     async def _send_limited(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         """Send within the limit of the server."""
@@ -307,12 +471,13 @@ class SGLangPolicy:
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # fixed width, so that none is a prefix of another: SGLang aborts by prefix
-        body, start = generate_wire.request_body(rid, call.ids, call.options)
+        body, start = generate_wire.request_body(rid, call.ids, call.options, call.namespace)
         call.ids.move_into(body, start)
         call.running = (worker, rid)
         self.totals.requests += 1
         worker.in_flight += 1
         self._running[rid] = worker
+        worker.unanswered[rid] = sent = time.monotonic()
         clocks = worker.pause.entered()
         try:
             most = generate_wire.most_response_bytes(len(body), call.sampling)
@@ -320,15 +485,25 @@ class SGLangPolicy:
             status, payload = await self._transport.post(url, body, call.headers, fresh=fresh, most=most)
         except ConnectFailed:
             call.running = None
+            worker.unanswered.pop(rid, None)
+            worker.away = self._reached
             worker.suspect()
             raise
-        except ConnectionLost:
+        except ConnectionLost as lost:
+            # A server that was stopped while idle breaks a reused connection at once. A crash takes longer.
+            stopped = lost.stale and time.monotonic() - sent < _CRASH_SECONDS
+            call.alone = not stopped and worker.is_alone_new(rid)
             worker.suspect()
+            raise
+        except BaseException:
+            worker.unanswered.pop(rid, None)
             raise
         finally:
             worker.pause.left(clocks)
             worker.in_flight -= 1
             del self._running[rid]
+        worker.unanswered.pop(rid, None)
+        self._reached = True
         try:
             if status != 200:
                 error = error_of(status, f"{message_of(payload)} (POST {worker.name}/generate)")
@@ -353,7 +528,12 @@ class SGLangPolicy:
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)
             raise
-        worker.suspect_until, worker.answered = 0.0, call.began + seconds
+        worker.suspect_until, worker.answered = 0.0, time.monotonic()
+        if len(worker.unanswered) > worker.in_flight:  # some were lost before this answer: the server lives
+            worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self._running}
+        self._outage.answered()
+        if completion.versions:
+            self._weights.saw(completion.versions[-1].version)
         self.totals.completions += 1
         self.totals.prompt_tokens += completion.prompt_tokens
         self.totals.cached_tokens += completion.cached_tokens
@@ -370,25 +550,45 @@ class SGLangPolicy:
         """Abort the generation of this call; raises EndpointUnavailable if it may still be running."""
         worker, rid = running
         try:
-            await abort_generation(self._transport, worker.url, rid, self._headers)
+            is_there = await abort_generation(self._transport, worker.url, rid, self._admin_headers)
         except EndpointUnavailable as error:
             self._hide_key(error)
             raise
         call.running = None
         self.totals.aborts += 1
+        if not is_there:
+            self._record_death(call, worker)
+
+    def _record_death(self, call: _Call, worker: Worker) -> None:
+        """Record that a server died with a request of this call.
+
+        A request that alone was new may have crashed it, e.g. by an id outside its vocabulary: no other server gets it.
+
+        Raises:
+            EndpointRefused: it died with this request for the second time.
+        """
+        worker.away = self._reached
+        if call.alone and self._reached:
+            call.alone, call.only, call.died = False, worker, time.monotonic()
+            call.deaths += 1
+            if call.deaths > 1:
+                raise EndpointRefused(
+                    f"{worker.name} died {call.deaths} times while this request, of {call.ids.count} ids, was the only"
+                    " new one: it is not sent again. Is an id outside the model's vocabulary?"
+                )
 
     def _hide_key(self, error: EndpointError) -> None:
-        key = self.endpoint.api_key
-        if key and key in str(error):  # a server may echo request headers
-            error.args = (str(error).replace(key, "***"),)
+        for key in (self.endpoint.api_key, self.endpoint.admin_key):
+            if key and key in str(error):  # a server may echo request headers
+                error.args = (str(error).replace(key, "***"),)
 
 
-_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, int | None], SGLangPolicy]] = (
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, VocabSize], SGLangPolicy]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def shared_policy(endpoint: Endpoint, vocab_size: int | None = None) -> SGLangPolicy:
+def shared_policy(endpoint: Endpoint, vocab_size: VocabSize = None) -> SGLangPolicy:
     """Return the policy of this endpoint in the running event loop, created at the first call.
 
     Endpoints that differ only in their sampling share one policy. It is closed when the loop shuts down.
@@ -410,6 +610,20 @@ def shared_policies() -> list[SGLangPolicy]:
 
 
 _ANY_SAMPLING = SamplingParams()
+
+
+def _unanswered(call: _Call) -> Completion:
+    """The answer to an interrupted call that waited for a server."""
+    return Completion(
+        tokens=(),
+        logprobs=(),
+        finish_reason="abort",
+        versions=(),
+        prompt_tokens=call.ids.count,
+        prompt_digest=call.ids.digest,
+        request_id=os.urandom(16).hex(),
+        seconds=time.monotonic() - call.began,
+    )
 
 
 def _worker(url: str, concurrency: Concurrency) -> Worker:

@@ -29,8 +29,10 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
 from rollouts.http.client import ConnectFailed, HttpClient
+from rollouts.inference.aborts import headers_of, workers_behind
 from rollouts.inference.discovery import served_version
 from rollouts.inference.pauses import ordered
+from rollouts.inference.prefixes import isolated
 from rollouts.inference.wire_errors import loads, message_of
 
 __all__ = ["WhileRunning", "update_weights"]
@@ -47,9 +49,10 @@ is flushed at once in a pause that retracts. Tokens sampled in between have the 
 old weights; a warning is logged.
 
 ``in_place``: they continue at once on the K/V of the old weights; their later logprobs are of no single version. The
-cache is flushed only if no request has K/V. Otherwise a warning is logged, and new conversations are inexact, too: one
-that shares a prefix with an older one (a system prompt) reads K/V of the old weights under the new version until the
-cache is flushed. Logprobs were off by up to 0.6 on a server left so for minutes.
+cache is flushed only if no request has K/V. New conversations of this process are exact anyway: their requests have an
+``extra_key`` with the version, so that they do not read K/V of the old weights (``prefixes.py``). Those of other
+clients are not, until the cache is flushed: one that shares a prefix with an older one (a system prompt) reads K/V of
+the old weights under the new version. A warning is logged.
 """
 
 CONTINUE_SECONDS = 30.0
@@ -57,6 +60,7 @@ CONTINUE_SECONDS = 30.0
 FLUSH_SECONDS = 60.0
 """Time limit for retries of a failed flush, each in a new pause."""
 RETRY_SECONDS = 0.1
+_LIST_SECONDS = 10.0
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,10 +73,10 @@ async def update_weights(
     while_running: WhileRunning = "retract",
     seconds: float = 600.0,
 ) -> None:
-    """Load the weights of ``folder`` on all servers of the endpoint concurrently.
+    """Load the weights of ``folder`` on all servers of the endpoint concurrently; of a router, on all its workers.
 
     Args:
-        endpoint: URLs and key of the servers.
+        endpoint: URLs and keys of the servers.
         folder: model folder that the servers can read.
         version: weight version that later tokens carry.
         while_running: treatment of running requests, see :data:`WhileRunning`.
@@ -87,19 +91,34 @@ async def update_weights(
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
     path = os.path.abspath(folder)  # noqa: ASYNC240 - does not access the disk
-    headers = {"Content-Type": "application/json"}
-    if endpoint.api_key is not None:
-        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    headers = headers_of(endpoint, admin=True)
     transport = HttpClient(connect_seconds=endpoint.connect_seconds)
-    servers = [_Server(transport, headers, url, version) for url in endpoint.base_url]
     try:
-        async with anyio.create_task_group() as tasks:
-            for server in servers:
-                tasks.start_soon(server.update, path, while_running, seconds)
+        with contextlib.ExitStack() as stack:
+            if while_running == "in_place":
+                stack.enter_context(isolated(endpoint.base_url, version))
+            urls = await _servers_of(endpoint, transport, headers_of(endpoint))
+            for router in set(endpoint.base_url).difference(urls):
+                stack.enter_context(ordered(router))
+            servers = [_Server(transport, headers, url, version) for url in urls]
+            async with anyio.create_task_group() as tasks:
+                for server in servers:
+                    tasks.start_soon(server.update, path, while_running, seconds)
     finally:
         with anyio.CancelScope(shield=True):
             await transport.aclose()
     _raise_if_any_failed(servers, version)
+
+
+async def _servers_of(endpoint: Endpoint, transport: HttpClient, headers: dict[str, str]) -> list[str]:
+    """The URLs of all servers of the endpoint; a router, which has no control routes, is replaced by its workers."""
+    servers: dict[str, None] = {}
+    for url in endpoint.base_url:
+        workers: Sequence[str] = ()
+        with contextlib.suppress(EndpointUnavailable), anyio.move_on_after(_LIST_SECONDS):
+            workers = await workers_behind(transport, url, headers)
+        servers.update(dict.fromkeys(workers or (url,)))
+    return list(servers)
 
 
 @attrs.define

@@ -16,6 +16,7 @@ __all__ = [
     "RETRIED_STATUSES",
     "UNREADABLE",
     "MayStillRun",
+    "Overloaded",
     "error_in_200",
     "error_of",
     "loads",
@@ -26,6 +27,14 @@ __all__ = [
 RETRIED_STATUSES = frozenset({408, 425, 429})
 """Retried statuses in addition to 5xx."""
 
+_OVERFLOWS = (
+    ("longer than", "context length"),  # the prompt alone
+    ("exceed", "context length"),  # prompt and budget
+    ("input length", "exceeds the maximum allowed length"),  # max_req_input_len: a few tokens less than the context
+    ("exceeds the kv memory budget",),  # the KV pool, which may be smaller than the context
+)
+"""Parts of SGLang's messages about a request that does not fit."""
+
 _ANY = msgspec.json.Decoder()
 UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 """Exceptions of the decoder for bytes that are not the expected JSON."""
@@ -35,17 +44,23 @@ class MayStillRun(EndpointUnavailable):
     """An error after which the generation may still be running, e.g. from a proxy."""
 
 
+class Overloaded(EndpointUnavailable):
+    """The server takes no further request now: its queue is full, or it is not ready."""
+
+
 def error_of(status: int, message: str) -> EndpointError:
     """Return the error for an HTTP status and its message."""
     text = f"status {status}: {message}"
     lowered = message.lower()
-    if 400 <= status < 500 and "context length" in lowered and ("longer than" in lowered or "exceed" in lowered):
+    if status >= 400 and any(all(part in lowered for part in parts) for parts in _OVERFLOWS):
         return ContextOverflow(text)
     # 503 is a full queue. Any other 5xx may be a proxy's, while the server still generates. A duplicate rid means that
     # a router sent the request twice, and the first one still runs.
     if (status >= 500 and status != 503) or (status == 400 and "duplicate request id" in lowered):
         return MayStillRun(text)
-    if status == 503 or status in RETRIED_STATUSES:
+    if status == 503:
+        return Overloaded(text)
+    if status in RETRIED_STATUSES:
         return EndpointUnavailable(text)
     return EndpointRefused(text)
 

@@ -67,14 +67,15 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def vocab_size_of(tokenizer: Any) -> int:
-    """Return the number of ids of the model: ``vocab_size`` of config.json, at least the size of the tokenizer.
+    """Return the number of ids of the model: ``vocab_size`` of config.json, or else the size of the tokenizer.
 
-    A model may have more ids than its tokenizer (padded embeddings), and may sample them.
+    A model may have more ids than its tokenizer (padded embeddings), and may sample them. A tokenizer with more ids
+    than the model (added tokens) does not raise the number: such an id would crash the server.
     """
     config = _model_file(tokenizer, "config.json")
     text = config.get("text_config")
     declared = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return max(len(tokenizer), declared if isinstance(declared, int) else 0)
+    return declared if isinstance(declared, int) else len(tokenizer)
 
 
 def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class StubServer:
         workers: act as a router: no ``/abort_request``, and ``/workers`` lists these URLs.
         loads: further fields of the one rank in ``/v1/loads``; ``None`` for a server without this route.
         closes_idle: reset a connection at its second request, as a server that closes idle connections.
+        port: port to listen on; 0 for a free one.
 
     Attributes:
         url: the server's URL.
@@ -59,6 +60,7 @@ class StubServer:
         workers: Sequence[str] | None = None,
         loads: Callable[[], Mapping[str, float]] | None = None,
         closes_idle: bool = False,
+        port: int = 0,
     ) -> None:
         self._reply: Script = reply or (lambda input_ids, params: [1, 2, 3])
         for fault in faults if isinstance(faults, Sequence) else ():
@@ -72,6 +74,7 @@ class StubServer:
         self._workers = workers
         self._loads = loads
         self._closes_idle = closes_idle
+        self._port = port
         self._generations: dict[str, anyio.CancelScope] = {}
         self._transports: set[Any] = set()  # strong references, so that no identity is reused
         self.requests: list[Request] = []
@@ -108,7 +111,7 @@ class StubServer:
             app.router.add_get("/v1/loads", self._list_loads)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self

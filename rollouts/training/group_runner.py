@@ -23,6 +23,7 @@ from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
+    EndpointAway,
     Failure,
     FilterFailure,
     GenerateFailure,
@@ -166,7 +167,7 @@ class GroupRunner:
                     kept, why = await self._apply_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
-        except (TokenMismatchError, ConfigError):
+        except (TokenMismatchError, ConfigError, EndpointAway):
             raise
         except RolloutsError as error:
             failure = Failure.of(error)

@@ -27,7 +27,7 @@ import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.concurrency.boundary import abandoned, call_foreign, function_name, waits
+from rollouts.concurrency.boundary import abandoned, boundary, call_foreign, function_name, waits
 from rollouts.concurrency.cancellation import left_behind
 from rollouts.concurrency.deadlines import deadline, pauses
 from rollouts.concurrency.wait_report import where
@@ -50,6 +50,7 @@ OnGroup = Callable[[Group], None]
 
 _RECORD_SECONDS = 60.0
 """Deadline of recording one settled group; recording is shielded, so that record and accounting agree."""
+_BLOCKED_SECONDS = 1.0
 
 
 class AsyncRolloutManager:
@@ -288,6 +289,10 @@ class AsyncRolloutManager:
             self._raise_if_first_failed_alike()
             self._raise_if_out_of_patience()
             self._top_up()
+            if not self.accounting.in_flight and _is_blocked():
+                with boundary(RolloutsError, "no group starts while a server is away"):
+                    await anyio.sleep(_BLOCKED_SECONDS)
+                continue
             if not self.accounting.in_flight:
                 raise DataExhausted(
                     f"{len(self._ready)} of {self.config.batch_size} groups are accepted and no prompt is left: "
@@ -350,6 +355,8 @@ class AsyncRolloutManager:
     def _top_up(self) -> None:
         if self._tasks is None:
             raise RuntimeError("the manager was closed while this batch was being filled")
+        if _is_blocked():
+            return
         if self._all_failed() and self.accounting.in_flight:
             return  # no further prompt is spent before one of these groups goes well
         pending = len(self._ready) + self.accounting.in_flight
@@ -492,6 +499,11 @@ class AsyncRolloutManager:
 
 def _rounded(number: float | None) -> str:
     return "unknown" if number is None else f"{number:.4g}"
+
+
+def _is_blocked() -> bool:
+    """Whether a global pause keeps new groups from starting: each would only wait, too."""
+    return any(pause.blocks_new_work for pause in pauses())
 
 
 def _group_index(prompt: Prompt) -> int:

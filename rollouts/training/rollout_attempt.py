@@ -22,6 +22,7 @@ from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
 from rollouts.dtypes import Prompt, StopReason, finite
 from rollouts.errors import (
     ConfigError,
+    EndpointAway,
     Failure,
     GenerateFailure,
     RewardFailure,
@@ -61,6 +62,7 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
 
     Raises:
         ConfigError: every rollout would fail in the same way.
+        EndpointAway: no server answered for too long; the rollout is not lost.
         TokenMismatchError: a law is broken.
     """
     samples: list[Sample] = []
@@ -83,7 +85,7 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
                 "the task of the rollout was cancelled, by none of its scopes; expected no cancel() of current_task()"
             )
             raise GenerateFailure(text) from error
-    except (TokenMismatchError, ConfigError):
+    except (TokenMismatchError, ConfigError, EndpointAway):
         raise
     except RolloutsError as error:
         failure = Failure.of(error)

@@ -238,7 +238,7 @@ async def test_an_endpoint_that_fails_is_data(renderer: Renderer) -> None:
 
 
 async def test_an_overflow_later_on_is_a_stop_reason(renderer: Renderer, ids: Any) -> None:
-    """A sequence that no longer fits ends the episode normally; before the first reply it is a failure."""
+    """A sequence that no longer fits ends the episode normally, also where the prompt itself does not fit."""
     replies = iter([ids(call("add", a=1, b=2) + "<|im_end|>")])
 
     def full(tokens: Any) -> Any:
@@ -247,7 +247,20 @@ async def test_an_overflow_later_on_is_a_stop_reason(renderer: Renderer, ids: An
         raise ContextOverflow("full")
 
     assert (await play(renderer, full)).stop_reason is StopReason.CONTEXT_OVERFLOW
-    assert (await play(renderer, full)).stop_reason is StopReason.FAILED
+    unanswered = await play(renderer, full)
+    assert (unanswered.stop_reason, unanswered.failure) == (StopReason.CONTEXT_OVERFLOW, None)
+    assert not unanswered.mask.any()
+
+
+@pytest.mark.parametrize("on_cut", ["stop", "continue"])
+async def test_a_reply_that_the_server_cut_before_its_budget_is_an_overflow(
+    renderer: Renderer, ids: Any, on_cut: Any
+) -> None:
+    """The KV pool or the end of the context cut it, not ``max_new_tokens``."""
+    cut = Reply(ids("a long reply"), finish_reason="length")
+    trajectory = await play(renderer, [cut] * 9, limits=Limits(on_cut=on_cut))
+    assert trajectory.stop_reason is StopReason.CONTEXT_OVERFLOW
+    assert len(trajectory.completions) == 1
 
 
 @pytest.mark.parametrize(

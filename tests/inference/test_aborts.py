@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
-from rollouts.inference.aborts import abort_generation
+from rollouts.inference.aborts import abort_generation, headers_of
+from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
 
 
@@ -52,3 +55,18 @@ async def test_a_router_without_workers_acknowledges_nothing(transport: HttpClie
         with pytest.raises(EndpointUnavailable, match="may still be running"):
             await abort_generation(transport, router.url, "r", {})
         assert healthy.aborted == ["r"]
+
+
+async def test_an_abort_has_the_admin_key(transport: HttpClient) -> None:
+    """A server with ``--admin-api-key`` refuses the other key; the message names the option."""
+    keys: dict[str, str | None] = {}
+
+    def answer(request: Asked) -> Any:
+        keys[request.path] = request.headers.get("Authorization")
+        return (401, {"error": "no"}) if keys["/abort_request"] != "Bearer root" else {}
+
+    async with JsonServer(answer) as server:
+        endpoint = Endpoint(base_url=server.url, api_key="user", admin_key="root")
+        assert await abort_generation(transport, server.url, "r", headers_of(endpoint, admin=True))
+        with pytest.raises(EndpointUnavailable, match=r"status 401: no\. Check Endpoint\.admin_key"):
+            await abort_generation(transport, server.url, "r", headers_of(endpoint))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import pytest
 from aiohttp import web
 
@@ -17,6 +20,25 @@ async def test_an_sglang_server_is_described(client: Client, old_routes: bool) -
     """Version, model, weights and context, by the current or the older routes."""
     async with StubServer(max_context=99, old_routes=old_routes) as server, client.policy(server.url) as policy:
         assert await policy.describe() == ServerInfo("0.5.23", "stub", "v1", 99)
+
+
+@pytest.mark.parametrize(
+    ("fields", "room"),
+    [
+        ({"max_req_input_len": 1018, "max_total_num_tokens": 65536}, 1022),  # the end of the context is not used
+        ({"max_req_input_len": 494, "max_total_num_tokens": 500}, 498),  # the KV pool is smaller than the context
+        ({"max_total_num_tokens": 500}, 498),
+        ({"max_total_num_tokens": 65536}, 1024),
+        ({"max_req_input_len": None, "max_total_num_tokens": True}, 1024),
+    ],
+)
+async def test_the_room_for_a_request_is_what_context_and_kv_pool_leave(
+    client: Client, fields: dict[str, Any], room: int
+) -> None:
+    """Real servers sample 2 tokens less than the context holds, and no more than the pool holds."""
+    info = {"model_path": "stub", **fields}
+    async with StubServer(max_context=1024, model_info=info) as server, client.policy(server.url) as policy:
+        assert (await policy.describe()).max_context == room
 
 
 async def test_a_missing_server_is_reported_with_the_fix(client: Client) -> None:
@@ -87,3 +109,41 @@ async def test_workers_agree_on_their_model(client: Client) -> None:
 def test_fields_on_which_workers_differ_are_none() -> None:
     """Two versions of weights are no version."""
     assert merged([ServerInfo(weight_version="a", model="m"), ServerInfo(weight_version="b")]).weight_version is None
+
+
+async def test_a_dead_server_of_several_is_left_out(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning that names it; the others describe the endpoint."""
+    async with StubServer() as dead:
+        pass
+    async with StubServer(max_context=7) as alive, client.policy(dead.url, alive.url) as policy:
+        assert (await policy.describe()).max_context == 7
+    assert f"1 of 2 servers answer: no server answers at {dead.url}" in caplog.text
+
+
+async def test_a_router_is_described_by_its_workers(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A dead worker does not matter, nor that the router itself has no length of context."""
+    async with StubServer() as dead:
+        pass
+    async with StubServer(max_context=9) as one, StubServer(max_context=7) as two:
+        workers = [dead.url, one.url, two.url]
+        async with StubServer(workers=workers, model_info=None) as router, client.policy(router.url) as policy:
+            assert await policy.describe() == ServerInfo("0.5.23", "stub", "v1", 7)
+    assert f"{router.url} lists the worker {dead.url}, which does not describe itself" in caplog.text
+
+
+async def test_a_router_whose_workers_are_out_of_reach_describes_itself(client: Client) -> None:
+    """They may be in a network of their own."""
+    async with StubServer() as hidden:
+        pass
+    async with StubServer(workers=[hidden.url], max_context=5) as router, client.policy(router.url) as policy:
+        assert (await policy.describe()).max_context == 5
+
+
+def test_servers_of_one_named_version_may_report_different_folders() -> None:
+    """SGLang's model_path stays the old one after an update that could not flush; other differences are refused."""
+    old, new = ServerInfo(model="a", weight_version="7"), ServerInfo(model="b", weight_version="7")
+    assert merged([old, new]) == ServerInfo(weight_version="7")
+    for version in ("default", None, "8"):
+        with pytest.raises(ConfigError, match="workers that serve one model"):
+            merged([attrs.evolve(old, weight_version="default" if version == "default" else None),
+                    attrs.evolve(new, weight_version=version)])  # fmt: skip

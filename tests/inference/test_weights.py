@@ -17,9 +17,11 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.inference.prefixes import Namespaces, isolated
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.testing.json_server import Asked, JsonServer
+from rollouts.testing.server import StubServer
 
 PROMPT = packed_tokens(range(1, 30))
 
@@ -127,6 +129,9 @@ class Busy:
         assert body["abort_all_requests"] is False
         self.version = body["new_version"]
         return {"success": True}
+
+    def workers(self, body: Any) -> Any:
+        return 404, b""
 
     def model_info(self, body: Any) -> Any:
         return {"model_path": "model", "weight_version": self.version}
@@ -282,3 +287,62 @@ async def test_in_place_warns_that_new_conversations_read_the_old_cache(caplog: 
         await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
     assert f"{listening.url} has the weights '1', but its prefix cache contains K/V of the old weights" in caplog.text
     assert (server.mode, server.version) == (None, "1")
+
+
+def test_a_conversation_keeps_the_namespace_that_it_began_with() -> None:
+    """One that begins during the update has its own: its first K/V may be of either weights."""
+    there, sessions = "http://namespaces", Namespaces()
+    assert sessions.of("before", there) == ""
+    with isolated([there], "1"):
+        during = sessions.of("during", there)
+        assert len({during, sessions.of("also during", there), "", "1"}) == 4
+        assert sessions.of("before", there) == ""
+    assert [sessions.of(name, there) for name in ("before", "during", "after", "")] == ["", during, "1", "1"]
+    with isolated([there], "2"):
+        pass
+    assert [sessions.of(name, there) for name in ("before", "after", "later", "")] == ["", "1", "2", "2"]
+
+
+async def test_new_conversations_after_an_update_in_place_read_no_old_cache() -> None:
+    """Although the server is busy and cannot flush: their requests have the version as ``extra_key``."""
+    async with StubServer() as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
+        server = Busy()
+        async with JsonServer(server) as listening:
+            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="old")
+            with isolated([stub.url], "1"):
+                await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
+            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="old")
+            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="new")
+        assert [request.body.get("extra_key") for request in stub.requests] == [None, None, "1"]
+        async with SGLangPolicy(endpoint_at(listening.url)) as updated:
+            assert updated._namespaces.of("new", listening.url) == "1"
+
+
+# -- routers and keys -------------------------------------------------------------------------------------------------
+
+
+async def test_a_router_is_updated_through_its_workers() -> None:
+    """It has no control routes; all its workers are updated, and checked."""
+    one, two = Busy(), Busy()
+    async with JsonServer(one) as first, JsonServer(two) as second:
+        async with StubServer(workers=[first.url, second.url]) as router:
+            await update_weights(endpoint_at(router.url), DEMO_MODEL, "1")
+    for worker in (one, two):
+        assert (worker.version, worker.flushed, worker.mode) == ("1", True, None)
+
+
+async def test_control_routes_get_the_admin_key() -> None:
+    """And generation gets the other."""
+    server = Busy()
+    keys: dict[str, str | None] = {}
+
+    def answer(request: Asked) -> Any:
+        keys[request.path] = request.headers.get("Authorization")
+        return server(request)
+
+    async with JsonServer(answer) as listening:
+        endpoint = Endpoint(base_url=listening.url, api_key="user", admin_key="root")
+        await update_weights(endpoint, DEMO_MODEL, "1")
+    for path in ("/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation"):
+        assert keys[path] == "Bearer root"
+    assert "root" not in repr(endpoint)

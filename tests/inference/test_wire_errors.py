@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollouts.errors import EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
 
 
@@ -47,6 +47,21 @@ def test_the_status_decides_about_retries(status: int, kind: type[EndpointError]
 def test_the_error_class_states_whether_a_generation_may_still_run(status: int, message: str, may: bool) -> None:
     """Not after a full queue; possibly after a proxy error or a duplicate rid."""
     assert isinstance(error_of(status, message), MayStillRun) is may
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "The input (9 tokens) is longer than the model's context length (8 tokens).",
+        "Requested token count exceeds the model's maximum context length of 8 tokens.",
+        "Input length (1021 tokens) exceeds the maximum allowed length (1018 tokens). Use a shorter input or enable"
+        " --allow-auto-truncate.",
+        "Request prompt exceeds the KV memory budget: input_len=1021.",
+    ],
+)
+def test_every_message_about_a_request_that_does_not_fit_is_an_overflow(message: str) -> None:
+    """Those of the front end and those of the scheduler, whose limits are lower."""
+    assert isinstance(error_of(400, message), ContextOverflow)
 
 
 def test_a_long_body_is_cut() -> None:

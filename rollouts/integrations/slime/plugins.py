@@ -32,7 +32,8 @@ _ATTEMPTS = 2
 
 def policy_for(args: Any) -> SGLangPolicy:
     """The client of slime's router, shared by every rollout of the running event loop."""
-    return shared_policy(Settings.from_args(args).endpoint)
+    settings = Settings.from_args(args)
+    return shared_policy(settings.endpoint, settings.vocab_size)
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
@@ -115,7 +116,7 @@ def _pipeline(args: Any) -> Pipeline:
     for pipeline in pipelines:
         if pipeline.settings == settings:
             return pipeline
-    policy = ResumablePolicy(shared_policy(settings.endpoint), at_most=settings.at_most)
+    policy = ResumablePolicy(shared_policy(settings.endpoint, settings.vocab_size), at_most=settings.at_most)
     pipelines.append(Pipeline(args, settings, policy, lambda index: None))
     return pipelines[-1]
 

@@ -76,7 +76,7 @@ class TrainerRollouts:
 
     async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
-        client = SGLangPolicy(settings.endpoint)
+        client = SGLangPolicy(settings.endpoint, vocab_size=settings.vocab_size)
         policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=settings.stop_token_ids)
         pipeline = Pipeline(self.args, settings, policy, self.buffer.taken.get)
         config = pipeline.training()

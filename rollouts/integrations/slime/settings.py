@@ -17,6 +17,7 @@ import attrs
 
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.errors import ConfigError
+from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
 
 __all__ = ["OWN_KEYS", "RECIPE_VARIABLE", "EvalSet", "Settings", "load_function", "sampling_of"]
 
@@ -50,6 +51,16 @@ class EvalSet:
     sampling: SamplingParams
     source: Any
     """slime's own entry, for its other attributes."""
+
+
+@attrs.frozen
+class VocabSizeOf:
+    """Reads the number of ids of a model: an id beyond them would crash an engine."""
+
+    model: str
+
+    def __call__(self) -> int:
+        return vocab_size_of(load_tokenizer(self.model))
 
 
 @attrs.frozen(kw_only=True)
@@ -87,6 +98,11 @@ class Settings:
     max_attempts: int | None
     eval_sets: tuple[EvalSet, ...]
     eval_reward_key: str | None
+
+    @property
+    def vocab_size(self) -> VocabSizeOf:
+        """The vocabulary of the launch's model, for its policy."""
+        return VocabSizeOf(self.endpoint.model)
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rollouts.dtypes import SamplingParams
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import generate, group_reward, policy_for, reward
 from rollouts.integrations.slime.records import records
+from rollouts.testing.server import StubServer
 from rollouts.training import Prompt, Sample, Status
 from tests.integrations.slime.launches import Launch, made_sample
 
@@ -92,3 +96,14 @@ async def test_the_client_is_shared() -> None:
     """One pool of connections for all rollouts of a loop."""
     args = Launch().args()
     assert policy_for(args) is policy_for(args)
+
+
+async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
+    """The slime door reads the vocabulary from ``hf_checkpoint``: one such id would kill every engine in turn."""
+    async with StubServer() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        args = Launch().args(sglang_router_ip=host, sglang_router_port=int(port), hf_checkpoint=str(DEMO_MODEL))
+        for bad in (1_000_000, -1):
+            with pytest.raises(ConfigError, match=rf"tokens\[1\]: got id {bad}; expected 0 <= id < "):
+                await policy_for(args).complete(np.array([1, bad], np.int32), SamplingParams(max_new_tokens=1))
+        assert not server.requests

@@ -1,0 +1,336 @@
+"""Servers that are away: requests wait, deadlines stand still, and no prompt is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import attrs
+import pytest
+
+from rollouts.concurrency.deadlines import deadline, pauses
+from rollouts.dtypes import Completion, Endpoint
+from rollouts.errors import ConfigError, EndpointAway, EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.outages import ServedWeights, ServerAway
+from rollouts.inference.resumable import ResumablePolicy
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.testing.replies import Fault
+from rollouts.testing.server import StubServer
+from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.types import Status
+from tests.inference.client import Client
+
+LOOK = 0.01
+
+
+def policy_of(*urls: str, outage_seconds: float = 60.0, **options: Any) -> SGLangPolicy:
+    """A policy without retries, that looks often."""
+    endpoint = Endpoint(base_url=urls, outage_seconds=outage_seconds, **{"max_retries": 0, **options})
+    return SGLangPolicy(endpoint, backoff=lambda failures: 0.0, look_seconds=LOOK)
+
+
+class Restartable:
+    """A server that can stop, and start again at the same port."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.stub = StubServer(**options)
+        self.url = ""
+
+    async def start(self, **options: Any) -> None:
+        """Start, with other options than before where given."""
+        self.stub = StubServer(port=int(self.url.rpartition(":")[2] or 0), **{**self.options, **options})
+        self.url = (await self.stub.__aenter__()).url
+
+    async def die(self) -> None:
+        """Listen no more; connections stay until they are reset."""
+        for site in list(self.stub._runner.sites):
+            await site.stop()
+
+    async def stop(self) -> None:
+        await self.stub.__aexit__(None, None, None)
+
+
+@pytest.fixture
+async def server() -> Any:
+    """A started server."""
+    server = Restartable()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def until_paused(count: int = 1) -> str:
+    """Wait until a pause with ``count`` waiting turns is listed; return it."""
+    with anyio.fail_after(20):
+        while not any(pause.waiting() == count for pause in pauses()):
+            await anyio.lowlevel.checkpoint()
+    return str(pauses()[0])
+
+
+async def test_a_restart_of_the_only_server_fails_no_request(client: Client, server: Restartable) -> None:
+    """All requests wait without a failed attempt, and the wait is listed with its start."""
+    answers: list[Completion] = []
+
+    async def ask() -> None:
+        answers.append(await client.complete(policy))
+
+    async with policy_of(server.url) as policy:
+        await ask()
+        await server.stop()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(ask)
+            listed = await until_paused(3)
+            assert listed.startswith(f"no server answers at {server.url} for ")
+            assert listed.endswith("3 turns wait")
+            assert pauses()[0].blocks_new_work
+            await server.start()
+        assert len(answers) == 4
+        assert pauses() == []
+
+
+async def test_deadlines_stand_still_while_a_server_is_away(client: Client, server: Restartable) -> None:
+    """That of the request, and those around it."""
+    async with policy_of(server.url, request_seconds=0.3) as policy:
+        await client.complete(policy)
+        await server.stop()
+        with deadline(0.3) as limit:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.complete, policy)
+                await until_paused()
+                with anyio.move_on_after(0.5):
+                    await anyio.sleep_forever()
+                await server.start()
+        assert not limit.expired
+
+
+async def test_a_server_that_never_answered_is_not_waited_for(client: Client) -> None:
+    """Its URL may be wrong."""
+    async with policy_of("http://127.0.0.1:9") as policy:
+        with pytest.raises(EndpointUnavailable, match="after 1 attempts"):
+            await client.complete(policy)
+
+
+async def test_patience_ends(client: Client, server: Restartable) -> None:
+    """The error contains the servers, the time and the option that changes it."""
+    async with policy_of(server.url, outage_seconds=0.05) as policy:
+        await client.complete(policy)
+        await server.stop()
+        with pytest.raises(EndpointAway, match=rf"no server answers at {server.url}; .* 0.05 s \(Endpoint.outage_sec"):
+            await client.complete(policy)
+        await server.start()
+        assert len((await client.complete(policy)).tokens) == 3
+
+
+async def test_a_full_queue_fails_no_request(client: Client) -> None:
+    """It is asked again as often as needed, also without retries."""
+    full: list[Fault] = ["error_503", "abort_503"] * 20
+    async with StubServer(faults=full) as stub, policy_of(stub.url) as policy:
+        assert len((await client.complete(policy)).tokens) == 3
+        assert len(stub.requests) == 41
+        assert not stub.live
+
+
+async def test_a_queue_that_stays_full_ends_patience(client: Client) -> None:
+    """If no request at all is answered in that time."""
+    async with StubServer(faults=itertools.repeat("error_503")) as stub:
+        async with policy_of(stub.url, outage_seconds=0.1) as policy:
+            with pytest.raises(EndpointAway, match=r"takes no request.*queue is full"):
+                await client.complete(policy)
+
+
+async def test_a_session_moves_while_another_server_serves(client: Client, server: Restartable) -> None:
+    """At once and without a pause; the server gets requests again once it is back."""
+    async with StubServer() as other, policy_of(server.url, other.url) as policy:
+        await client.complete(policy, session="a")
+        await server.stop()
+        await client.complete(policy, session="a")
+        assert len(other.requests) == 1
+        assert pauses() == []
+        await server.start()
+        for worker in policy._workers.all:
+            worker.suspect_until = 0.0
+        await client.complete(policy, session="b")
+        await client.complete(policy, session="c")
+        assert server.stub.requests
+
+
+async def test_an_interrupt_answers_requests_that_wait(client: Client, server: Restartable) -> None:
+    """Without tokens, so that a trainer can pause generation while its servers are away."""
+    async with policy_of(server.url) as inner:
+        policy = ResumablePolicy(inner)
+        await client.complete(inner)
+        await server.stop()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(policy.complete, client.ids, client.sampling)
+            await until_paused()
+            await policy.pause(seconds=5)
+            assert policy.in_flight == 0
+            await server.start()
+            policy.resume()
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_lost_its_weights_is_held_until_they_are_right(client: Client) -> None:
+    """No token of other weights is sampled, and the pause lists both versions."""
+    info = {"model_path": "m", "weight_version": "v1"}
+    server = Restartable(model_info=info)
+    await server.start()
+    async with policy_of(server.url) as policy:
+        await client.complete(policy)
+        await server.stop()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.complete, policy)
+            await until_paused()
+            await server.start(model_info={**info, "weight_version": "default"})
+            with anyio.fail_after(20):
+                while not str(pauses()[0]).startswith(
+                    f"{server.url} is back with the weights 'default'; expected 'v1'"
+                ):
+                    await anyio.lowlevel.checkpoint()
+            held = server.stub
+            await server.stop()
+            await server.start()
+        assert not held.requests
+        assert len(server.stub.requests) == 1
+        await server.stop()
+
+
+async def test_a_server_that_keeps_other_weights_is_refused_by_name(client: Client) -> None:
+    """When patience ends."""
+    info = {"model_path": "m", "weight_version": "v1"}
+    server = Restartable(model_info=info)
+    await server.start()
+    async with policy_of(server.url, outage_seconds=0.3) as policy:
+        await client.complete(policy)
+        await server.stop()
+        await server.start(model_info={**info, "weight_version": "default"})
+        policy._workers.all[0].away = True  # as after a request that was refused meanwhile
+        with pytest.raises(EndpointAway, match="is back with the weights 'default'; expected 'v1'"):
+            await client.complete(policy)
+        assert not server.stub.requests
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("seen", "back", "message"),
+    [
+        (["default"], ServerInfo(model="m", weight_version="default"), None),
+        (["default"], ServerInfo(), None),
+        (["default"], ServerInfo(model="n", weight_version="default"), "model 'n'; expected 'm'"),
+        (["default"], ServerInfo(model="m", weight_version="x"), "weights 'x'; expected 'default'"),
+        (["default", "1"], ServerInfo(model="m", weight_version="default"), "weights 'default'; expected '1'"),
+        (["default", "1"], ServerInfo(model="folder/1", weight_version="1"), None),
+        (["default", "1"], ServerInfo(model="folder/2", weight_version="2"), None),  # another process updates
+    ],
+)
+def test_which_weights_are_right(seen: Sequence[str], back: ServerInfo, message: str | None) -> None:
+    """The newest that a server reported; new ones where the weights are updated during the run."""
+    weights = ServedWeights()
+    weights.described(ServerInfo(model="m", weight_version=seen[0]))
+    for version in seen:
+        weights.saw(version)
+    if message is None:
+        weights.check("http://there", back)
+    else:
+        with pytest.raises(ServerAway, match=f"http://there is back with the {message}"):
+            weights.check("http://there", back)
+
+
+# -- requests that may have killed their server -----------------------------------------------------------------------
+
+
+async def test_a_request_whose_server_died_alone_with_it_goes_to_no_other(client: Client) -> None:
+    """It waits for its own server, while others serve; a second death refuses it."""
+    died = anyio.Event()
+
+    async def die(request: Any) -> None:
+        await deadly.die()
+        died.set()
+
+    deadly = Restartable(latency=die, faults=["reset"])
+    await deadly.start()
+    async with StubServer() as other, policy_of(deadly.url, other.url) as policy:
+        await policy.describe()
+        errors: list[Exception] = []
+
+        async def ask() -> None:
+            try:
+                await client.complete(policy, session="deadly")
+            except EndpointRefused as error:
+                errors.append(error)
+
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                for _ in range(2):
+                    await died.wait()
+                    died = anyio.Event()
+                    await deadly.stop()
+                    await client.complete(policy, session="innocent")
+                    await deadly.start()
+        assert len(other.requests) == 2
+        assert "died 2 times while this request, of 5 ids, was the only new one" in str(errors[0])
+        assert {request.headers["X-SMG-Routing-Key"] for request in other.requests} == {"innocent"}
+    await deadly.stop()
+
+
+# -- the manager ------------------------------------------------------------------------------------------------------
+
+
+def config_of(client: Client, policy: SGLangPolicy) -> RolloutConfig:
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await client.complete(policy)
+        sample = Sample(prompt="p", tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0.0, -1.0], reward=1.0)
+        return [attrs.evolve(sample, status=Status.COMPLETED)]
+
+    return RolloutConfig(batch_size=2, n_samples_per_prompt=2, over_sampling_factor=2.0, generate_fn=generate)
+
+
+async def test_no_group_starts_while_a_server_is_away(client: Client, server: Restartable) -> None:
+    """And none fails: the batch is filled after the restart."""
+    async with policy_of(server.url) as policy:
+        await client.complete(policy)
+        await server.stop()
+        manager = AsyncRolloutManager(config_of(client, policy), DataBuffer(["p"] * 99))
+        batch: list[Sample] = []
+
+        async def fill() -> None:
+            batch.extend(await manager.generate_batch())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fill)
+            await until_paused(8)
+            manager._top_up()
+            assert manager.accounting.taken == 4
+            assert "no server answers" in manager.waiting_for()[0]
+            await server.start()
+        assert (len(batch), manager.accounting.failed) == (4, 0)
+
+
+async def test_a_run_whose_servers_stay_away_returns_its_prompts(client: Client, server: Restartable) -> None:
+    """No group fails; the error ends the run."""
+    async with policy_of(server.url, outage_seconds=0.1) as policy:
+        await client.complete(policy)
+        await server.stop()
+        manager = AsyncRolloutManager(config_of(client, policy), DataBuffer(["p"] * 99))
+        with pytest.raises(EndpointAway):
+            await manager.generate_batch()
+        counts = manager.accounting
+        assert (counts.taken, counts.returned, counts.failed) == (4, 4, 0)
+        await server.start()
+
+
+def test_the_time_of_an_outage_is_checked() -> None:
+    """0 waits for nothing."""
+    assert Endpoint(outage_seconds=0).outage_seconds == 0
+    with pytest.raises(ConfigError, match=r"outage_seconds: got -1; expected a number of seconds >= 0"):
+        Endpoint(outage_seconds=-1)
