@@ -10,6 +10,7 @@ This module neither closes the environment nor seals a trajectory; :mod:`rollout
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import zlib
@@ -38,7 +39,7 @@ from rollouts.dtypes import (
 from rollouts.environments.base import Environment, Resumable, StepResult, bad_step, is_resumable, sound_step
 from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, HistoryRewritten, TokenMismatchError
 from rollouts.inference.base import Policy
-from rollouts.renderer import Renderer
+from rollouts.renderer import CHECKED_BRIDGES, Renderer
 from rollouts.trajectory import Trajectory
 
 __all__ = ["Episode", "OnStep", "Past"]
@@ -110,6 +111,8 @@ class Episode:
     """Numbers of tokens, completions and messages that the turn log contains."""
     earlier: Trajectory | None = attrs.field(init=False, default=None)
     """The trajectory of the logged turns, if the episode can resume after them."""
+    bridges: int = attrs.field(init=False, default=0)
+    """Number of bridges that this process has appended."""
     seconds_before: float = attrs.field(init=False, default=0.0)
     """Wall time of the logged turns."""
 
@@ -176,7 +179,7 @@ class Episode:
         # 4. Parse the reply.
         reply = self._parse_reply(completion, tools)
         # 5. Check the limits.
-        return reply, self._check_limits(completion, reply, turn, budget, limit)
+        return reply, self._check_limits(completion, reply, turn, budget, limit, tools)
 
     # -- 1. start the environment, 2. open the conversation --
 
@@ -336,7 +339,13 @@ class Episode:
     # -- 5. check the limits --
 
     def _check_limits(
-        self, completion: Completion, reply: Message, turn: int, budget: int, limit: StopReason
+        self,
+        completion: Completion,
+        reply: Message,
+        turn: int,
+        budget: int,
+        limit: StopReason,
+        tools: Sequence[Tool],
     ) -> StopReason | None:
         """Why the episode ends after this reply, before any of its calls runs; ``None`` if it continues.
 
@@ -355,10 +364,16 @@ class Episode:
         if turn == limits.max_turns and limits.last_calls == "skip":
             return StopReason.MAX_TURNS
         too_many = limits.max_tool_calls is not None and self.call_count > limits.max_tool_calls
-        if too_many or (limits.max_parallel_calls is not None and len(reply.tool_calls) > limits.max_parallel_calls):
+        if too_many or len(reply.tool_calls) > self._parallel_calls(reply, tools):
             return StopReason.MAX_TOOL_CALLS
         left, limit = self._token_budget()
         return limit if left < 1 else None
+
+    def _parallel_calls(self, reply: Message, tools: Sequence[Tool]) -> float:
+        """The number of calls that one reply may have: the limit, and 1 if the chat template has one call a turn."""
+        limit = self.limits.max_parallel_calls or math.inf
+        several = len(reply.tool_calls) > 1 and bool(tools)
+        return 1 if several and self.renderer.self_test(tools).calls == "one a turn" else limit
 
     # -- 6. step the environment --
 
@@ -417,7 +432,8 @@ class Episode:
     def _bridge(
         self, history: Sequence[Message], new: Sequence[Message], tools: tuple[Tool, ...], tail: TokenColumn
     ) -> TokenColumn:
-        return self.renderer.bridge(history, new, tools=tools, tail=tail)
+        self.bridges += 1
+        return self.renderer.bridge(history, new, tools=tools, tail=tail, check=self.bridges <= CHECKED_BRIDGES)
 
     async def _fork_if_rewritten(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
         """Render the whole conversation; open a branch with it if the template rewrites the history.

@@ -13,6 +13,7 @@ import collections
 import concurrent.futures
 import datetime
 import functools
+import itertools
 import operator
 import threading
 import weakref
@@ -24,18 +25,23 @@ import attrs
 
 from rollouts.dtypes import Message, TokenColumn, Tool
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns
+from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
 from rollouts.renderer.history_diff import rewriting, shared
 from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
+from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
 from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect
 
-__all__ = ["Renderer", "renderer_for"]
+__all__ = ["CHECKED_BRIDGES", "Renderer", "renderer_for"]
 
 _OPENINGS_KEPT = 512
+CHECKED_BRIDGES = 2
+"""The first bridges of a conversation are compared with the rendering of the whole conversation."""
+_CHECKED_TEXT = 1000
+"""Characters at each end of a long text that are rendered when a bridge is checked."""
 _PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
 _SYSTEM = "You are a careful assistant."
 
@@ -100,6 +106,7 @@ class Renderer:
         )
         self._self_tests: dict[object, SelfTest] = {}
         self._calls_are_text = dialect is not None and self.dialect.name == "plain"
+        self._switches = Switches(self._template, self._stops)
         self._read_calls: dict[str, tuple[Calls, str]] = {}
         self._tools: tuple[tuple[Tool, ...], str] = ((), "()")
 
@@ -174,25 +181,33 @@ class Renderer:
         *,
         tools: Sequence[Tool] = (),
         tail: Sequence[int] | TokenColumn,
+        check: bool = False,
     ) -> TokenColumn:
         """Return the ids between a reply and the next one; int32, read-only.
 
         They begin with the turn's closing mark only if the model sampled no stop token (the reply was cut). If the
         model sampled another stop token than the template writes, the sampled one stays.
 
+        The first two bridges of a conversation, and each one after a message that contains a switch of the template
+        (such as ``/no_think``), are compared with the template's rendering of the whole conversation.
+
         Args:
-            history: the conversation so far, ending with the reply; only system messages and the last turn are read.
+            history: the conversation so far, ending with the reply. Of the earlier messages, only system messages and
+                those that contain a switch are rendered.
             new: all messages since the reply: the tool results of the step, or user messages.
             tools: the tools of the opening.
             tail: the reply's sampled ids; the last one is enough.
+            check: whether to compare this bridge in any case.
 
         Raises:
-            ConfigError: ``new`` is empty, or the template cannot render it.
+            ConfigError: ``new`` is empty, the template cannot render it, or the whole conversation is rendered with
+                another text in the bridge's place.
         """
         if not new:
             raise ConfigError.of("bridge.new", (), "at least one message; without one there is nothing to reply to")
-        strategy = STRATEGIES[self._strategy]
-        text = bridge_text(self._template, strategy, history, new, tools, self._stops)
+        text = self._bridge_text(history, new, tools)
+        if check or self._needs_check(history, new):
+            self._check_bridge(text, history, new, tools)
         for message in new:
             # Some templates move system messages to the start of the conversation, which is already sampled from.
             if message.role == "system" and message.content.strip() not in text:
@@ -202,6 +217,51 @@ class Renderer:
         ids = self._codec.encode(text)
         last = int(tail[-1]) if len(tail) else None
         return ids[1:] if self._replaces_first(last, ids) else ids
+
+    def _bridge_text(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
+        strategy = STRATEGIES[self._strategy]
+        if self._switches.texts:
+            strategy = with_kept(strategy, self._switches.positions)
+        return bridge_text(self._template, strategy, history, new, tools, self._stops)
+
+    def _needs_check(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
+        """Whether this is one of the first two bridges, or there is a switch since the last bridge but one."""
+        replies = 0
+        for message in itertools.chain(reversed(new), reversed(history)):
+            replies += message.role == "assistant"
+            if replies > CHECKED_BRIDGES:
+                return False
+            if replies < 2 and self._switches.in_message(message):
+                return True
+        return True
+
+    def _check_bridge(
+        self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+    ) -> None:
+        """Compare a bridge with the rendering of the whole conversation, long texts without a switch shortened.
+
+        Raises:
+            ConfigError: they differ in more than the mark that ends the reply, or the template raises.
+        """
+        reply = history[-1]
+        shown = [self._shortened(message) for message in history]
+        if reply.role == "assistant" and not reply.content.strip() and not reply.tool_calls:
+            self._template.render([*shown, *new], tools)  # some templates refuse an empty turn
+        written = bridge_text(self._template, whole, shown, new, tools, self._stops)
+        if written == text or any(stop + written == text or stop + text == written for stop in self._stops):
+            return
+        at = max(shared(written, text) - 20, 0)
+        raise ConfigError(
+            f"chat template {self._template.name}: after this conversation it writes {written[at : at + 40]!r} where "
+            f'the bridge has {text[at : at + 40]!r}; history="fork" renders the whole conversation for each reply'
+        )
+
+    def _shortened(self, message: Message) -> Message:
+        """The message without the middle of a long text, unless it contains a switch."""
+        content = message.content
+        if len(content) <= 2 * _CHECKED_TEXT or self._switches.in_message(message):
+            return message
+        return attrs.evolve(message, content=content[:_CHECKED_TEXT] + content[-_CHECKED_TEXT:])
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """Render the whole conversation, up to the next reply. The cost is proportional to its length.
@@ -238,7 +298,7 @@ class Renderer:
         Returns:
             The reason, ``""`` if nothing is rewritten; and the number of ids of ``new`` with marks and next header.
         """
-        text = bridge_text(self._template, STRATEGIES[self._strategy], history, new, tools, self._stops)
+        text = self._bridge_text(history, new, tools)
         ids = self._codec.encode(text, counted=False)
         if not after.endswith(text):
             end = shared(after[::-1], text[::-1])
@@ -306,6 +366,7 @@ class Renderer:
         key = (self._tools_key(tools), system)
         result = self._self_tests.get(key)
         if result is None:
+            _ = self._switches.texts  # found here, not while the first bridge is awaited
             result = self._run_self_test(self._strategy, tools, system)
             if result.steps[0].verdict == "refused" and system is _SYSTEM:
                 without = self._run_self_test(self._strategy, tools, None)
