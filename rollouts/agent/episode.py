@@ -216,6 +216,9 @@ class Episode:
         stored = past.trajectory.messages.pop()  # parsed again below: the ids are the record, the message is a view
         self.call_count -= len(stored.tool_calls)
         self.continues_reply = past.state == "cut"
+        given = as_messages(self.prompt.prompt)
+        if given and given[-1].role == "assistant" and self.replies == sum(m.role == "assistant" for m in given):
+            self.reply_start = self.renderer.reply_start([*before, given[-1]], tools)
         if self.continues_reply:
             return tools, None
         reply, _ = self._parse(tools)
@@ -250,11 +253,20 @@ class Episode:
         return tools
 
     async def open_conversation(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> None:
-        """Append the opening: the tokens before the first reply."""
+        """Append the opening: the tokens before the first reply.
+
+        If the last message is an assistant message, the first reply goes on in its turn, and is parsed with its text.
+        """
         opening = await _render(messages, self.renderer.opening, list(messages), tools)
-        self.trajectory.add_context(opening, messages)
+        start = await _render(messages, self.renderer.reply_start, list(messages), tools)
+        before = messages
+        if start < len(opening):
+            before = messages[:-1]
+            self.reply_start, self.continues_reply = start, True
+            self.replies += 1
+        self.trajectory.add_context(opening, before)
         if self.history != "append":
-            self.rendered = await _render(messages, self.renderer.render, list(messages), tools)
+            self.rendered = await _render(before, self.renderer.render, list(before), tools)
 
     # -- 3. request a completion --
 

@@ -28,6 +28,7 @@ from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
 from rollouts.renderer.history_diff import rewriting, shared
+from rollouts.renderer.prefill import goes_on, open_turn, turn_start
 from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.switches import Switches
@@ -134,10 +135,11 @@ class Renderer:
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:
         """Return the ids of the first prompt of a conversation, up to the first reply; int32, read-only.
 
+        If the last message is an assistant message, the reply goes on in its turn: the prompt ends with its content.
         Equal messages and tools are rendered once, also when several threads call at the same time.
 
         Raises:
-            ConfigError: the template cannot render these messages.
+            ConfigError: the template cannot render these messages, or cannot go on in the last one.
         """
         # Arguments are compared by repr: True == 1 in Python, but a template writes them differently.
         called = any(message.tool_calls for message in messages)
@@ -153,13 +155,33 @@ class Renderer:
         if cached is not None:
             return cached.result()
         try:
-            text = self._template.render(messages, tools)
+            text = self._opening_text(messages, tools)
             future.set_result(self._codec.encode(text, opening=True))
         except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._openings.pop(key, None)
             future.set_exception(error)
         return future.result()
+
+    def _opening_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        if goes_on(messages):
+            return open_turn(self._template, messages, tools)
+        return self._template.render(messages, tools)
+
+    def reply_start(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """Return the number of ids of an opening before the first reply's turn.
+
+        That is all of them, unless the last message is an assistant message: its text is the start of the reply.
+
+        Raises:
+            ConfigError: as :meth:`opening`.
+        """
+        opening = self.opening(messages, tools)
+        if not goes_on(messages):
+            return len(opening)
+        text = self._opening_text(messages, tools)
+        before = self._codec.encode(text[: turn_start(self._template, messages, tools, text)], counted=False)
+        return shared(before.tolist(), opening.tolist())
 
     def _tools_key(self, tools: Sequence[Tool]) -> str:
         """Return the repr of the tools, cached for the latest ones."""
