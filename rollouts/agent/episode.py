@@ -10,6 +10,7 @@ This module neither closes the environment nor seals a trajectory; :mod:`rollout
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -465,7 +466,8 @@ class Episode:
         if why and self.history == "error":
             raise HistoryRewritten(f'{why} (history="error"; "append" keeps the ids, "fork" opens a new branch)')
         if why:
-            tokens = await _render(whole, self.renderer.encode, self.rendered)
+            encode = functools.partial(self.renderer.encode_conversation, rendered=self.rendered)
+            tokens = await _render(whole, encode, whole, tools)
             branch = Trajectory(self.history)
             branch.add_context(tokens, whole)
             branch.count("forks")

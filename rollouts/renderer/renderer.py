@@ -19,11 +19,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
-from rollouts.dtypes import Message, TokenColumn, Tool
+from rollouts.dtypes import Message, TokenColumn, Tool, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
@@ -31,6 +31,7 @@ from rollouts.renderer.history_diff import rewriting, shared
 from rollouts.renderer.prefill import goes_on, open_turn, turn_start
 from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
+from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
@@ -39,6 +40,8 @@ from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dial
 __all__ = ["CHECKED_BRIDGES", "Renderer", "renderer_for"]
 
 _OPENINGS_KEPT = 512
+_RESULTS_KEPT = 1024
+"""Results of self-tests: an environment may have other tools for each prompt."""
 CHECKED_BRIDGES = 2
 """The first bridges of a conversation are compared with the rendering of the whole conversation."""
 _CHECKED_TEXT = 1000
@@ -60,6 +63,11 @@ class Renderer:
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that the template gets from ``strftime_now``; by default the time of construction.
         tells_tools: whether the template gets the tools; if not, the messages must describe them.
+        special_text: what happens to special tokens, and other added tokens that the template writes, in the text of
+            user and tool messages. ``"as_ids"``: they become their ids, as in transformers and in servers' chat
+            endpoints, so that prompts are those that the model is served with. ``"as_text"``: they are encoded as
+            plain text, each apart, so that a web page or a user cannot write the marks of a turn. ``"error"``: they
+            are refused.
 
     Raises:
         ConfigError: there is no template or no stop token, or the dialect or the strategy is unknown.
@@ -76,6 +84,7 @@ class Renderer:
         strategy: str | None = None,
         moment: datetime.datetime | None = None,
         tells_tools: bool = True,
+        special_text: SpecialText = "as_ids",
     ) -> None:
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         source = _template_source(tokenizer, chat_template, self.name)
@@ -98,6 +107,9 @@ class Renderer:
         """Number of token ids of the model; every id in a request must be lower."""
         name = dialect_of_template(source) if dialect is None else dialect
         self.dialect: Dialect = get_dialect(name) if isinstance(name, str) else name
+        if special_text not in get_args(SpecialText):
+            raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
+        self._marks = Marks(_marks_of(tokenizer, source, self._stops), special_text)
         if strategy is not None and strategy not in STRATEGIES:
             raise ConfigError.of("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
         self._given_strategy = strategy
@@ -156,7 +168,7 @@ class Renderer:
             return cached.result()
         try:
             text = self._opening_text(messages, tools)
-            future.set_result(self._codec.encode(text, opening=True))
+            future.set_result(self._encode(text, opening=True))
         except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._openings.pop(key, None)
@@ -164,6 +176,7 @@ class Renderer:
         return future.result()
 
     def _opening_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        messages = self._marks.guarded(messages)
         if goes_on(messages):
             return open_turn(self._template, messages, tools)
         return self._template.render(messages, tools)
@@ -180,7 +193,8 @@ class Renderer:
         if not goes_on(messages):
             return len(opening)
         text = self._opening_text(messages, tools)
-        before = self._codec.encode(text[: turn_start(self._template, messages, tools, text)], counted=False)
+        start = turn_start(self._template, self._marks.guarded(messages), tools, text)
+        before = self._encode(text[:start], counted=False)
         return shared(before.tolist(), opening.tolist())
 
     def _tools_key(self, tools: Sequence[Tool]) -> str:
@@ -227,6 +241,7 @@ class Renderer:
         """
         if not new:
             raise ConfigError.of("bridge.new", (), "at least one message; without one there is nothing to reply to")
+        new = self._marks.guarded(new)
         text = self._bridge_text(history, new, tools)
         if check or self._needs_check(history, new):
             self._check_bridge(text, history, new, tools)
@@ -236,7 +251,7 @@ class Renderer:
                 raise ConfigError.of(
                     "bridge.new", message, f"no system message; template {self._template.name} moves it"
                 )
-        ids = self._codec.encode(text)
+        ids = self._encode(text)
         last = int(tail[-1]) if len(tail) else None
         return ids[1:] if self._replaces_first(last, ids) else ids
 
@@ -291,11 +306,31 @@ class Renderer:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        return self._template.render(messages, tools, generation_prompt=generation_prompt)
+        return self._template.render(messages, tools, generation_prompt=generation_prompt).replace(GUARD, "")
 
     def encode(self, text: str) -> TokenColumn:
         """Return the ids of a text that the template wrote; int32, read-only."""
         return self._codec.encode(text)
+
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, rendered: str
+    ) -> TokenColumn:
+        """Return the ids of a whole conversation; ``rendered`` is the result of :meth:`render`.
+
+        Raises:
+            ConfigError: as :meth:`opening`.
+        """
+        guarded = self._marks.guarded(messages)
+        return self._encode(rendered if guarded is messages else self._template.render(guarded, tools))
+
+    def _encode(self, text: str, *, counted: bool = True, opening: bool = False) -> TokenColumn:
+        """Encode a text with guards: the marks that they break are plain text."""
+        if GUARD not in text:
+            return self._codec.encode(text, counted=counted, opening=opening)
+        ids: list[int] = []
+        for part, plain in self._marks.parts(text):
+            ids += self._codec.encode_plain(part) if plain else self._codec.encode(part, counted=counted).tolist()
+        return packed_tokens(ids)
 
     def rewriting(
         self,
@@ -320,8 +355,10 @@ class Renderer:
         Returns:
             The reason, ``""`` if nothing is rewritten; and the number of ids of ``new`` with marks and next header.
         """
+        new = self._marks.guarded(new)
         text = self._bridge_text(history, new, tools)
-        ids = self._codec.encode(text, counted=False)
+        ids = self._encode(text, counted=False)
+        text = text.replace(GUARD, "")
         if not after.endswith(text):
             end = shared(after[::-1], text[::-1])
             return f"history rewritten: {text[: -end or None][-30:]!r} became {after[: -end or None][-30:]!r}", len(ids)
@@ -398,6 +435,7 @@ class Renderer:
             if tools:
                 result = self._with_calls(result, [tool.name for tool in tools])
             self._self_tests[key] = result
+            _drop_oldest(self._self_tests)
         return result
 
     def _run_self_test(self, strategy: str, tools: Sequence[Tool], system: str | None) -> SelfTest:
@@ -412,6 +450,7 @@ class Renderer:
             if name not in self._read_calls:
                 self._read_calls[name] = self._reads(self.dialect, name)
         verdicts = [self._read_calls[name] for name in names]
+        _drop_oldest(self._read_calls)
         unread = next((number for number, (calls, _) in enumerate(verdicts) if calls == "not read"), None)
         if unread is None:
             return attrs.evolve(result, calls="one a turn" if ("one a turn", "") in verdicts else "read")
@@ -427,6 +466,11 @@ class Renderer:
             return self.decode(self._codec.encode(text, counted=False))
 
         return dialect_reads(Reader(self.render, self._stops, respell, dialect), name)
+
+
+def _drop_oldest(results: dict[Any, Any]) -> None:
+    while len(results) > _RESULTS_KEPT:
+        results.pop(next(iter(results)), None)
 
 
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
@@ -446,6 +490,13 @@ def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
 def _special_ids(tokenizer: Any) -> frozenset[int]:
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+def _marks_of(tokenizer: Any, source: str, stops: Sequence[str]) -> set[str]:
+    """The texts of special tokens, and of other added tokens that the template writes."""
+    added = {str(token.content): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    marks = {text for text, special in added.items() if special or text in source}
+    return marks | set(stops) | set(tokenizer.all_special_tokens)
 
 
 _SHARED: weakref.WeakKeyDictionary[Any, dict[str, Renderer]] = weakref.WeakKeyDictionary()
