@@ -584,7 +584,8 @@ class Limits:
     max_parallel_calls: int | None = attrs.field(
         default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
     )
-    """Tool calls of one reply. A reply with more is stored, and none of its calls runs."""
+    """Tool calls of one reply. A reply with more is stored, and none of its calls runs. If the chat template has one
+    call a turn, the limit is 1."""
     on_cut: Literal["stop", "continue"] = attrs.field(
         default="stop", validator=_check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
     )

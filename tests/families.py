@@ -26,7 +26,7 @@ TOOLS = (
 class Family:
     """The renderer of a family, and what its template supports."""
 
-    make: Callable[[Any], Renderer]
+    make: Callable[..., Renderer]
     """Build the renderer from pytest's ``request``, which has the fixtures of the assets."""
     verdicts: tuple[str, ...]
     """The verdicts of the self-test with two tools: the opening, two rounds of tools, two user turns."""
@@ -56,10 +56,10 @@ PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
 def _real(name: str, tokenizer: str = "qwen3", marks: tuple[str, ...] = (), stops: tuple[str, ...] = ()) -> Any:
-    def make(request: Any) -> Renderer:
+    def make(request: Any, **options: Any) -> Renderer:
         source = request.getfixturevalue("chat_template")(name)
         found = request.getfixturevalue("tokenizer")(tokenizer, *marks)
-        return Renderer(found, chat_template=source, stop_token_ids=_ids(found, stops))
+        return Renderer(found, chat_template=source, stop_token_ids=_ids(found, stops), **options)
 
     return make
 
@@ -156,9 +156,10 @@ def small(source: str, marks: tuple[str, ...], stops: tuple[str, ...], **variabl
         found.add_tokens(list(marks), special_tokens=True)
         return found
 
-    def make(request: Any) -> Renderer:
+    def make(request: Any, **options: Any) -> Renderer:
         found = tokenizer()
-        return Renderer(found, chat_template=source, stop_token_ids=_ids(found, stops), template_kwargs=variables)
+        options = {"template_kwargs": variables, **options}
+        return Renderer(found, chat_template=source, stop_token_ids=_ids(found, stops), **options)
 
     return make
 

@@ -561,7 +561,7 @@ def test_one_call_a_turn_is_noted(tokenizer) -> None:
     )
     found = Renderer(tokenizer("qwen3"), chat_template=refusing).self_test(PROBE)
     assert found.verdict == "exact"
-    assert any("max_parallel_calls=1" in note for note in found.notes)
+    assert any("max_parallel_calls is 1" in note for note in found.notes)
 
 
 def test_a_turn_of_one_call_is_judged_with_one_of_two(judged) -> None:

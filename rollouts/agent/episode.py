@@ -10,6 +10,8 @@ This module neither closes the environment nor seals a trajectory; :mod:`rollout
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import time
 import zlib
@@ -52,7 +54,7 @@ from rollouts.errors import (
     shortened,
 )
 from rollouts.inference.base import Policy
-from rollouts.renderer import Renderer
+from rollouts.renderer import CHECKED_BRIDGES, Renderer
 from rollouts.trajectory import Trajectory
 
 __all__ = ["Episode", "OnStep", "Past"]
@@ -124,6 +126,8 @@ class Episode:
     """Numbers of tokens, completions and messages that the turn log contains."""
     earlier: Trajectory | None = attrs.field(init=False, default=None)
     """The trajectory of the logged turns, if the episode can resume after them."""
+    bridges: int = attrs.field(init=False, default=0)
+    """Number of bridges that this process has appended."""
     seconds_before: float = attrs.field(init=False, default=0.0)
     """Wall time of the logged turns."""
 
@@ -190,7 +194,7 @@ class Episode:
         # 4. Parse the reply.
         reply = self._parse_reply(completion, tools)
         # 5. Check the limits.
-        return reply, self._check_limits(completion, reply, turn, budget, limit)
+        return reply, self._check_limits(completion, reply, turn, budget, limit, tools)
 
     # -- 1. start the environment, 2. open the conversation --
 
@@ -227,6 +231,9 @@ class Episode:
         stored = past.trajectory.messages.pop()  # parsed again below: the ids are the record, the message is a view
         self.call_count -= len(stored.tool_calls)
         self.continues_reply = past.state == "cut"
+        given = as_messages(self.prompt.prompt)
+        if given and given[-1].role == "assistant" and self.replies == sum(m.role == "assistant" for m in given):
+            self.reply_start = self.renderer.reply_start([*before, given[-1]], tools)
         if self.continues_reply:
             return tools, None
         reply, _ = self._parse(tools)
@@ -265,11 +272,20 @@ class Episode:
         return tools
 
     async def open_conversation(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> None:
-        """Append the opening: the tokens before the first reply."""
+        """Append the opening: the tokens before the first reply.
+
+        If the last message is an assistant message, the first reply goes on in its turn, and is parsed with its text.
+        """
         opening = await _render(messages, self.renderer.opening, list(messages), tools)
-        self.trajectory.add_context(opening, messages)
+        start = await _render(messages, self.renderer.reply_start, list(messages), tools)
+        before = messages
+        if start < len(opening):
+            before = messages[:-1]
+            self.reply_start, self.continues_reply = start, True
+            self.replies += 1
+        self.trajectory.add_context(opening, before)
         if self.history != "append":
-            self.rendered = await _render(messages, self.renderer.render, list(messages), tools)
+            self.rendered = await _render(before, self.renderer.render, list(before), tools)
 
     # -- 3. request a completion --
 
@@ -354,7 +370,13 @@ class Episode:
     # -- 5. check the limits --
 
     def _check_limits(
-        self, completion: Completion, reply: Message, turn: int, budget: int, limit: StopReason
+        self,
+        completion: Completion,
+        reply: Message,
+        turn: int,
+        budget: int,
+        limit: StopReason,
+        tools: Sequence[Tool],
     ) -> StopReason | None:
         """Why the episode ends after this reply, before any of its calls runs; ``None`` if it continues.
 
@@ -375,10 +397,16 @@ class Episode:
         if turn == limits.max_turns and limits.last_calls == "skip":
             return StopReason.MAX_TURNS
         too_many = limits.max_tool_calls is not None and self.call_count > limits.max_tool_calls
-        if too_many or (limits.max_parallel_calls is not None and len(reply.tool_calls) > limits.max_parallel_calls):
+        if too_many or len(reply.tool_calls) > self._parallel_calls(reply, tools):
             return StopReason.MAX_TOOL_CALLS
         left, limit = self._token_budget()
         return limit if left < 1 else None
+
+    def _parallel_calls(self, reply: Message, tools: Sequence[Tool]) -> float:
+        """The number of calls that one reply may have: the limit, and 1 if the chat template has one call a turn."""
+        limit = self.limits.max_parallel_calls or math.inf
+        several = len(reply.tool_calls) > 1 and bool(tools)
+        return 1 if several and self.renderer.self_test(tools).calls == "one a turn" else limit
 
     # -- 6. step the environment --
 
@@ -440,7 +468,8 @@ class Episode:
     def _bridge(
         self, history: Sequence[Message], new: Sequence[Message], tools: tuple[Tool, ...], tail: TokenColumn
     ) -> TokenColumn:
-        return self.renderer.bridge(history, new, tools=tools, tail=tail)
+        self.bridges += 1
+        return self.renderer.bridge(history, new, tools=tools, tail=tail, check=self.bridges <= CHECKED_BRIDGES)
 
     async def _fork_if_rewritten(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
         """Render the whole conversation; open a branch with it if the template rewrites the history.
@@ -460,7 +489,8 @@ class Episode:
         if why and self.history == "error":
             raise HistoryRewritten(f'{why} (history="error"; "append" keeps the ids, "fork" opens a new branch)')
         if why:
-            tokens = await _render(whole, self.renderer.encode, self.rendered)
+            encode = functools.partial(self.renderer.encode_conversation, rendered=self.rendered)
+            tokens = await _render(whole, encode, whole, tools)
             branch = Trajectory(self.history)
             branch.add_context(tokens, whole)
             branch.count("forks")

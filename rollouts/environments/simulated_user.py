@@ -39,6 +39,8 @@ class SimulatedUser:
         return prompt.messages
 
     async def step(self, reply: Message) -> StepResult:
+        if self.conversation and self.conversation[-1].role == "assistant":
+            self.conversation.pop()  # the start of this reply, which the prompt gave
         self.conversation.append(reply)
         answer = await self.user(tuple(self.conversation))
         if not answer:

@@ -2,11 +2,12 @@
 
 from rollouts.renderer.bridge import STRATEGIES
 from rollouts.renderer.example import ExamplePart, conversation, speak
-from rollouts.renderer.renderer import Renderer, renderer_for
+from rollouts.renderer.renderer import CHECKED_BRIDGES, Renderer, renderer_for
 from rollouts.renderer.selftest import SelfTest, Step
 from rollouts.renderer.tokenizer import load_tokenizer
 
 __all__ = [
+    "CHECKED_BRIDGES",
     "STRATEGIES",
     "ExamplePart",
     "Renderer",

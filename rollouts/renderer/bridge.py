@@ -2,7 +2,8 @@
 
 Invariant: the sampled reply is never rendered. A short dummy conversation replaces the history. Its last turn ends with
 a sentinel, and the bridge is the text after the sentinel, so its cost does not grow with the history. The dummy has
-what templates look back at: the real system prompt and tools, and calls with the ids and names of the results.
+what templates look back at: the real system prompt and tools, calls with the ids and names of the results, and the
+earlier messages that contain a switch of the template.
 
 This module does not know token ids; the renderer joins sampled ids and bridge ids.
 """
@@ -17,7 +18,7 @@ from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["STRATEGIES", "Strategy", "bridge_text", "closes_turns"]
+__all__ = ["STRATEGIES", "Strategy", "bridge_text", "closes_turns", "whole", "with_kept"]
 
 _SENTINEL = "qz7sentinelqz7"
 _USER_TURN = Message("user", "U")
@@ -44,6 +45,54 @@ def one_round(history: Sequence[Message]) -> list[Message]:
     return opening
 
 
+def whole(history: Sequence[Message]) -> list[Message]:
+    """The real history without its last turn."""
+    return list(itertools.dropwhile(_is_system, history[:-1]))
+
+
+def with_kept(strategy: Strategy, kept: Callable[[Sequence[Message]], Sequence[int]]) -> Strategy:
+    """Add messages of the history to a strategy, in their order, with the turns that templates expect around them.
+
+    Args:
+        strategy: builds the rest of the dummy.
+        kept: returns the positions of the messages to add.
+    """
+
+    def build(history: Sequence[Message]) -> list[Message]:
+        earlier = whole(history)
+        positions = kept(earlier)
+        if not positions:
+            return strategy(history)
+        last_user = next((at for at in reversed(range(len(earlier))) if earlier[at].role == "user"), positions[0])
+        built: list[Message] = []
+        for at in sorted({*positions, last_user}):
+            built += _before(earlier[at], built)
+            built.append(earlier[at] if at in positions else _USER_TURN)
+        if built[-1].role in ("assistant", "system"):
+            built.append(_USER_TURN)
+        return [*built, *strategy(history)[1:]]
+
+    return build
+
+
+def _before(message: Message, built: Sequence[Message]) -> list[Message]:
+    """The turns that templates expect between the last message and this one."""
+    last = built[-1].role if built else "assistant"
+    if message.role == "user":
+        return [] if last in ("assistant", "system") else [Message("assistant", "A")]
+    if message.role == "assistant":
+        return [] if last in ("user", "tool") else [_USER_TURN]
+    if message.role == "tool":
+        call = ToolCall(message.name or "f", {"x": "1"}, id=message.tool_call_id or "")
+        calling = Message("assistant", tool_calls=(call,))
+        return [calling] if last in ("user", "tool") else [_USER_TURN, calling]
+    return []
+
+
+def _is_system(message: Message) -> bool:
+    return message.role == "system"
+
+
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"short": short, "one_round": one_round})
 """Strategies by name; by default, the renderer uses the first one that passes the self-test."""
 
@@ -56,7 +105,7 @@ def bridge_text(
     tools: Sequence[Tool],
     stops: Sequence[str],
     *,
-    whole: bool = False,
+    verbatim: bool = False,
 ) -> str:
     """Return the text after the last assistant turn: its closing mark if it has one, ``new``, the next header.
 
@@ -67,12 +116,12 @@ def bridge_text(
         new: all messages before the next assistant turn.
         tools: the real tools.
         stops: the stop tokens, as text.
-        whole: whether the bridge must contain the content of each new message verbatim.
+        verbatim: whether the bridge must contain the content of each new message verbatim.
 
     Raises:
-        ConfigError: no dummy produces a bridge; the message has the reason for each.
+        ConfigError: the template raises on these messages, or no dummy produces a bridge.
     """
-    system = itertools.takewhile(lambda message: message.role == "system", history)
+    system = itertools.takewhile(_is_system, history)
     opening = [*system, *strategy(history)]
     sentinel = _SENTINEL
     while any(sentinel in message.content for message in new):
@@ -82,6 +131,8 @@ def bridge_text(
         try:
             text = template.render([*opening, dummy, *new], tools)
         except ConfigError as error:
+            if not reasons:  # the template refuses the matched turn; one without calls would hide that
+                raise
             reasons.append(f"{kind}: {error}")
             continue
         _, separator, rest = text.rpartition(sentinel)
@@ -89,7 +140,7 @@ def bridge_text(
             reasons.append(f"{kind}: the template leaves the turn out")
             continue
         bridge = _from_stop(rest, stops, anywhere=bool(dummy.tool_calls))
-        missing = [message.role for message in new if whole and message.content not in rest]
+        missing = [message.role for message in new if verbatim and message.content not in rest]
         if bridge is None:
             reasons.append(f"{kind}: none of the stop tokens {list(stops)} follows it; are stop_token_ids complete?")
         elif missing:

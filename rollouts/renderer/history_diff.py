@@ -6,6 +6,8 @@ a call with different white space does not count as rewritten. This module does 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollouts.dtypes import Message
 
 __all__ = ["rewriting", "shared"]
@@ -41,7 +43,7 @@ def rewriting(before: str, after: str, reply: Message, *, kept: str = "", closin
     return ""
 
 
-def shared(one: str, other: str) -> int:
+def shared(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -13,29 +13,39 @@ import collections
 import concurrent.futures
 import datetime
 import functools
+import itertools
 import operator
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
-from rollouts.dtypes import Message, TokenColumn, Tool
+from rollouts.dtypes import Message, TokenColumn, Tool, packed_tokens
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns
+from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
 from rollouts.renderer.history_diff import rewriting, shared
+from rollouts.renderer.prefill import goes_on, open_turn, turn_start
 from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
+from rollouts.renderer.special_text import GUARD, Marks, SpecialText
+from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
 from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect
 
-__all__ = ["Renderer", "renderer_for"]
+__all__ = ["CHECKED_BRIDGES", "Renderer", "renderer_for"]
 
 _OPENINGS_KEPT = 512
+_RESULTS_KEPT = 1024
+"""Results of self-tests: an environment may have other tools for each prompt."""
+CHECKED_BRIDGES = 2
+"""The first bridges of a conversation are compared with the rendering of the whole conversation."""
+_CHECKED_TEXT = 1000
+"""Characters at each end of a long text that are rendered when a bridge is checked."""
 _PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
 _SYSTEM = "You are a careful assistant."
 
@@ -53,6 +63,11 @@ class Renderer:
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that the template gets from ``strftime_now``; by default the time of construction.
         tells_tools: whether the template gets the tools; if not, the messages must describe them.
+        special_text: what happens to special tokens, and other added tokens that the template writes, in the text of
+            user and tool messages. ``"as_ids"``: they become their ids, as in transformers and in servers' chat
+            endpoints, so that prompts are those that the model is served with. ``"as_text"``: they are encoded as
+            plain text, each apart, so that a web page or a user cannot write the marks of a turn. ``"error"``: they
+            are refused.
 
     Raises:
         ConfigError: there is no template or no stop token, or the dialect or the strategy is unknown.
@@ -69,6 +84,7 @@ class Renderer:
         strategy: str | None = None,
         moment: datetime.datetime | None = None,
         tells_tools: bool = True,
+        special_text: SpecialText = "as_ids",
     ) -> None:
         self.name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         source = _template_source(tokenizer, chat_template, self.name)
@@ -91,6 +107,9 @@ class Renderer:
         """Number of token ids of the model; every id in a request must be lower."""
         name = dialect_of_template(source) if dialect is None else dialect
         self.dialect: Dialect = get_dialect(name) if isinstance(name, str) else name
+        if special_text not in get_args(SpecialText):
+            raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
+        self._marks = Marks(_marks_of(tokenizer, source, self._stops), special_text)
         if strategy is not None and strategy not in STRATEGIES:
             raise ConfigError.of("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
         self._given_strategy = strategy
@@ -100,6 +119,7 @@ class Renderer:
         )
         self._self_tests: dict[object, SelfTest] = {}
         self._calls_are_text = dialect is not None and self.dialect.name == "plain"
+        self._switches = Switches(self._template, self._stops)
         self._read_calls: dict[str, tuple[Calls, str]] = {}
         self._tools: tuple[tuple[Tool, ...], str] = ((), "()")
 
@@ -134,10 +154,11 @@ class Renderer:
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:
         """Return the ids of the first prompt of a conversation, up to the first reply; int32, read-only.
 
+        If the last message is an assistant message, the reply goes on in its turn: the prompt ends with its content.
         Equal messages and tools are rendered once, also when several threads call at the same time.
 
         Raises:
-            ConfigError: the template cannot render these messages.
+            ConfigError: the template cannot render these messages, or cannot go on in the last one.
         """
         # Arguments are compared by repr: True == 1 in Python, but a template writes them differently.
         called = any(message.tool_calls for message in messages)
@@ -153,13 +174,35 @@ class Renderer:
         if cached is not None:
             return cached.result()
         try:
-            text = self._template.render(messages, tools)
-            future.set_result(self._codec.encode(text, opening=True))
+            text = self._opening_text(messages, tools)
+            future.set_result(self._encode(text, opening=True))
         except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._openings.pop(key, None)
             future.set_exception(error)
         return future.result()
+
+    def _opening_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        messages = self._marks.guarded(messages)
+        if goes_on(messages):
+            return open_turn(self._template, messages, tools)
+        return self._template.render(messages, tools)
+
+    def reply_start(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """Return the number of ids of an opening before the first reply's turn.
+
+        That is all of them, unless the last message is an assistant message: its text is the start of the reply.
+
+        Raises:
+            ConfigError: as :meth:`opening`.
+        """
+        opening = self.opening(messages, tools)
+        if not goes_on(messages):
+            return len(opening)
+        text = self._opening_text(messages, tools)
+        start = turn_start(self._template, self._marks.guarded(messages), tools, text)
+        before = self._encode(text[:start], counted=False)
+        return shared(before.tolist(), opening.tolist())
 
     def _tools_key(self, tools: Sequence[Tool]) -> str:
         """Return the repr of the tools, cached for the latest ones."""
@@ -181,34 +224,88 @@ class Renderer:
         *,
         tools: Sequence[Tool] = (),
         tail: Sequence[int] | TokenColumn,
+        check: bool = False,
     ) -> TokenColumn:
         """Return the ids between a reply and the next one; int32, read-only.
 
         They begin with the turn's closing mark only if the model sampled no stop token (the reply was cut). If the
         model sampled another stop token than the template writes, the sampled one stays.
 
+        The first two bridges of a conversation, and each one after a message that contains a switch of the template
+        (such as ``/no_think``), are compared with the template's rendering of the whole conversation.
+
         Args:
-            history: the conversation so far, ending with the reply; only system messages and the last turn are read.
+            history: the conversation so far, ending with the reply. Of the earlier messages, only system messages and
+                those that contain a switch are rendered.
             new: all messages since the reply: the tool results of the step, or user messages.
             tools: the tools of the opening.
             tail: the reply's sampled ids; the last one is enough.
+            check: whether to compare this bridge in any case.
 
         Raises:
-            ConfigError: ``new`` is empty, or the template cannot render it.
+            ConfigError: ``new`` is empty, the template cannot render it, or the whole conversation is rendered with
+                another text in the bridge's place.
         """
         if not new:
             raise ConfigError.of("bridge.new", (), "at least one message; without one there is nothing to reply to")
-        strategy = STRATEGIES[self._strategy]
-        text = bridge_text(self._template, strategy, history, new, tools, self._stops)
+        new = self._marks.guarded(new)
+        text = self._bridge_text(history, new, tools)
+        if check or self._needs_check(history, new):
+            self._check_bridge(text, history, new, tools)
         for message in new:
             # Some templates move system messages to the start of the conversation, which is already sampled from.
             if message.role == "system" and message.content.strip() not in text:
                 raise ConfigError.of(
                     "bridge.new", message, f"no system message; template {self._template.name} moves it"
                 )
-        ids = self._codec.encode(text)
+        ids = self._encode(text)
         last = int(tail[-1]) if len(tail) else None
         return ids[1:] if self._replaces_first(last, ids) else ids
+
+    def _bridge_text(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
+        strategy = STRATEGIES[self._strategy]
+        if self._switches.texts:
+            strategy = with_kept(strategy, self._switches.positions)
+        return bridge_text(self._template, strategy, history, new, tools, self._stops)
+
+    def _needs_check(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
+        """Whether this is one of the first two bridges, or there is a switch since the last bridge but one."""
+        replies = 0
+        for message in itertools.chain(reversed(new), reversed(history)):
+            replies += message.role == "assistant"
+            if replies > CHECKED_BRIDGES:
+                return False
+            if replies < 2 and self._switches.in_message(message):
+                return True
+        return True
+
+    def _check_bridge(
+        self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+    ) -> None:
+        """Compare a bridge with the rendering of the whole conversation, long texts without a switch shortened.
+
+        Raises:
+            ConfigError: they differ in more than the mark that ends the reply, or the template raises.
+        """
+        reply = history[-1]
+        shown = [self._shortened(message) for message in history]
+        if reply.role == "assistant" and not reply.content.strip() and not reply.tool_calls:
+            self._template.render([*shown, *new], tools)  # some templates refuse an empty turn
+        written = bridge_text(self._template, whole, shown, new, tools, self._stops)
+        if written == text or any(stop + written == text or stop + text == written for stop in self._stops):
+            return
+        at = max(shared(written, text) - 20, 0)
+        raise ConfigError(
+            f"chat template {self._template.name}: after this conversation it writes {written[at : at + 40]!r} where "
+            f'the bridge has {text[at : at + 40]!r}; history="fork" renders the whole conversation for each reply'
+        )
+
+    def _shortened(self, message: Message) -> Message:
+        """The message without the middle of a long text, unless it contains a switch."""
+        content = message.content
+        if len(content) <= 2 * _CHECKED_TEXT or self._switches.in_message(message):
+            return message
+        return attrs.evolve(message, content=content[:_CHECKED_TEXT] + content[-_CHECKED_TEXT:])
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """Render the whole conversation, up to the next reply. The cost is proportional to its length.
@@ -216,11 +313,31 @@ class Renderer:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        return self._template.render(messages, tools, generation_prompt=generation_prompt)
+        return self._template.render(messages, tools, generation_prompt=generation_prompt).replace(GUARD, "")
 
     def encode(self, text: str) -> TokenColumn:
         """Return the ids of a text that the template wrote; int32, read-only."""
         return self._codec.encode(text)
+
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, rendered: str
+    ) -> TokenColumn:
+        """Return the ids of a whole conversation; ``rendered`` is the result of :meth:`render`.
+
+        Raises:
+            ConfigError: as :meth:`opening`.
+        """
+        guarded = self._marks.guarded(messages)
+        return self._encode(rendered if guarded is messages else self._template.render(guarded, tools))
+
+    def _encode(self, text: str, *, counted: bool = True, opening: bool = False) -> TokenColumn:
+        """Encode a text with guards: the marks that they break are plain text."""
+        if GUARD not in text:
+            return self._codec.encode(text, counted=counted, opening=opening)
+        ids: list[int] = []
+        for part, plain in self._marks.parts(text):
+            ids += self._codec.encode_plain(part) if plain else self._codec.encode(part, counted=counted).tolist()
+        return packed_tokens(ids)
 
     def rewriting(
         self,
@@ -245,8 +362,10 @@ class Renderer:
         Returns:
             The reason, ``""`` if nothing is rewritten; and the number of ids of ``new`` with marks and next header.
         """
-        text = bridge_text(self._template, STRATEGIES[self._strategy], history, new, tools, self._stops)
-        ids = self._codec.encode(text, counted=False)
+        new = self._marks.guarded(new)
+        text = self._bridge_text(history, new, tools)
+        ids = self._encode(text, counted=False)
+        text = text.replace(GUARD, "")
         if not after.endswith(text):
             end = shared(after[::-1], text[::-1])
             return f"history rewritten: {text[: -end or None][-30:]!r} became {after[: -end or None][-30:]!r}", len(ids)
@@ -313,6 +432,7 @@ class Renderer:
         key = (self._tools_key(tools), system)
         result = self._self_tests.get(key)
         if result is None:
+            _ = self._switches.texts  # found here, not while the first bridge is awaited
             result = self._run_self_test(self._strategy, tools, system)
             if result.steps[0].verdict == "refused" and system is _SYSTEM:
                 without = self._run_self_test(self._strategy, tools, None)
@@ -322,6 +442,7 @@ class Renderer:
             if tools:
                 result = self._with_calls(result, [tool.name for tool in tools])
             self._self_tests[key] = result
+            _drop_oldest(self._self_tests)
         return result
 
     def _run_self_test(self, strategy: str, tools: Sequence[Tool], system: str | None) -> SelfTest:
@@ -336,6 +457,7 @@ class Renderer:
             if name not in self._read_calls:
                 self._read_calls[name] = self._reads(self.dialect, name)
         verdicts = [self._read_calls[name] for name in names]
+        _drop_oldest(self._read_calls)
         unread = next((number for number, (calls, _) in enumerate(verdicts) if calls == "not read"), None)
         if unread is None:
             return attrs.evolve(result, calls="one a turn" if ("one a turn", "") in verdicts else "read")
@@ -351,6 +473,11 @@ class Renderer:
             return self.decode(self._codec.encode(text, counted=False))
 
         return dialect_reads(Reader(self.render, self._stops, respell, dialect), name)
+
+
+def _drop_oldest(results: dict[Any, Any]) -> None:
+    while len(results) > _RESULTS_KEPT:
+        results.pop(next(iter(results)), None)
 
 
 def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
@@ -370,6 +497,13 @@ def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
 def _special_ids(tokenizer: Any) -> frozenset[int]:
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+def _marks_of(tokenizer: Any, source: str, stops: Sequence[str]) -> set[str]:
+    """The texts of special tokens, and of other added tokens that the template writes."""
+    added = {str(token.content): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    marks = {text for text, special in added.items() if special or text in source}
+    return marks | set(stops) | set(tokenizer.all_special_tokens)
 
 
 _SHARED: weakref.WeakKeyDictionary[Any, dict[str, Renderer]] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from rollouts.dtypes import Message, Tool
 from rollouts.renderer.history_diff import shared
 
-__all__ = ["Render", "opens_thought", "reply_text"]
+__all__ = ["Render", "after_prompt", "opens_thought", "reply_text"]
 
 Render = Callable[..., str]
 """``ChatTemplate.render``."""
@@ -44,7 +44,7 @@ def reply_text(
     prompt = render(history, tools)
     whole = render([*history, reply], tools, generation_prompt=False)
     header = prompt[len(render(history, tools, generation_prompt=False)) :]
-    written = _after_prompt(prompt, header, whole)
+    written = after_prompt(prompt, header, whole)
     last = _last_words(reply)
     if last not in written:
         return None
@@ -56,7 +56,7 @@ def reply_text(
     return text
 
 
-def _after_prompt(prompt: str, header: str, whole: str) -> str:
+def after_prompt(prompt: str, header: str, whole: str) -> str:
     """Return the part of ``whole`` after the prompt, which ``whole`` may contain in another form."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]

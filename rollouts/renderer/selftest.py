@@ -28,7 +28,7 @@ template rewrites earlier text once it is history. ``refused``: the bridge diffe
 calls would be lost."""
 
 _SEVERITY: tuple[Verdict, ...] = ("exact", "forks", "refused")
-_ONE_CALL = "the template has one call a turn; Limits(max_parallel_calls=1) ends replies with more"
+_ONE_CALL = "the template has one call a turn: max_parallel_calls is 1, and a reply with more calls ends the episode"
 
 
 @attrs.frozen
@@ -224,7 +224,7 @@ def _judge(
         replied = [*history, turn.reply]
         try:
             whole = template.render([*replied, *turn.new], tools)
-            bridge = bridge_text(template, strategy, replied, turn.new, tools, stops, whole=True)
+            bridge = bridge_text(template, strategy, replied, turn.new, tools, stops, verbatim=True)
         except ConfigError as error:
             return "refused", str(error), None
         verdict, reason = _bridge_verdict(whole, bridge, turn, encode, stops)

@@ -32,6 +32,9 @@ def _parts(text: str) -> list[ChatDict]:
     return [{"type": "text", "text": text}]
 
 
+_WRITING = (jinja2.nodes.Output, jinja2.nodes.Add, jinja2.nodes.Concat, jinja2.nodes.Getitem, jinja2.nodes.CondExpr)
+"""Nodes whose string constants are written, or name a field."""
+
 _PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
 
 
@@ -90,6 +93,20 @@ class ChatTemplate:
             ConfigError: the template raises on these messages.
         """
         return self._render([self._chat(message) for message in messages], tools, generation_prompt)
+
+    @functools.cached_property
+    def constants(self) -> tuple[str, ...]:
+        """The string constants that expressions compare or search for, without white space around them."""
+        tree = _Sandbox(extensions=[_Generation, jinja2.ext.loopcontrols]).parse(self.source)
+        found: list[str] = []
+        nodes: list[jinja2.nodes.Node] = [tree]
+        while nodes:
+            node = nodes.pop()
+            children = list(node.iter_child_nodes())
+            nodes += children
+            if not isinstance(node, _WRITING):
+                found += [str(child.value) for child in children if isinstance(child, jinja2.nodes.Const)]
+        return tuple(sorted({text for value in found if len(text := value.strip()) > 1}))
 
     def _chat_of(self, tools: Sequence[Tool]) -> list[ChatDict]:
         """Return the tools in chat form, cached; the sandbox prevents templates from changing them."""

@@ -18,6 +18,7 @@ import numpy as np
 from rollouts.dtypes import TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
+from rollouts.renderer.special_text import plain_encoder
 from rollouts.renderer.word_cache import Words
 
 __all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
@@ -145,6 +146,22 @@ class Codec:
             with self._lock:
                 self.encoded_tokens += len(ids)
                 self.encoded_characters += len(text)
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a short text in which special tokens are plain text.
+
+        Raises:
+            ConfigError: the tokenizer has no such ids.
+        """
+        if self._slow is not None:
+            with self._lock:
+                ids = list(self._slow.encode(text, add_special_tokens=False, split_special_tokens=True))
+        else:
+            ids = plain_encoder(self._raw)(text)
+        if self.decode(ids) != text:
+            expected = "a tokenizer that can encode it as plain text; this one gives " + repr(self.decode(ids))
+            raise ConfigError.of('text (special_text="as_text")', text, expected)
         return ids
 
     def _encode(self, text: str) -> list[int]:

@@ -1,0 +1,83 @@
+"""Special tokens written in the text of users and tools.
+
+Invariant: with ``as_text``, no part of a user or tool message becomes a special token. A guard, a character that no
+text can contain, breaks each mark before the template is rendered. The encoder removes it and encodes the mark as plain
+text. This module does not know conversations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import attrs
+
+from rollouts.dtypes import Message
+from rollouts.errors import ConfigError
+
+__all__ = ["GUARD", "Marks", "SpecialText", "plain_encoder"]
+
+SpecialText: TypeAlias = Literal["as_ids", "as_text", "error"]
+"""How special tokens in the text of users and tools are encoded: as their ids (as transformers and servers do), as
+plain text, or not at all."""
+
+GUARD = "\udfff"
+"""A lone surrogate: UTF-8 has no form of it, so no text that can be encoded contains it."""
+
+
+class Marks:
+    """The texts of special tokens.
+
+    Args:
+        texts: the texts.
+        mode: how they are encoded in user and tool messages.
+    """
+
+    def __init__(self, texts: Iterable[str], mode: SpecialText) -> None:
+        known = sorted({text for text in texts if len(text.strip()) > 1}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, known)) or r"(?!)")
+        self._guarded = re.compile("|".join(re.escape(text[0] + GUARD + text[1:]) for text in known) or r"(?!)")
+        self._mode = mode
+
+    def guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with a guard in each mark of a user or tool message.
+
+        Raises:
+            ConfigError: there is a mark, and the mode is ``error``.
+        """
+        return messages if self._mode == "as_ids" else [self._guard(message) for message in messages]
+
+    def _guard(self, message: Message) -> Message:
+        found = self._pattern.search(message.content) if message.role in ("user", "tool") else None
+        if found is None:
+            return message
+        if self._mode == "error":
+            raise ConfigError.of(
+                f"content of a {message.role} message",
+                found[0],
+                'no special token (special_text="error"; "as_text" encodes it as plain text, "as_ids" as its id)',
+            )
+        content = self._pattern.sub(lambda mark: mark[0][0] + GUARD + mark[0][1:], message.content)
+        return attrs.evolve(message, content=content)
+
+    def parts(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Split a rendered text; yield each part without guards, and whether it is a mark to encode as plain text."""
+        at = 0
+        for found in self._guarded.finditer(text):
+            yield text[at : found.start()].replace(GUARD, ""), False
+            yield found[0].replace(GUARD, ""), True
+            at = found.end()
+        yield text[at:].replace(GUARD, ""), False
+
+
+def plain_encoder(raw: object) -> Callable[[str], list[int]]:
+    """Return a function that encodes text with the model of a raw tokenizer, which knows no special tokens."""
+    model, normalizer, splitter = (getattr(raw, name) for name in ("model", "normalizer", "pre_tokenizer"))
+
+    def encode(text: str) -> list[int]:
+        text = text if normalizer is None else normalizer.normalize_str(text)
+        words = [text] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(text)]
+        return [int(token.id) for word in words for token in model.tokenize(word)]
+
+    return encode
