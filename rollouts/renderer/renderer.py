@@ -31,7 +31,7 @@ from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
-from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect
+from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect, thought_marks
 
 __all__ = ["Renderer", "renderer_for"]
 
@@ -290,7 +290,7 @@ class Renderer:
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
         text = self.decode(tokens[:-1] if stopped else tokens)
-        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]))
+        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]), thought_marks(self.dialect)[0])
         reply = self.dialect.parse(text, tools=tools, reasoning_open=opened)
         return Message("assistant", reply.content, tool_calls=reply.tool_calls, reasoning=reply.reasoning)
 
