@@ -296,6 +296,11 @@ MALFORMED = {
             "more than once",
         ),
         ("<tool_call><function=now></function>", "unclosed", "</tool_call> is missing"),
+        (
+            "<tool_call><function=weather><parameter=city>a<parameter=unit>b</parameter></function></tool_call>",
+            "bad_arguments",
+            "</parameter> is missing",
+        ),
     ],
     "glm": [
         ("<tool_call><arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>", "no_name", "name of a tool"),

@@ -19,7 +19,7 @@ __all__ = ["LlamaPythonic", "Olmo3", "json_or_literal"]
 _NAME = re.compile(r"\s*([A-Za-z_]\w*(?:[.-]\w+)*)\s*")
 _MARK = re.compile(r"\s*([\[\](){},:=])\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
-_STRING = re.compile(r"""\s*(?:"((?:[^"\\\n]|\\[^\n])*)"|'((?:[^'\\\n]|\\[^\n])*)')""")
+_STRING = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')""", re.DOTALL)
 _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|([0-7]{1,3})|(.))"
 )
@@ -34,7 +34,8 @@ _MAX_DEPTH = 50
 class LlamaPythonic(BlockDialect):
     """``[get_weather(city="Paris"), now()]``, at the start of the reply or after ``<|python_start|>``.
 
-    Arguments are named literals; ``true``, ``false`` and ``null`` are literals too.
+    Arguments are named literals; ``true``, ``false`` and ``null`` are literals too. A string may contain
+    newlines, which LFM2's template writes as they are.
     """
 
     name = "llama_pythonic"

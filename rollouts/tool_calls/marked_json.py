@@ -260,7 +260,7 @@ class Granite20B(MarkedJson):
 
 
 class XLam(MarkedJson):
-    """xLAM: a bare array of calls, also in a JSON fence.
+    """xLAM: a bare array of calls, also in a JSON fence, after ``[TOOL_CALLS]`` or in ``<tool_call>``.
 
     At the start of the answer, every array whose first object begins with a name is read as calls; after text, only
     one whose first object has a name, then arguments. Any other array is an answer in JSON.
@@ -268,8 +268,9 @@ class XLam(MarkedJson):
 
     name = "xlam"
     block = re.compile(
-        r'(?:\A|(?<=</think>))\s*(?:```(?:json)?\s*)?(?=\[\s*\{\s*"name"\s*:)'
-        r'|(?:```(?:json)?\s*)?(?=\[\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"arguments"\s*:)'
+        r'(?:\A|(?<=</think>))\s*(?:```(?:json)?\s*|\[TOOL_CALLS\]\s*|<tool_call>\s*)?(?=\[\s*\{\s*"name"\s*:)'
+        r'|(?:```(?:json)?\s*|\[TOOL_CALLS\]\s*|<tool_call>\s*)?(?=\[\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"arguments"\s*:)'
     )
     closing = "```"
     closing_is_optional = True
+    wrapping = ("</tool_call>",)

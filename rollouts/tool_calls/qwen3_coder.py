@@ -68,7 +68,10 @@ class Qwen3Coder(BlockDialect):
         function = _FUNCTION.match(block["body"])
         if function is None:
             raise MalformedCallError("it must be one <function=name> with its </function> between the tags")
-        pairs = tagged_arguments(_PARAMETER, function["body"])
+        pairs = list(tagged_arguments(_PARAMETER, function["body"]))
+        for pair in pairs:
+            if pair["value"].count("<parameter=") > pair["value"].count("</parameter>"):
+                raise MalformedCallError(f'</parameter> is missing after the value of "{pair["key"]}"', "bad_arguments")
         return {p["key"]: typed_value(tools, name, p["key"], p["value"], self.value) for p in pairs}
 
 
