@@ -1,4 +1,4 @@
-"""Download vLLM's own tests of its tool parsers, for ``tests/tool_calls/test_vllm_parsers.py``.
+"""Download vLLM's own tests of its tool parsers, for ``tests/integration/test_vllm_parsers.py``.
 
 They come from the source distribution of a fixed version, checked by its SHA-256, and go to ``parser-tests/vllm`` in
 the environment. Nothing of them is installed or committed. Run by ``scripts/test --extras``.
