@@ -14,6 +14,9 @@ SCHEMA = {
 }
 TOOLS = [Tool("weather", "Tells the weather.", SCHEMA), Tool("now", "Tells the time.")]
 
+_NS = "]<]minimax[>["
+_LIST = '[{"name": "weather", "arguments": {"city": "Köln", "days": 2}}, {"name": "now", "arguments": {}}]'
+
 # dialect: two calls, weather(city="Köln", days=2) and now()
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>\n'
@@ -45,19 +48,76 @@ WRITTEN = {
     "gemma": '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Köln", "days": 2}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}',
+    "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Köln</parameter>\n"
+    "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "hunyuan_v3": "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+    "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Köln</arg_value:opensource>\n"
+    "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>2</arg_value:opensource>\n"
+    "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
+    "</tool_calls:opensource>",
+    "olmo3": '<function_calls>\nweather(city="Köln", days=2)\nnow()\n</function_calls>',
+    "minimax_m1": '<tool_calls>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n'
+    '{"name": "now", "arguments": {}}\n</tool_calls>',
+    "minimax_m3": _NS
+    + "<tool_call>\n"
+    + _NS
+    + '<invoke name="weather">'
+    + _NS
+    + "<city>Köln"
+    + _NS
+    + "</city>"
+    + _NS
+    + "<days>2"
+    + _NS
+    + "</days>"
+    + _NS
+    + "</invoke>\n"
+    + _NS
+    + '<invoke name="now">'
+    + _NS
+    + "</invoke>\n"
+    + _NS
+    + "</tool_call>",
+    "minicpm": '<function name="weather"><param name="city">Köln</param><param name="days">2</param></function>\n'
+    '<function name="now"></function>',
+    "hunyuan": f"<tool_calls>{_LIST}</tool_calls>",
+    "apriel": f"<tool_calls>{_LIST}</tool_calls>",
+    "apertus": '<|tools_prefix|>[{"weather": {"city": "Köln", "days": 2}}, {"now": {}}]<|tools_suffix|>',
+    "nemotron_v2": f"<TOOLCALL>{_LIST}</TOOLCALL>",
+    "phi4_mini": f"functools{_LIST}",
+    "command_r": 'Action:\n```json\n[\n    {\n        "tool_name": "weather",\n        "parameters": {"city": "Köln", '
+    '"days": 2}\n    },\n    {\n        "tool_name": "now",\n        "parameters": {}\n    }\n]```',
+    "command_r7b": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+    '{"city": "Köln", "days": 2}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+    "gigachat": '<|function_call|>{"name": "weather", "arguments": {"city": "Köln", "days": 2}}'
+    '<|function_call|>{"name": "now", "arguments": {}}',
+    "internlm": '<|action_start|><|plugin|>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}'
+    '<|action_end|><|action_start|><|plugin|>\n{"name": "now", "parameters": {}}<|action_end|>',
+    "xlam": _LIST,
+    "granite_20b": '<function_call> {"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n'
+    '<function_call> {"name": "now", "arguments": {}}',
+    "functionary_v3_1": '<function=weather>{"city": "Köln", "days": 2}</function><function=now>{}</function>',
+    "functionary_v3_2": 'weather\n{"city": "Köln", "days": 2}>>>now\n{}',
+    "solar": "<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>weather<|tool_call:args|>"
+    '{"city": "Köln", "days": 2}<|tool_call:end|><|tool_call:begin|>a2<|tool_call:name|>now<|tool_call:args|>{}'
+    "<|tool_call:end|>",
 }
 
 _ARGUMENTS = "{{ c.function.arguments | tojson }}"
 _NAME = "{{ c.function.name }}"
 _JSON = '{"name": "' + _NAME + '", "arguments": ' + _ARGUMENTS + "}"
+_COHERE = '{"tool_name": "' + _NAME + '", "parameters": ' + _ARGUMENTS + "}"
 _PAIRS = "{% for k, v in c.function.arguments.items() %}"
 _BARE = "{{ v if v is string else v | tojson }}"
 
 
-def _template(calls: str, *, with_text: bool = True) -> str:
-    """Turns between ``<|im_start|>`` and ``<|im_end|>``; calls stand behind the text of their turn, or instead."""
+def _template(calls: str, *, with_text: bool = True, family: str = "") -> str:
+    """A minimal template: turns between ``<|im_start|>`` and ``<|im_end|>``, calls after the text of their turn or
+    instead of it. ``family`` is a comment with the other marks of the family's published template.
+    """
     content = "{{ m.content }}" if with_text else "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
     return (
+        f"{{# {family} #}}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.first and tools %}{{ tools | tojson }}\n"
         "{% endif %}" + content + "{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -145,6 +205,68 @@ TEMPLATES = {
         ),
         with_text=False,
     ),
+    "seed_oss": _template(
+        _each(
+            f"<seed:tool_call>\n<function={_NAME}>\n{_PAIRS}<parameter={{{{ k }}}}>{{{{ v }}}}</parameter>\n"
+            "{% endfor %}</function>\n</seed:tool_call>\n"
+        )
+    ),
+    "hunyuan_v3": _template(
+        "<tool_calls:opensource>\n"
+        + _each(
+            f"<tool_call:opensource>{_NAME}<tool_sep:opensource>\n{_PAIRS}<arg_key:opensource>{{{{ k }}}}"
+            f"</arg_key:opensource>\n<arg_value:opensource>{_BARE}</arg_value:opensource>\n{{% endfor %}}"
+            "</tool_call:opensource>\n"
+        )
+        + "</tool_calls:opensource>"
+    ),
+    "olmo3": _template(
+        "<function_calls>"
+        + _each(_NAME + "(" + _PAIRS + "{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})", "\\n")
+        + "</function_calls>"
+    ),
+    "minimax_m1": _template("<tool_calls>\n" + _each(f"{_JSON}\n") + "</tool_calls>", family="<beginning_of_sentence>"),
+    "minimax_m3": _template(
+        f"{_NS}<tool_call>\n"
+        + _each(
+            f'{_NS}<invoke name="{_NAME}">{_PAIRS}{_NS}<{{{{ k }}}}>'
+            "{% if v is string %}{{ v }}{% else %}"
+            f"{_NS}<name>{{{{ v.name }}}}{_NS}</name>{_NS}<at>"
+            f"{{% for n in v.at %}}{_NS}<item>{{{{ n }}}}{_NS}</item>{{% endfor %}}{_NS}</at>{{% endif %}}"
+            f"{_NS}</{{{{ k }}}}>{{% endfor %}}{_NS}</invoke>\n"
+        )
+        + f"{_NS}</tool_call>"
+    ),
+    "minicpm": _template(
+        _each(
+            f'<function name="{_NAME}">{_PAIRS}<param name="{{{{ k }}}}">{{{{ v }}}}</param>{{% endfor %}}</function>\n'
+        )
+    ),
+    "hunyuan": _template("<tool_calls>[" + _each(_JSON, ", ") + "]</tool_calls>"),
+    "apriel": _template("<tool_calls>[" + _each(_JSON, ", ") + "]</tool_calls>", family="[BEGIN FINAL RESPONSE]"),
+    "apertus": _template(
+        "<|tools_prefix|>[" + _each('{"' + _NAME + '": ' + _ARGUMENTS + "}", ", ") + "]<|tools_suffix|>"
+    ),
+    "nemotron_v2": _template("<TOOLCALL>[" + _each(_JSON, ", ") + "]</TOOLCALL>"),
+    "phi4_mini": _template("functools[" + _each(_JSON, ", ") + "]"),
+    "command_r": _template("\nAction:\n```json\n[\n" + _each(_COHERE, ",\\n") + "\n]```"),
+    "command_r7b": _template("<|START_ACTION|>[\n" + _each(_COHERE, ",\\n") + "\n]<|END_ACTION|>"),
+    "gigachat": _template(_each("<|function_call|>" + _JSON), family="<|role_sep|>"),
+    "internlm": _template(_each("<|action_start|><|plugin|>\n" + _JSON + "<|action_end|>")),
+    "xlam": _template("[" + _each(_JSON, ", ") + "]", family='[{"name": '),
+    "granite_20b": _template(_each("<function_call> " + _JSON + "\n")),
+    "functionary_v3_1": _template(_each(f"<function={_NAME}>{_ARGUMENTS}</function>")),
+    "functionary_v3_2": _template(_each(f">>>{_NAME}\n{_ARGUMENTS}"), family=">>>all"),
+    "solar": _template(
+        "<|tool_calls|>"
+        + _each(
+            "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>"
+            + _NAME
+            + "<|tool_call:args|>"
+            + _ARGUMENTS
+            + "<|tool_call:end|>"
+        )
+    ),
 }
 
 # dialect: one broken call, its fault, words of the reason
@@ -174,6 +296,11 @@ MALFORMED = {
             "more than once",
         ),
         ("<tool_call><function=now></function>", "unclosed", "</tool_call> is missing"),
+        (
+            "<tool_call><function=weather><parameter=city>a<parameter=unit>b</parameter></function></tool_call>",
+            "bad_arguments",
+            "</parameter> is missing",
+        ),
     ],
     "glm": [
         ("<tool_call><arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>", "no_name", "name of a tool"),
@@ -245,7 +372,7 @@ MALFORMED = {
         (
             "<|tool_call_begin|>weather<|tool_call_argument_begin|>{}<|tool_call_end|>",
             "no_name",
-            "functions.name:index",
+            "name:index",
         ),
         ("<|tool_call_begin|>functions.weather:0<|tool_call_end|>", "no_arguments", "arguments are missing"),
         (
@@ -264,6 +391,8 @@ MALFORMED = {
         ("<|tool_call|>[]", "bad_form", "no call"),
         ('<|tool_call|>[{"name": "weather", "arguments": {}}', "not_json", "not valid JSON"),
         ("<|tool_call|>[5]", "bad_form", "one JSON object"),
+        ('<tool_call>{"name": "now", "arguments": {}}', "bad_form", "one JSON array"),
+        ('<tool_call> [{"name": "now", "arguments": 5}]', "bad_arguments", "not a number"),
     ],
     "gemma": [
         ("<|tool_call>weather{}<tool_call|>", "no_name", "call:name"),
@@ -284,6 +413,144 @@ MALFORMED = {
         ('<|channel|>commentary to=functions.weather<|message|>"{}"', "string_arguments", "is a string"),
         ("<|channel|>commentary to=functions.weather<|message|>[1]", "bad_arguments", "not an array"),
     ],
+    "seed_oss": [
+        (
+            "<seed:tool_call><function=weather><parameter=days>two</parameter></function></seed:tool_call>",
+            "bad_arguments",
+            "integer",
+        ),
+        ("<function=now></function>", "bad_form", "<seed:tool_call> before"),
+        ("<seed:tool_call><function=now></function>", "unclosed", "</seed:tool_call> is missing"),
+    ],
+    "hunyuan_v3": [
+        ("<tool_call:opensource>now</tool_call:opensource>", "no_name", "<tool_sep>"),
+        ("<tool_call:opensource>now<tool_sep:opensource>Köln</tool_call:opensource>", "bad_arguments", "no argument"),
+        ("<tool_call:opensource>now<tool_sep:opensource>", "unclosed", "</tool_call> is missing"),
+        ("<tool_calls:opensource></tool_calls:opensource>", "bad_form", "no call in it"),
+    ],
+    "olmo3": [
+        ("<function_calls>\nweather('Köln')\n</function_calls>", "bad_arguments", "no argument with its name"),
+        ("<function_calls></function_calls>", "bad_form", "no call in it"),
+        ("<function_calls>now(", "unclosed", "</function_calls> is missing"),
+        ("<function_calls>Köln.</function_calls>", "bad_form", "should be"),
+    ],
+    "minimax_m1": [
+        ('<tool_calls>\n{"name": "now", "arguments": {}}', "unclosed", "</tool_calls> is missing"),
+        ('<tool_calls>\n{"name": "weather", "arguments": "{}"}\n</tool_calls>', "string_arguments", "is a string"),
+        ('<tool_calls>\n{"name": "now", "arguments": {}}, 5\n</tool_calls>', "bad_form", "between the JSON"),
+        ("<tool_calls>\n</tool_calls>", "not_json", "not valid JSON"),
+    ],
+    "minimax_m3": [
+        (f'{_NS}<invoke name="weather">{_NS}<days>two{_NS}</days>{_NS}</invoke>', "bad_arguments", "integer"),
+        (f'{_NS}<invoke name="weather">{_NS}<days>2{_NS}</city>{_NS}</invoke>', "bad_arguments", "closes no open tag"),
+        (f'{_NS}<invoke name="weather">{_NS}<days>2{_NS}</invoke>', "bad_arguments", "is missing"),
+        (f'{_NS}<invoke name="weather">Köln{_NS}</invoke>', "bad_arguments", "belongs to no argument"),
+        (f'{_NS}<invoke name="weather">!{_NS}<city>a{_NS}</city>{_NS}</invoke>', "bad_arguments", "text between tags"),
+        (
+            f'{_NS}<invoke name="weather">{_NS}<city>a{_NS}</city>{_NS}<city>b{_NS}</city>{_NS}</invoke>',
+            "bad_arguments",
+            "more than once",
+        ),
+        (f'{_NS}<invoke name="now">' + f"{_NS}<a>" * 100 + f"{_NS}</invoke>", "bad_arguments", "nested deeper"),
+        (f'{_NS}<invoke name="">{_NS}</invoke>', "no_name", "name of a tool"),
+        (f'{_NS}<invoke name="now">', "unclosed", "</invoke> is missing"),
+    ],
+    "minicpm": [
+        ('<function name="weather"><param name="days">two</param></function>', "bad_arguments", "integer"),
+        ('<function name="weather">Köln</function>', "bad_arguments", "no argument with its tags"),
+        ("<function weather></function>", "no_name", "must begin with"),
+        ('<function name="now">', "unclosed", "</function> is missing"),
+    ],
+    "hunyuan": [
+        ('<tool_calls>[{"name": "weather", "arguments": "{}"}]</tool_calls>', "string_arguments", "is a string"),
+        ('<tool_calls>[{"name": "weather", "arguments": {}]</tool_calls>', "not_json", "not valid JSON"),
+        ('<tool_calls>[{"name": "now", "arguments": {}}]', "unclosed", "</tool_calls> is missing"),
+        ('<tool_calls>[{"name": "now", "arguments": {}}] [1]</tool_calls>', "bad_form", "between the JSON"),
+        ("<tool_calls>[]</tool_calls>", "bad_form", "no call"),
+    ],
+    "apriel": [
+        ('<tool_calls>[{"name": "weather", "arguments": "{}"}]</tool_calls>', "string_arguments", "is a string"),
+        ("<tool_calls>[", "unclosed", "</tool_calls> is missing"),
+    ],
+    "apertus": [
+        ('<|tools_prefix|>[{"weather": "{}"}]<|tools_suffix|>', "string_arguments", "is a string"),
+        ('<|tools_prefix|>[{"weather": {}, "now": {}}]<|tools_suffix|>', "bad_form", "only key"),
+        ('<|tools_prefix|>[{"weather": {}}]', "unclosed", "<|tools_suffix|> is missing"),
+    ],
+    "nemotron_v2": [
+        ('<TOOLCALL>[{"name": "weather", "arguments": "{}"}]</TOOLCALL>', "string_arguments", "is a string"),
+        ("<TOOLCALL>[{]</TOOLCALL>", "not_json", "not valid JSON"),
+        ("<TOOLCALL>[]", "unclosed", "</TOOLCALL> is missing"),
+    ],
+    "phi4_mini": [
+        ('functools[{"name": "weather", "arguments": "{}"}]', "string_arguments", "is a string"),
+        ('functools[{"name": "weather"}]', "no_arguments", "is missing"),
+        ("functools[{", "not_json", "not valid JSON"),
+        ("<|tool_call|>[]<|/tool_call|>", "bad_form", "no call"),
+    ],
+    "command_r": [
+        ('Action: ```json\n[{"tool_name": "weather", "parameters": "{}"}]\n```', "string_arguments", "is a string"),
+        ('Action: ```json\n[{"tool_name": "weather"}]\n```', "no_arguments", '"parameters" is missing'),
+        ('Action: ```json\n[{"tool_name": "now", "parameters": {}}]', "unclosed", "``` is missing"),
+    ],
+    "command_r7b": [
+        (
+            '<|START_ACTION|>[{"tool_name": "weather", "parameters": "{}"}]<|END_ACTION|>',
+            "string_arguments",
+            "is a string",
+        ),
+        ('<|START_ACTION|>[{"name": "weather", "parameters": {}}]<|END_ACTION|>', "no_name", '"tool_name" is missing'),
+        ("<|START_ACTION|>[", "unclosed", "<|END_ACTION|> is missing"),
+    ],
+    "gigachat": [
+        ('<|function_call|>{"name": "weather", "arguments": "{}"}', "string_arguments", "is a string"),
+        ('<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "weather"}', "no_arguments", "is missing"),
+        ("<|function_call|>{", "not_json", "not valid JSON"),
+    ],
+    "internlm": [
+        (
+            '<|action_start|><|plugin|>{"name": "weather", "parameters": "{}"}<|action_end|>',
+            "string_arguments",
+            "is a string",
+        ),
+        (
+            '<|action_start|><|plugin|>{"name": "now", "parameters": {}, "arguments": {}}<|action_end|>',
+            "bad_arguments",
+            "only one of",
+        ),
+        ('<|action_start|> <|plugin|>{"name": "now", "parameters": {}}', "unclosed", "<|action_end|> is missing"),
+    ],
+    "xlam": [
+        ('[{"name": "weather", "arguments": "{}"}]', "string_arguments", "is a string"),
+        ('[{"name": "weather"}]', "no_arguments", "is missing"),
+        ('Well: ```json\n[{"name": "weather", "arguments": {}}', "not_json", "not valid JSON"),
+    ],
+    "granite_20b": [
+        ('<function_call> {"name": "weather", "arguments": "{}"}', "string_arguments", "is a string"),
+        ("<function_call> weather()", "not_json", "not valid JSON"),
+    ],
+    "functionary_v3_1": [
+        ('<function=weather>"{}"</function>', "string_arguments", "is a string"),
+        ("<function=weather>{</function>", "not_json", "not valid JSON"),
+        ("<function=weather>{} {}</function>", "bad_arguments", "between the arguments"),
+        ("<function=>{}</function>", "no_name", "name of a tool"),
+        ("<function=now>{}", "unclosed", "</function> is missing"),
+    ],
+    "functionary_v3_2": [
+        ('>>>weather\n"{}"', "string_arguments", "is a string"),
+        ("weather\n{", "not_json", "not valid JSON"),
+        (">>>all\nI look.>>>", "no_name", "name of a tool"),
+    ],
+    "solar": [
+        (
+            '<|tool_call:begin|>a<|tool_call:name|>weather<|tool_call:args|>"{}"<|tool_call:end|>',
+            "string_arguments",
+            "is a string",
+        ),
+        ("<|tool_call:begin|>a<|tool_call:end|>", "no_name", "<|tool_call:name|>"),
+        ("<|tool_call:begin|>a<|tool_call:name|>now<|tool_call:end|>", "no_arguments", "are missing"),
+        ("<|tool_call:begin|>a<|tool_call:name|>now", "unclosed", "<|tool_call:end|> is missing"),
+    ],
 }
 
 # dialect: a call whose object is written as a JSON text where its own tags hold the arguments
@@ -294,4 +561,9 @@ IN_TAGS = {
     "</minimax:tool_call>",
     "deepseek_v3_2": '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="tags" string="true">[]'
     "</｜DSML｜parameter></｜DSML｜invoke>",
+    "seed_oss": "<seed:tool_call><function=weather><parameter=tags>'[]'</parameter></function></seed:tool_call>",
+    "hunyuan_v3": "<tool_call:opensource>weather<tool_sep:opensource><arg_key:opensource>tags</arg_key:opensource>"
+    '<arg_value:opensource>"[]"</arg_value:opensource></tool_call:opensource>',
+    "minimax_m3": f'{_NS}<invoke name="weather">{_NS}<tags>"[]"{_NS}</tags>{_NS}</invoke>',
+    "minicpm": '<function name="weather"><param name="tags">"[]"</param></function>',
 }

@@ -35,6 +35,7 @@ from rollouts.dtypes import (
     TokenColumn,
     Tool,
     ToolCall,
+    as_messages,
 )
 from rollouts.environments.base import (
     Environment,

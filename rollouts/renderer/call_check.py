@@ -16,7 +16,7 @@ import attrs
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.reply_text import Render, opens_thought, reply_text
-from rollouts.tool_calls import Dialect
+from rollouts.tool_calls import Dialect, thought_marks
 
 __all__ = ["Calls", "Reader", "dialect_reads"]
 
@@ -28,7 +28,7 @@ _HISTORY = (Message("user", "userone"),)
 _SCHEMA = {
     "type": "object",
     "properties": {
-        "place": {"type": "object", "description": "Where."},
+        "place": {"type": "object", "description": "Where.", "additionalProperties": True},
         "x": {"type": "string", "description": "Any."},
     },
 }
@@ -69,13 +69,13 @@ def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
         calls = tuple(ToolCall(name, values, id=ids.format(n, name=name)) for n, values in enumerate(arguments))
         reply = Message("assistant", content, calls)
         try:
-            text = reply_text(reader.render, reader.stops, _HISTORY, reply, tools)
+            text = reply_text(reader.render, reader.stops, _HISTORY, reply, tools, thought_marks(reader.dialect))
             why = "it leaves the call out of the turn"
         except ConfigError as error:
             text, why = None, str(error)
         if text is None and form == "one call":
             return "not read", f"the template writes no call that could be compared ({why})"
-        if text is None:  # a form that the template does not have
+        if text is None or (content and _in_two_turns(text, reader.stops)):  # a form that the template does not have
             continue
         read = _read(reader, text, tools)
         if [(call.name, call.arguments, call.error) for call in read] != [(c.name, c.arguments, None) for c in calls]:
@@ -84,10 +84,14 @@ def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
     return ("read" if parallel else "one a turn"), ""
 
 
+def _in_two_turns(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text.rstrip().removesuffix(stop) for stop in stops)
+
+
 def _read(reader: Reader, text: str, tools: Sequence[Tool]) -> Sequence[ToolCall]:
     text = reader.respell(text)
     stop = next((stop for stop in reader.stops if text.endswith(stop)), "")
-    opened = opens_thought(reader.render(_HISTORY, tools))
+    opened = opens_thought(reader.render(_HISTORY, tools), thought_marks(reader.dialect)[0])
     return reader.dialect.parse(text.removesuffix(stop), tools=tools, reasoning_open=opened).tool_calls
 
 

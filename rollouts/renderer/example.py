@@ -14,6 +14,7 @@ from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.renderer import Renderer
 from rollouts.renderer.reply_text import reply_text
+from rollouts.tool_calls import thought_marks
 
 __all__ = ["ExamplePart", "conversation", "speak"]
 
@@ -42,7 +43,7 @@ def speak(
     Raises:
         ConfigError: the template cannot render this conversation.
     """
-    text = reply_text(renderer.render, renderer.stop_texts, history, reply, tools)
+    text = reply_text(renderer.render, renderer.stop_texts, history, reply, tools, thought_marks(renderer.dialect))
     if text is None:
         raise ConfigError.of(
             "reply", reply, f"a reply that the chat template of {renderer.name!r} writes behind its prompt"

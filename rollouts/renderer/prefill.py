@@ -46,8 +46,13 @@ def open_turn(template: ChatTemplate, messages: Sequence[Message], tools: Sequen
     return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
 
 
-def turn_start(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool], text: str) -> int:
-    """Return the position in the text of :func:`open_turn` at which a sampled reply would begin."""
+def turn_start(
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool], text: str, opened: str
+) -> int:
+    """Return the position in the text of :func:`open_turn` at which a sampled reply would begin.
+
+    ``opened`` is the mark at the start of a thought.
+    """
     prompt = template.render(messages[:-1], tools)
     header = prompt[len(template.render(messages[:-1], tools, generation_prompt=False)) :]
-    return len(text) - len(after_prompt(prompt, header, text))
+    return len(text) - len(after_prompt(prompt, header, text, opened))

@@ -35,7 +35,7 @@ from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
-from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect
+from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect, thought_marks
 
 __all__ = ["CHECKED_BRIDGES", "Renderer", "renderer_for"]
 
@@ -200,7 +200,8 @@ class Renderer:
         if not goes_on(messages):
             return len(opening)
         text = self._opening_text(messages, tools)
-        start = turn_start(self._template, self._marks.guarded(messages), tools, text)
+        opened, _ = thought_marks(self.dialect)
+        start = turn_start(self._template, self._marks.guarded(messages), tools, text, opened)
         before = self._encode(text[:start], counted=False)
         return shared(before.tolist(), opening.tolist())
 
@@ -416,7 +417,7 @@ class Renderer:
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
         text = self.decode(tokens[:-1] if stopped else tokens)
-        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]))
+        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]), thought_marks(self.dialect)[0])
         reply = self.dialect.parse(text, tools=tools, reasoning_open=opened)
         return Message("assistant", reply.content, tool_calls=reply.tool_calls, reasoning=reply.reasoning)
 

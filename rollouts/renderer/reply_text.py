@@ -6,7 +6,6 @@ begins where a model would begin. This module does not know token ids.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 from rollouts.dtypes import Message, Tool
@@ -18,16 +17,20 @@ Render = Callable[..., str]
 """``ChatTemplate.render``."""
 
 _OPENED, _CLOSED = "<think>", "</think>"
-_OPEN_REASONING = re.compile(rf"{_OPENED}\s*\Z")
 
 
-def opens_thought(prompt: str) -> bool:
-    """Whether a prompt ends inside a thinking block."""
-    return bool(_OPEN_REASONING.search(prompt))
+def opens_thought(prompt: str, mark: str = _OPENED) -> bool:
+    """Whether a prompt ends inside a thinking block, which begins with this mark."""
+    return bool(mark) and prompt.rstrip().endswith(mark)
 
 
 def reply_text(
-    render: Render, stops: Sequence[str], history: Sequence[Message], reply: Message, tools: Sequence[Tool] = ()
+    render: Render,
+    stops: Sequence[str],
+    history: Sequence[Message],
+    reply: Message,
+    tools: Sequence[Tool] = (),
+    thought: tuple[str, str] = (_OPENED, _CLOSED),
 ) -> str | None:
     """Return the reply with its stop token, if the template writes one; ``None`` if the template leaves the reply out.
 
@@ -37,30 +40,32 @@ def reply_text(
         history: the messages before the reply.
         reply: the assistant turn.
         tools: the tools.
+        thought: the marks around a thinking block.
 
     Raises:
         ConfigError: the template cannot render this conversation.
     """
+    opened, closed = thought
     prompt = render(history, tools)
     whole = render([*history, reply], tools, generation_prompt=False)
     header = prompt[len(render(history, tools, generation_prompt=False)) :]
-    written = after_prompt(prompt, header, whole)
+    written = after_prompt(prompt, header, whole, opened)
     last = _last_words(reply)
     if last not in written:
         return None
     text = _cut(written, last, stops)
     if not whole.startswith(prompt):  # the history has no thinking block where the prompt opens or closes one
-        text = text.partition(_CLOSED)[2].lstrip("\n") if text.startswith((_OPENED, _CLOSED)) else text
-        if _OPENED in header and _CLOSED not in header:
-            text = f"{reply.reasoning or ''}\n{_CLOSED}\n\n{text}"
+        text = text.partition(closed)[2].lstrip("\n") if text.startswith(thought) else text
+        if opened in header and closed not in header:
+            text = f"{reply.reasoning or ''}\n{closed}\n\n{text}"
     return text
 
 
-def after_prompt(prompt: str, header: str, whole: str) -> str:
+def after_prompt(prompt: str, header: str, whole: str, opened: str) -> str:
     """Return the part of ``whole`` after the prompt, which ``whole`` may contain in another form."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
-    header = header.partition(_OPENED)[0]
+    header = header.partition(opened)[0]
     if header.strip() and header in whole:
         return whole.rpartition(header)[2]
     at = shared(prompt, whole)

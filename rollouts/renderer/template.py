@@ -97,7 +97,7 @@ class ChatTemplate:
     @functools.cached_property
     def constants(self) -> tuple[str, ...]:
         """The string constants that expressions compare or search for, without white space around them."""
-        tree = _Sandbox(extensions=[_Generation, jinja2.ext.loopcontrols]).parse(self.source)
+        tree = self._compiled.environment.parse(self.source)
         found: list[str] = []
         nodes: list[jinja2.nodes.Node] = [tree]
         while nodes:

@@ -15,7 +15,7 @@ import attrs
 
 from rollouts.dtypes import Tool, ToolCall
 
-__all__ = ["BlockDialect", "Dialect", "Reply"]
+__all__ = ["BlockDialect", "Dialect", "Reply", "thought_marks"]
 
 
 @attrs.frozen
@@ -45,6 +45,12 @@ class Dialect(Protocol):
                 without an opening mark ends one.
         """
         ...
+
+
+def thought_marks(dialect: Dialect) -> tuple[str, str]:
+    """The marks around a thinking block: the dialect's ``reasoning``, by default ``<think>`` and ``</think>``."""
+    marks: tuple[str, str] = getattr(dialect, "reasoning", ("<think>", "</think>"))
+    return marks
 
 
 class BlockDialect:

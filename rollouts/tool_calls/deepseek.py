@@ -1,12 +1,13 @@
-"""The dialects of DeepSeek: with a JSON fence (V3, R1), without one (V3.1), and with tags (V3.2)."""
+"""The dialects of DeepSeek: with a JSON fence (V3, R1), without one (V3.1), and with tags (V3.2, V4)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from rollouts.dtypes import Tool, ToolCall
-from rollouts.tool_calls.json import MalformedCallError, checked_arguments, json_value
+from rollouts.tool_calls.json import MalformedCallError, argument_schema, checked_arguments, json_value, schema_types
 from rollouts.tool_calls.sections import SectionDialect, section, tagged_arguments
 
 __all__ = ["DeepSeekV3", "DeepSeekV31", "DeepSeekV32"]
@@ -64,11 +65,19 @@ _PARAMETER = re.compile(
 
 
 class DeepSeekV32(SectionDialect):
-    """``<｜DSML｜invoke name="...">`` with parameters marked as string or JSON."""
+    """``<｜DSML｜invoke name="...">`` with parameters marked as string or JSON.
+
+    A value that is marked as JSON is text if the schema allows only strings, or if it is no JSON and the schema allows
+    a string.
+    """
 
     name = "deepseek_v3_2"
-    marks = ("<｜DSML｜function_calls>", "<｜DSML｜invoke ")
-    block = section("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "<｜DSML｜invoke ")
+    marks = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜invoke ")
+    block = re.compile(
+        r"(?:<｜DSML｜(?:function|tool)_calls>|(?=<｜DSML｜invoke ))(?P<body>.*?)"
+        r"(?:</｜DSML｜(?:function|tool)_calls>|\Z)",
+        re.DOTALL,
+    )
     call = re.compile(
         r'<｜DSML｜invoke name="(?P<name>[^"\n]*)">(?P<body>.*?)'
         r"(?:(?P<close></｜DSML｜invoke>)|(?=<｜DSML｜invoke )|\Z)",
@@ -83,7 +92,20 @@ class DeepSeekV32(SectionDialect):
         if not call["name"]:
             raise MalformedCallError("the name of a tool is missing", "no_name")
         arguments = {
-            argument["key"]: argument["value"] if argument["string"] == "true" else json_value(argument["value"])
+            argument["key"]: argument["value"]
+            if argument["string"] == "true"
+            else _json_or_string(tools, call["name"], argument["key"], argument["value"])
             for argument in tagged_arguments(_PARAMETER, call["body"])
         }
         return ToolCall(call["name"], arguments, raw=call[0])
+
+
+def _json_or_string(tools: Sequence[Tool], name: str, argument: str, text: str) -> Any:
+    kinds = schema_types(argument_schema(tools, name, argument) or {})
+    try:
+        value = json_value(text)
+    except MalformedCallError:
+        if "string" in kinds:
+            return text
+        raise
+    return text if kinds == {"string"} and not isinstance(value, str) else value

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Fault, Tool, ToolCall
 
 __all__ = [
     "MalformedCallError",
+    "argument_schema",
     "call_in_json",
     "checked_arguments",
     "json_call",
@@ -18,12 +19,13 @@ __all__ = [
     "json_prefix",
     "json_value",
     "name_in",
+    "schema_types",
     "typed_value",
     "unclosed",
     "unreadable",
 ]
 
-_NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
+_NAME = re.compile(r'"(?:tool_)?name"\s*:\s*"([^"\\]*)"')
 
 
 class MalformedCallError(ValueError):
@@ -113,33 +115,48 @@ def json_call(text: str, raw: str, *, arguments: str = "arguments", id_key: str 
         return unreadable(raw, error, name_in(text))
 
 
-def call_in_json(value: Any, raw: str, *, arguments: str = "arguments", id_key: str | None = None) -> ToolCall:
+def call_in_json(
+    value: Any, raw: str, *, name: str = "name", arguments: str = "arguments", id_key: str | None = None
+) -> ToolCall:
     """Convert a JSON value to a call.
+
+    Args:
+        value: the JSON value.
+        raw: the text of the call, stored in it.
+        name: the key of the tool's name.
+        arguments: the key of the arguments.
+        id_key: the key of the call's id, in dialects that have one.
 
     Raises:
         MalformedCallError: the value is no call.
     """
     key = arguments
     if not isinstance(value, dict):
-        raise MalformedCallError(f'it must be one JSON object with "name" and "{key}", not {_kind(value)}')
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        raise MalformedCallError('"name" is missing or is not the name of a tool', "no_name")
+        raise MalformedCallError(f'it must be one JSON object with "{name}" and "{key}", not {_kind(value)}')
+    tool = value.get(name)
+    if not isinstance(tool, str) or not tool:
+        raise MalformedCallError(f'"{name}" is missing or is not the name of a tool', "no_name")
     if key not in value:
         raise MalformedCallError(f'"{key}" is missing; write {{}} when the tool takes none', "no_arguments")
     call_id = value.get(id_key) if id_key else None
-    return ToolCall(name, checked_arguments(value[key], key), id=call_id if isinstance(call_id, str) else "", raw=raw)
+    return ToolCall(tool, checked_arguments(value[key], key), id=call_id if isinstance(call_id, str) else "", raw=raw)
 
 
-def json_calls(value: Any, raw: str, *, id_key: str | None = None) -> list[ToolCall]:
-    """Convert a JSON array of calls, or a single call; at least one call, malformed if there is no valid one."""
+def json_calls(value: Any, raw: str, convert: Callable[[Any, str], ToolCall] = call_in_json) -> list[ToolCall]:
+    """Convert a JSON array of calls, or a single call; at least one call, malformed if there is no valid one.
+
+    Args:
+        value: the JSON value.
+        raw: the text, stored in each call.
+        convert: converts one call; raises :class:`MalformedCallError`.
+    """
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         try:
-            calls.append(call_in_json(entry, raw, id_key=id_key))
+            calls.append(convert(entry, raw))
         except MalformedCallError as error:
-            name = entry.get("name") if isinstance(entry, dict) else None
-            calls.append(unreadable(raw, error, name if isinstance(name, str) else ""))
+            names = [entry.get(key) for key in ("name", "tool_name")] if isinstance(entry, dict) else []
+            calls.append(unreadable(raw, error, next((name for name in names if isinstance(name, str)), "")))
     return calls or [unreadable(raw, MalformedCallError("there is no call in it"))]
 
 
@@ -162,26 +179,41 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def typed_value(tools: Sequence[Tool], name: str, argument: str, text: str) -> Any:
+def argument_schema(tools: Sequence[Tool], name: str, argument: str) -> Mapping[str, Any] | None:
+    """The schema of an argument; ``None`` if the tool or the argument is unknown."""
+    tool = next((tool for tool in tools if tool.name == name), None)
+    schema = tool.parameters.get("properties", {}).get(argument) if tool is not None else None
+    return schema if isinstance(schema, Mapping) else None
+
+
+def typed_value(
+    tools: Sequence[Tool], name: str, argument: str, text: str, parse: Callable[[str], Any] = json_value
+) -> Any:
     """Parse an argument that is written without quotes, by the type in the tool's schema.
 
     The text is the value if the schema allows a string, or if the tool or the argument is unknown. Otherwise it must be
-    JSON.
+    a value in the dialect's notation.
+
+    Args:
+        tools: the tools in the prompt.
+        name: the name of the tool.
+        argument: the name of the argument.
+        text: the written value.
+        parse: the parser of values that are not strings; raises :class:`MalformedCallError`.
 
     Raises:
-        MalformedCallError: the schema allows no string, and the text is not JSON.
+        MalformedCallError: the schema allows no string, and the text cannot be parsed.
     """
-    tool = next((tool for tool in tools if tool.name == name), None)
-    schema = tool.parameters.get("properties", {}).get(argument) if tool is not None else None
-    if not isinstance(schema, Mapping):
+    schema = argument_schema(tools, name, argument)
+    if schema is None:
         return text
-    kinds = _schema_types(schema)
+    kinds = schema_types(schema)
     if "null" in kinds and text.strip() == "null":
         return None
     if "string" in kinds:
         return text
     try:
-        return json_value(text.strip())
+        return parse(text.strip())
     except MalformedCallError as error:
         if not kinds:
             return text
@@ -189,11 +221,12 @@ def typed_value(tools: Sequence[Tool], name: str, argument: str, text: str) -> A
         raise MalformedCallError(reason, "bad_arguments") from error
 
 
-def _schema_types(schema: Mapping[str, Any]) -> set[str]:
+def schema_types(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows; empty if it names none."""
     kind = schema.get("type")
     kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
     for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        kinds |= _schema_types(part)
+        kinds |= schema_types(part)
     if not kinds and any(isinstance(value, str) for value in schema.get("enum", ())):
         kinds.add("string")
     return kinds

@@ -1,4 +1,4 @@
-"""The dialect of Kimi K2: a section of calls, each with an id ``functions.name:index``."""
+"""The dialect of Kimi K2: a section of calls, each with an id ``functions.name:index`` or ``name:index``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollouts.tool_calls.sections import SectionDialect, section
 
 __all__ = ["KimiK2"]
 
-_ID = re.compile(r"functions\.(?P<name>[^\s:]+):\d+")
+_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+):\d+")
 
 
 class KimiK2(SectionDialect):
@@ -34,7 +34,7 @@ class KimiK2(SectionDialect):
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
         name = self.name_of(call)
         if not name:
-            raise MalformedCallError("its id must have the form functions.name:index", "no_name")
+            raise MalformedCallError("its id must have the form functions.name:index or name:index", "no_name")
         if call["arguments"] is None:
             raise MalformedCallError("<|tool_call_argument_begin|> and the arguments are missing", "no_arguments")
         return ToolCall(name, checked_arguments(json_value(call["arguments"])), id=call["id"].strip(), raw=call[0])

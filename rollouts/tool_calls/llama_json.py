@@ -1,4 +1,4 @@
-"""The dialect of Llama 3.1, 3.2 and 3.3: a bare JSON object as the whole reply."""
+"""The dialect of Llama 3.1, 3.2 and 3.3: bare JSON objects."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from rollouts.tool_calls.json import MalformedCallError, call_in_json, json_pref
 
 __all__ = ["LlamaJson"]
 
+_TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _NEXT = re.compile(r"\s*;?\s*(?=\{)")
 
 
 class LlamaJson(BlockDialect):
-    """``{"name": ..., "parameters": {...}}``, at the start of the reply or after ``<|python_tag|>``; several in a row.
+    """``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``; several in a row.
 
-    An object that does not begin with a name is a JSON answer, not a call.
+    At the start of the answer, every object that begins with a name is read as a call; after text, only one that has a
+    name, then parameters (or arguments, which are malformed). Any other object is an answer in JSON.
     """
 
     name = "llama_json"
-    block = re.compile(r'(?:<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:))(?P<body>.*)', re.DOTALL)
+    block = re.compile(
+        r"(?:<\|python_tag\|>"
+        rf'|(?:\A|(?<=</think>))\s*(?=\{{\s*{_TYPE}"name"\s*:)'
+        rf'|(?=\{{\s*{_TYPE}"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:parameters|arguments)"\s*:))'
+        r"(?P<body>)"
+    )
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         return self.take(block, tools)[0]

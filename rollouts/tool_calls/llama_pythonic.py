@@ -1,4 +1,4 @@
-"""The dialect of LFM2, and of Llama 3.2 and 4 with a suitable prompt: a list of calls in Python syntax.
+"""The dialects with calls in Python syntax: a list (LFM2, and Llama 3.2 and 4 with a suitable prompt), lines (OLMo 3).
 
 Only literals are parsed, and nothing is evaluated. Python's own parser is not used: it warns about text that models
 write, and its versions accept different texts.
@@ -12,31 +12,36 @@ from typing import Any
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.json import MalformedCallError, unreadable
+from rollouts.tool_calls.json import MalformedCallError, json_value, unreadable
 
-__all__ = ["LlamaPythonic"]
+__all__ = ["LlamaPythonic", "Olmo3", "json_or_literal"]
 
 _NAME = re.compile(r"\s*([A-Za-z_]\w*(?:[.-]\w+)*)\s*")
 _MARK = re.compile(r"\s*([\[\](){},:=])\s*")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
-_STRING = re.compile(r"""\s*(?:"((?:[^"\\\n]|\\[^\n])*)"|'((?:[^'\\\n]|\\[^\n])*)')""")
+_STRING = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')""", re.DOTALL)
 _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|([0-7]{1,3})|(.))"
 )
 _ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _END = re.compile(r"\s*(?:<\|python_end\|>|<\|tool_call_end\|>)")
+_SPACE = re.compile(r"\s+")
+_CLOSING = "</function_calls>"
 _MAX_DEPTH = 50
 
 
 class LlamaPythonic(BlockDialect):
     """``[get_weather(city="Paris"), now()]``, at the start of the reply or after ``<|python_start|>``.
 
-    Arguments are named literals; ``true``, ``false`` and ``null`` are literals too.
+    Arguments are named literals; ``true``, ``false`` and ``null`` are literals too. A string may contain
+    newlines, which LFM2's template writes as they are.
     """
 
     name = "llama_pythonic"
-    block = re.compile(r"<\|python_start\|>|<\|tool_call_start\|>|\A\s*(?=\[\s*[A-Za-z_][\w.-]*\s*\()")
+    block = re.compile(
+        r"<\|python_start\|>|<\|tool_call_start\|>|(?:\A|(?<=</think>))\s*(?=\[\s*[A-Za-z_][\w.-]*\s*\()"
+    )
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         return self.take(block, tools)[0]
@@ -57,6 +62,52 @@ class LlamaPythonic(BlockDialect):
         end = _END.match(text, mark.end(1))
         at = end.end() if end else mark.end(1)
         return calls or [unreadable(text[block.start() : at], MalformedCallError("there is no call in it"))], at
+
+
+class Olmo3(BlockDialect):
+    """``<function_calls>``, one call in Python syntax a line, ``</function_calls>``."""
+
+    name = "olmo3"
+    marks = ("<function_calls>",)
+    block = re.compile(r"<function_calls>\s*")
+
+    def take(self, block: re.Match[str], tools: Sequence[Tool]) -> tuple[Iterable[ToolCall], int]:
+        text, at, end = block.string, block.end(), 0
+        calls: list[ToolCall] = []
+        while not text.startswith(_CLOSING, at):
+            try:
+                if calls and "\n" not in text[end:at]:
+                    raise MalformedCallError("each call must be on a line of its own")
+                call, end = _call(text, at)
+            except MalformedCallError as error:
+                close = text.find(_CLOSING, at)
+                stop = close + len(_CLOSING) if close >= 0 else len(text)
+                name = _NAME.match(text, at)
+                cut = MalformedCallError(f"{_CLOSING} is missing", "unclosed") if close < 0 else error
+                return [*calls, unreadable(text[at:stop] or block[0], cut, name[1] if name else "")], stop
+            calls.append(call)
+            space = _SPACE.match(text, end)
+            at = space.end() if space else end
+        at += len(_CLOSING)
+        return calls or [unreadable(text[block.start() : at], MalformedCallError("there is no call in it"))], at
+
+
+def json_or_literal(text: str) -> Any:
+    """Parse a text that is one JSON value or one Python literal, with white space around it.
+
+    Raises:
+        MalformedCallError: the text is neither.
+    """
+    try:
+        return json_value(text)
+    except MalformedCallError as error:
+        try:
+            value, end = _value(text, 0, 0)
+        except MalformedCallError:
+            raise error from None
+        if text[end:].strip():
+            raise error from None
+        return value
 
 
 def _error(text: str, at: int, expected: str) -> MalformedCallError:

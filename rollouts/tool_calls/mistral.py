@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.tool_calls.base import BlockDialect
-from rollouts.tool_calls.json import MalformedCallError, json_calls, json_prefix, name_in, unreadable
+from rollouts.tool_calls.json import MalformedCallError, call_in_json, json_calls, json_prefix, name_in, unreadable
 
 __all__ = ["Mistral"]
 
@@ -35,4 +36,4 @@ class Mistral(BlockDialect):
         raw = block[0][: start - block.start() + end]
         if named:
             value = {"name": named["name"], "arguments": value, "id": named["id"]}
-        return json_calls(value, raw, id_key="id"), start + end
+        return json_calls(value, raw, partial(call_in_json, id_key="id")), start + end

@@ -14,7 +14,14 @@ from rollouts.renderer import Renderer
 from rollouts.tool_calls import DIALECTS, get_dialect
 from tests.dialects import MALFORMED, TOOLS, WRITTEN
 
-CLOSED = sorted(set(WRITTEN) - {"llama_json", "llama_pythonic", "mistral", "granite", "harmony"})
+LISTS = {"granite", "hunyuan", "apriel", "apertus", "nemotron_v2", "phi4_mini", "command_r", "command_r7b", "xlam"}
+"""Dialects whose parallel calls are one JSON value, and ``minimax_m1``, whose block ends after all of them."""
+LISTS |= {"minimax_m1"}
+CLOSED = sorted(
+    set(WRITTEN)
+    - {"llama_json", "llama_pythonic", "mistral", "granite", "harmony", "phi4_mini", "gigachat", "xlam", "granite_20b"}
+    - {"functionary_v3_2"}
+)
 """Dialects whose calls have a closing mark."""
 
 
@@ -38,7 +45,7 @@ def test_two_calls_in_order(name: str) -> None:
     assert reply.content == ""
 
 
-@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama_json", "llama_pythonic"}))
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama_pythonic", "functionary_v3_2", "solar"}))
 def test_text_around_the_calls_is_content(name: str) -> None:
     """Before and after them."""
     reply = get_dialect(name).parse(f"Let me look.\n\n{WRITTEN[name]}\nWait.", tools=TOOLS)
@@ -49,13 +56,15 @@ def test_text_around_the_calls_is_content(name: str) -> None:
     ("name", "before", "after"),
     [
         ("llama_json", "Sure. <|python_tag|>", " There."),
+        ("solar", "<|content|>Sure.<|end|><|begin|>assistant", "<|calls|> There."),
+        ("functionary_v3_2", "all\nSure.>>>", ">>>all\nThere."),
         ("llama_pythonic", "Sure. <|python_start|>", "<|python_end|> There."),
         ("harmony", "<|channel|>final<|message|>Sure.<|end|><|start|>assistant", "<|call|> There."),
     ],
 )
 def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
-    """A Llama call is at the start of the reply or after its tag; a harmony call is a message of its own."""
-    reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS)
+    """A list in Python syntax is at the start of the reply or after its tag; others are messages of their own."""
+    reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS, reasoning_open=False)
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
 
 
@@ -71,12 +80,9 @@ def test_calls_drafted_in_a_thought_are_no_calls(name: str, opened: bool | None)
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_anywhere_is_never_valid(name: str) -> None:
-    """The cut last call is malformed or absent, and the first call stays valid.
-
-    Granite's calls are one JSON value: if it is cut, there is no valid call.
-    """
+    """The cut last call is malformed or absent, and the first call stays valid; but none of a cut list is valid."""
     whole = WRITTEN[name]
-    left = [] if name == "granite" else ["weather"]
+    left = [] if name in LISTS else ["weather"]
     for end in range(whole.index("now") + 3, len(whole)):
         calls = get_dialect(name).parse(whole[:end], tools=TOOLS).tool_calls
         assert [call.name for call in calls if call.error is None] in (left, ["weather", "now"])
@@ -104,9 +110,10 @@ def test_broken_calls_are_malformed_with_a_reason(name: str, text: str, fault: s
 
 
 def test_ids_are_kept_where_the_dialect_has_them() -> None:
-    """Kimi's and Mistral's; the others leave the id to the agent loop."""
+    """Kimi's, Solar's and Mistral's; the others leave the id to the agent loop."""
     ids = {name: [call.id for call in DIALECTS[name].parse(text).tool_calls] for name, text in WRITTEN.items()}
     assert ids.pop("kimi_k2") == ["functions.weather:0", "functions.now:1"]
+    assert ids.pop("solar") == ["a1", "a2"]
     assert all(call_ids == ["", ""] for call_ids in ids.values())
     nemo = '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]'
     assert [call.id for call in DIALECTS["mistral"].parse(nemo).tool_calls] == ["abcdefghi"]
