@@ -42,6 +42,7 @@ __all__ = [
     "finite",
     "frozen",
     "is_frozen",
+    "json_object",
     "packed_logprobs",
     "packed_tokens",
     "without_password",
@@ -325,7 +326,7 @@ def _call_from_chat(call: Any) -> ToolCall:
         raise ConfigError.of("message.tool_calls", call, "an object with a function that has name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _json_object(arguments)
+        arguments = json_object(arguments)
     if not isinstance(arguments, Mapping):
         expected = "an object, or an object as JSON text"
         raise ConfigError.of("message.tool_calls.arguments", function["arguments"], expected)
@@ -355,7 +356,7 @@ def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Me
     return tuple(messages)
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
     """The object that a JSON text has; ``None`` if it has none."""
     try:
         decoded = msgspec.json.decode(text)
@@ -368,7 +369,7 @@ def _metadata(value: Any) -> Any:
     """Metadata as a mapping; some data sets store it as JSON text."""
     if not isinstance(value, str):
         return value
-    decoded = _json_object(value)
+    decoded = json_object(value)
     if decoded is None:
         raise ConfigError.of("Prompt.metadata", value, "a mapping, or an object as JSON text")
     return decoded

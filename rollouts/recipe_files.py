@@ -14,14 +14,24 @@ from typing import Any, TypeAlias, get_type_hints
 import msgspec
 
 from rollouts.concurrency.boundary import function_name
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe import Recipe
 
-__all__ = ["RecipeFunction", "build", "import_file", "load_recipe", "read_options"]
+__all__ = ["GENERATE_OPTIONS", "RecipeFunction", "build", "import_file", "load_recipe", "read_options"]
 
 RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
+
+
+GENERATE_OPTIONS: Mapping[str, Any] = {
+    "history": OnRewrite,
+    "template_kwargs": dict[str, Any],
+    "chat_template": Path,
+    "dialect": str,
+    "stop_token_ids": tuple[int, ...],
+}
+"""Options of every recipe with their types: arguments of its generate function, unless the recipe has its own."""
 
 
 def load_recipe(path: str | Path) -> RecipeFunction:
@@ -67,7 +77,7 @@ def import_file(path: str | Path) -> ModuleType:
 
 
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert option texts to the types in the function's annotations.
+    """Convert option texts to the types in the function's annotations, or in :data:`GENERATE_OPTIONS`.
 
     Raises:
         ConfigError: an option is unknown (the message lists the known ones), is missing, or does not fit its type.
@@ -77,9 +87,11 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
-    known = ", ".join(f"{name} ({_type_name(hints.get(name, str))})" for name in parameters) or "none"
+    hints = {**GENERATE_OPTIONS, **hints}
+    names = dict.fromkeys([*parameters, *GENERATE_OPTIONS])
+    known = ", ".join(f"{name} ({_type_name(hints.get(name, str))})" for name in names)
     for name in options:
-        if name not in parameters:
+        if name not in names:
             raise ConfigError.of("option", name, f"an option of the recipe: {known}")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
@@ -89,12 +101,14 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
 
 
 def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
-    """Call a recipe function with options as text.
+    """Call a recipe function with options as text; those that it does not have are bound to its generate function.
 
     Raises:
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
     values = read_options(function, options)
+    own = inspect.signature(function).parameters
+    bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}
     try:
         recipe: Any = function(endpoint, **values)
     except RolloutsError:
@@ -103,7 +117,7 @@ def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, st
         raise ConfigError(f"recipe {function_name(function)} raised {type(error).__name__}: {error}") from error
     if not isinstance(recipe, Recipe):
         raise ConfigError.of("what the recipe returned", recipe, "a Recipe")
-    return recipe
+    return recipe.with_options(**bound)
 
 
 def _type_name(kind: Any) -> str:

@@ -41,7 +41,6 @@ from rollouts.observability import LoopLag, numbers_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
-from rollouts.renderer import renderer_for
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
 from rollouts.runs.recording import RECORDING, check_recordable, recorded
@@ -212,7 +211,7 @@ def _open(
     }
     if not target.urls:
         description["command"]["weights"] = weights_checksum(Path(recipe.endpoint.model))
-    description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has built it
+    description["vocab_size"] = recipe.renderer().vocab_size  # preflight has built it
     if resume:
         stored = read_info(out).get("vocab_size")
         if stored is not None and stored != description["vocab_size"]:

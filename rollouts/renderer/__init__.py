@@ -2,6 +2,7 @@
 
 from rollouts.renderer.bridge import STRATEGIES
 from rollouts.renderer.example import ExamplePart, conversation, speak
+from rollouts.renderer.options import RendererOptions, with_prompt_options
 from rollouts.renderer.renderer import Renderer, renderer_for
 from rollouts.renderer.selftest import SelfTest, Step
 from rollouts.renderer.tokenizer import load_tokenizer
@@ -10,10 +11,12 @@ __all__ = [
     "STRATEGIES",
     "ExamplePart",
     "Renderer",
+    "RendererOptions",
     "SelfTest",
     "Step",
     "conversation",
     "load_tokenizer",
     "renderer_for",
     "speak",
+    "with_prompt_options",
 ]

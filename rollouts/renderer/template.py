@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -97,6 +98,7 @@ def _parts(text: str) -> list[ChatDict]:
     return [{"type": "text", "text": text}]
 
 
+_RENDERED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
 
 
@@ -142,6 +144,24 @@ class ChatTemplate:
         self._compiled.globals = dict(
             self._compiled.globals
         )  # each rendering copies them; a dict copies faster than a ChainMap
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that a caller can set, special tokens included, without those that each rendering sets.
+
+        A name that the template assigns is one of its own variables, unless the template asks whether it is defined.
+        """
+        environment = self._compiled.environment
+        tree = environment.parse(self.source)
+        names = jinja2.meta.find_undeclared_variables(tree)
+        assigned = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
+        parameters = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "param"}
+        asked = {
+            node.node.name
+            for node in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter))
+            if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, jinja2.nodes.Name)
+        }
+        return frozenset(names - environment.globals.keys() - _RENDERED - parameters - (assigned - asked))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """Render the conversation as text.
