@@ -70,10 +70,20 @@ def import_file(path: str | Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        place = _place(error, path)
         raise ConfigError(f"{place}: importing the recipe raised {type(error).__name__}: {error}") from error
     return module
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """File and line of the recipe that raised, and those of the module that it imported, if that one raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    lines = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
+    place = f"{path}, line {frames[lines[-1]].lineno}" if lines else str(path)
+    last = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
+    if last is None and lines and frames[lines[-1] + 1 :]:
+        last = (frames[-1].filename, frames[-1].lineno)
+    return place if last is None else f"{place}, at {last[0]}, line {last[1]}"
 
 
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
@@ -114,7 +124,10 @@ def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, st
     except RolloutsError:
         raise
     except Exception as error:
-        raise ConfigError(f"recipe {function_name(function)} raised {type(error).__name__}: {error}") from error
+        place = _place(error, Path(inspect.getsourcefile(function) or ""))
+        raise ConfigError(
+            f"recipe {function_name(function)} raised {type(error).__name__}: {error} ({place})"
+        ) from error
     if not isinstance(recipe, Recipe):
         raise ConfigError.of("what the recipe returned", recipe, "a Recipe")
     return recipe.with_options(**bound)

@@ -89,7 +89,7 @@ def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path
     [
         ("x = 1\ny = 1 / 0\n", r"some_recipe.py, line 2: importing the recipe raised ZeroDivisionError"),
         ("import no_such_module_anywhere\n", r"line 1: .*ModuleNotFoundError: No module named 'no_such_module"),
-        ("def recipe(:\n", r"some_recipe.py: importing the recipe raised SyntaxError"),
+        ("def recipe(:\n", r"some_recipe.py, at .*some_recipe.py, line 1: importing the recipe raised SyntaxError"),
         ("raise SystemExit(3)\n", r"line 1: importing the recipe raised SystemExit"),
         ("x = 1\n", r"some_recipe.py: recipe: got None; expected a function recipe\(endpoint"),
         ("recipe = 3\n", r"recipe: got 3; expected a function"),
@@ -99,6 +99,18 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, message: s
     """The message says which file, which line where there is one, and what was expected."""
     with pytest.raises(ConfigError, match=message):
         load_recipe(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("X = 1\nimport no_such_module_anywhere\n", 2), ("X = 1\n\ndef f(:\n", 3), ("1 / 0\n", 1)]
+)
+def test_an_error_in_an_imported_module_is_named_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    """The recipe's line is the import; the cause has its own file and line."""
+    module = f"broken_guest_{line}"
+    (tmp_path / f"{module}.py").write_text(text)
+    path = written(tmp_path, f"import os\nimport {module}\n")
+    with pytest.raises(ConfigError, match=rf"some_recipe.py, line 2, at .*{module}.py, line {line}: importing"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize("name", ["none.py", "."])
@@ -170,7 +182,9 @@ def test_an_error_in_a_recipe_is_reported() -> None:
     def broken(endpoint: Endpoint) -> Recipe:
         raise KeyError("column")
 
-    with pytest.raises(ConfigError, match=r"recipe broken raised KeyError: 'column'") as caught:
+    with pytest.raises(
+        ConfigError, match=r"recipe broken raised KeyError: 'column' \(.*test_recipe.py, line \d+"
+    ) as caught:
         build(broken, Endpoint(), {})
     assert isinstance(caught.value.__cause__, KeyError)
 
