@@ -42,6 +42,7 @@ __all__ = [
     "finite",
     "frozen",
     "is_frozen",
+    "json_object",
     "packed_logprobs",
     "packed_tokens",
     "without_password",
@@ -198,23 +199,47 @@ class ToolCall:
         return {"type": "function", "id": self.id, "function": function}
 
 
+def _is_object_schema(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("type", "object") == "object" and isinstance(value.get("properties", {}), Mapping)
+
+
 @attrs.frozen
 class Tool:
-    """A tool's name, description and the JSON schema of its arguments (an object schema)."""
+    """A tool's name, description and the JSON schema of its arguments: an object schema, with or without ``type``."""
 
     name: str = attrs.field(validator=_check("a non-empty string", lambda v: isinstance(v, str) and bool(v)))
     description: str = ""
     parameters: Mapping[str, Any] = attrs.field(
         factory=lambda: {"type": "object", "properties": {}},
-        validator=_check(
-            'a JSON schema with "type": "object"', lambda v: isinstance(v, Mapping) and v.get("type") == "object"
-        ),
+        validator=_check("a JSON schema of an object", _is_object_schema),
     )
+    chat: Mapping[str, Any] | None = None
+    """The tool as a data set has it, with keys such as ``strict``: what :meth:`to_chat` returns if it is set."""
 
     def to_chat(self) -> ChatDict:
         """The tool in chat format."""
+        if self.chat is not None:
+            return dict(self.chat)
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
+
+    @classmethod
+    def from_chat(cls, chat: Mapping[str, Any]) -> Tool:
+        """Read a tool of the chat format: ``{"type": "function", "function": {...}}``, or only the function.
+
+        Templates get the function as it is: other keys and the order of the keys stay, and what is absent stays absent.
+
+        Raises:
+            ConfigError: it has no name, or the parameters are no JSON schema of an object.
+        """
+        function = chat.get("function", chat) if isinstance(chat, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ConfigError.of("tool", chat, "an object with a function that has a name")
+        given = {name: function[name] for name in ("description", "parameters") if function.get(name) is not None}
+        whole = chat if "function" in chat else {"type": "function", "function": dict(function)}
+        return cls(function.get("name", ""), **given, chat=dict(whole))
 
 
 def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
@@ -222,6 +247,8 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
 
 
 _ROLES = get_args(Role)
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The fields in which servers and data sets have the text of the thinking block."""
 
 
 @attrs.frozen
@@ -263,10 +290,12 @@ class Message:
 
     @classmethod
     def from_chat(cls, chat: Mapping[str, Any]) -> Message:
-        """Read a chat dict. Content is a string or a list of text parts.
+        """Read a chat dict. Content is a string or a list of text parts; arguments are an object or its JSON text.
+
+        The role ``developer`` is read as ``system``: most templates leave out or refuse the other name.
 
         Raises:
-            ConfigError: an unknown role, or content that is not text.
+            ConfigError: an unknown role, content that is not text, or arguments that are no object.
         """
         content = chat.get("content")
         if isinstance(content, list):
@@ -277,13 +306,17 @@ class Message:
         calls = chat.get("tool_calls") or ()
         if not isinstance(calls, Sequence) or isinstance(calls, str):
             raise ConfigError.of("message.tool_calls", calls, "a list of calls")
+        if chat.get("function_call"):
+            expected = "none: tool_calls replaces this field of the OpenAI API"
+            raise ConfigError.of("message.function_call", chat["function_call"], expected)
+        role = chat.get("role")
         return cls(
-            role=chat.get("role"),  # type: ignore[arg-type]  # the validator refuses a wrong one
+            role="system" if role == "developer" else role,  # type: ignore[arg-type]  # the validator refuses others
             content="" if content is None else content,
             tool_calls=[_call_from_chat(call) for call in calls],
             tool_call_id=chat.get("tool_call_id"),
             name=chat.get("name"),
-            reasoning=chat.get("reasoning_content"),
+            reasoning=next((chat[name] for name in _REASONING if chat.get(name) is not None), None),
         )
 
 
@@ -292,8 +325,11 @@ def _call_from_chat(call: Any) -> ToolCall:
     if not isinstance(function, Mapping):
         raise ConfigError.of("message.tool_calls", call, "an object with a function that has name and arguments")
     arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json_object(arguments)
     if not isinstance(arguments, Mapping):
-        raise ConfigError.of("message.tool_calls.arguments", arguments, "a mapping")
+        expected = "an object, or an object as JSON text"
+        raise ConfigError.of("message.tool_calls.arguments", function["arguments"], expected)
     name, call_id = function.get("name", ""), call.get("id") or ""
     for field, value in (("name", name), ("id", call_id)):
         if not isinstance(value, str):
@@ -320,15 +356,21 @@ def as_messages(prompt: str | Iterable[Message | Mapping[str, Any]]) -> tuple[Me
     return tuple(messages)
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that a JSON text has; ``None`` if it has none."""
+    try:
+        decoded = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        decoded = None
+    return decoded if isinstance(decoded, dict) else None
+
+
 def _metadata(value: Any) -> Any:
     """Metadata as a mapping; some data sets store it as JSON text."""
     if not isinstance(value, str):
         return value
-    try:
-        decoded = msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        decoded = None
-    if not isinstance(decoded, dict):
+    decoded = json_object(value)
+    if decoded is None:
         raise ConfigError.of("Prompt.metadata", value, "a mapping, or an object as JSON text")
     return decoded
 

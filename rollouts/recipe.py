@@ -7,27 +7,30 @@ server is raised by :func:`preflight` or earlier, before a prompt is taken. This
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.boundary import boundary, function_name
-from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, without_password
+from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, without_password
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.sglang import shared_policy
-from rollouts.renderer import Renderer, renderer_for
+from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
+from rollouts.renderer.options import TEMPLATE_KWARGS
 from rollouts.training.agent_integration import check_limits, generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.training.types import RewardFn
+from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
 
 __all__ = ["Recipe", "agent_recipe", "preflight"]
 
@@ -68,19 +71,41 @@ class Recipe:
     data_buffer: DataBuffer = attrs.field(validator=_is_a(DataBuffer, "a DataBuffer"))
     endpoint: Endpoint = attrs.field(validator=_is_a(Endpoint, "an Endpoint"))
     tokenizer: Any
-    """A transformers tokenizer, or the name or folder to load one from."""
+    """A transformers tokenizer, the name or folder to load one from, or a :class:`~rollouts.renderer.Renderer`."""
     environment_cls: EnvironmentFactory = attrs.field(validator=_factory, repr=function_name)
     batches: int = attrs.field(default=1, validator=_at_least_one)
     seed: int = attrs.field(default=0, validator=_is_a(int, "an integer"))
 
-    def renderer(self) -> Renderer:
-        """The renderer for the tokenizer and the dialect that the generate function is bound to.
+    def renderer(self, metadata: Mapping[str, Any] = MappingProxyType({})) -> Renderer:
+        """The renderer for the tokenizer and the options that the generate function is bound to.
+
+        Args:
+            metadata: that of a prompt, whose ``template_kwargs`` override those of the run.
 
         Raises:
-            ConfigError: the tokenizer does not load, or there is no such dialect.
+            ConfigError: the tokenizer does not load, or an option is wrong.
         """
         bound = self.bound
-        return renderer_for(bound.get("tokenizer", self.tokenizer), dialect=bound.get("dialect"))
+        given = {name: bound[name] for name in RendererOptions.__annotations__ if name in bound}
+        options = with_prompt_options(cast(RendererOptions, given), metadata)
+        return renderer_for(bound.get("tokenizer", self.tokenizer), **options)
+
+    def with_options(self, **options: Any) -> Recipe:
+        """The recipe with arguments bound to its generate function, e.g. ``history`` or ``template_kwargs``.
+
+        Raises:
+            ConfigError: the generate function is no ``functools.partial``, or does not take such an argument.
+        """
+        generate_fn = self.config.generate_fn
+        partial = isinstance(generate_fn, functools.partial)
+        takes = inspect.signature(generate_fn).parameters.values() if partial else ()
+        names = {parameter.name for parameter in takes if parameter.kind is parameter.KEYWORD_ONLY}
+        for name, value in options.items():
+            if name not in names and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+                function = function_name(generate_fn)
+                raise ConfigError.of(name, value, f"no value: generate_fn {function} of the recipe does not take it")
+        bound = functools.partial(generate_fn, **options) if options else generate_fn
+        return attrs.evolve(self, config=attrs.evolve(self.config, generate_fn=bound))
 
     @property
     def bound(self) -> Mapping[str, Any]:
@@ -114,20 +139,23 @@ def agent_recipe(
     environment_cls: EnvironmentFactory,
     prompts: Iterable[Any],
     *,
-    reward_fn: RewardFn | None = None,
+    reward_fn: RewardFn | GroupRewardFn | None = None,
     batch_size: int = 32,
     n_samples_per_prompt: int = 8,
     over_sampling_factor: float = 1.5,
-    keep: Literal["spread", "all"] = "spread",
+    keep: Literal["spread", "all"] | None = None,
+    filter_fn: FilterFn | None = None,
     temperature: float = 1.0,
     max_new_tokens: int = 1024,
-    max_turns: int = 8,
+    max_turns: int | None = None,
+    limits: Limits | None = None,
     history: OnRewrite = "append",
-    dialect: str | None = None,
+    tokenizer: Any = None,
     shuffled: bool = True,
     epochs: int | None = None,
     batches: int = 1,
     seed: int = 0,
+    **options: Any,
 ) -> Recipe:
     """The usual recipe: agents in one environment class, scored and filtered by group.
 
@@ -136,16 +164,34 @@ def agent_recipe(
         endpoint: the model's endpoint.
         environment_cls: creates an environment for each rollout.
         prompts: the data.
-        reward_fn: scores a sample; default: the sum of the step rewards.
-        keep: ``"spread"`` drops groups whose rewards are all equal.
+        reward_fn: scores a sample, or with ``group_rm=True`` a group; default: the sum of the step rewards.
+        keep: ``"spread"`` (the default) drops groups whose rewards are all equal, ``"all"`` keeps them.
+        filter_fn: decides which groups to keep, instead of ``keep``.
+        max_turns: short for ``limits=Limits(max_turns=…)``; 8 by default.
+        limits: when an episode ends.
         history: as for :func:`~rollouts.training.agent_rollout_to_samples`.
-        dialect: likewise.
+        tokenizer: a tokenizer, the name or folder of one, or a :class:`Renderer`; default: that of ``endpoint.model``.
         shuffled: shuffle the prompts in each epoch.
-        batch_size: this and the other arguments are the fields of that name of ``RolloutConfig``, ``SamplingParams``,
-            ``DataBuffer`` and ``Recipe``.
+        batch_size: this and the other named arguments are the fields of that name of ``RolloutConfig``,
+            ``SamplingParams``, ``DataBuffer`` and ``Recipe``.
+        **options: any other field of ``RolloutConfig`` (``group_rm``, ``failures``, ``patience``, …) or of
+            ``SamplingParams`` (``top_p``, ``stop``, …), and the options of the renderer (``template_kwargs``,
+            ``chat_template``, ``dialect``, ``stop_token_ids``).
+
+    Raises:
+        ConfigError: an argument is unknown or wrong; the message names it.
     """
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    if keep not in (None, "spread", "all"):
+        raise ConfigError.of("keep", keep, '"spread" or "all"')
+    if keep is not None and filter_fn is not None:
+        raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
+    if limits is None:
+        max_turns = 8 if max_turns is None else max_turns
+    of_config, of_sampling, of_renderer = _sorted_options(options)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, **of_sampling)
     endpoint = attrs.evolve(endpoint, sampling=sampling)
+    tokenizer = endpoint.model if tokenizer is None else tokenizer
+    given = {"max_turns": max_turns, "limits": limits, **of_renderer}
     return Recipe(
         name=name,
         config=RolloutConfig(
@@ -156,21 +202,37 @@ def agent_recipe(
                 generate_rollout_batch,
                 environment_cls=environment_cls,
                 endpoint=endpoint,
-                tokenizer=endpoint.model,
-                max_turns=max_turns,
+                tokenizer=tokenizer,
                 history=history,
-                **({} if dialect is None else {"dialect": dialect}),
+                **{name: value for name, value in given.items() if value is not None},
             ),
             reward_fn=reward_fn,
-            filter_fn=check_reward_nonzero_std if keep == "spread" else None,
+            filter_fn=filter_fn or (None if keep == "all" else check_reward_nonzero_std),
+            **of_config,
         ),
         data_buffer=DataBuffer(prompts, seed=seed if shuffled else None, epochs=epochs),
         endpoint=endpoint,
-        tokenizer=endpoint.model,
+        tokenizer=tokenizer,
         environment_cls=environment_cls,
         batches=batches,
         seed=seed,
     )
+
+
+def _sorted_options(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options by the value that they belong to: ``RolloutConfig``, ``SamplingParams``, ``Renderer``.
+
+    Raises:
+        ConfigError: an option is unknown; the message lists the known ones.
+    """
+    config = [field.name for field in attrs.fields(RolloutConfig) if field.name != "generate_fn"]
+    kinds = [config, [field.name for field in attrs.fields(SamplingParams)], [*RendererOptions.__annotations__]]
+    named = inspect.signature(agent_recipe).parameters
+    known = [name for names in kinds for name in names if name not in named]
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError.of(f"agent_recipe({name})", value, f"one of {', '.join([*list(named)[4:-1], *known])}")
+    return [{name: value for name, value in options.items() if name in names} for names in kinds]
 
 
 def _describe(value: Any) -> Any:
@@ -179,9 +241,27 @@ def _describe(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _describe(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_describe(inner) for inner in value]
+    if isinstance(value, Renderer):
+        return value.name
     if attrs.has(type(value)):
         return attrs.asdict(value)
     return getattr(value, "name_or_path", None) or function_name(value)
+
+
+def _tested_renderer(recipe: Recipe, tools: tuple[Tool, ...]) -> Renderer:
+    """The renderer of the run; it is tested, and so is each variant that prompts ask for."""
+    renderer = recipe.renderer()
+    renderer.self_test(tools).raise_if_refused()
+    variants = {
+        repr(own): own for prompt in recipe.data_buffer.prompts if (own := prompt.metadata.get(TEMPLATE_KWARGS))
+    }
+    for own in variants.values():
+        recipe.renderer({TEMPLATE_KWARGS: own}).self_test(tools).raise_if_refused()
+    return renderer
 
 
 async def preflight(recipe: Recipe) -> ServerInfo:
@@ -189,8 +269,8 @@ async def preflight(recipe: Recipe) -> ServerInfo:
 
     Raises:
         ConfigError: the generate function is bound to ``max_turns`` and to other ``limits``, the environment lacks a
-            method, the tokenizer does not load, or its template fails the self-test:
-            a bridge is wrong, or tool calls would not be parsed.
+            method, the tokenizer does not load, or its template fails the self-test: a bridge is wrong, or tool calls
+            would not be parsed; also with the ``template_kwargs`` of a prompt.
         EnvironmentFailure: the environment cannot be created or closed.
         EndpointUnavailable: no server responds at the URL.
         EndpointRefused: the server at the URL is no SGLang server.
@@ -205,9 +285,7 @@ async def preflight(recipe: Recipe) -> ServerInfo:
             raise ConfigError.of("Recipe.environment_cls()", environment, "an object with tools, start, step and close")
         tools = tuple(environment.tools)
         await environment.close()
-    renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    test = await anyio.to_thread.run_sync(renderer.self_test, tools)
-    test.raise_if_refused()
+    renderer = await anyio.to_thread.run_sync(_tested_renderer, recipe, tools)
     server = await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
     _warn_of_old_server(server)
     return server

@@ -20,11 +20,13 @@ import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import function_name
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe import Recipe
+from rollouts.renderer.special_text import SpecialText
 
 __all__ = [
+    "GENERATE_OPTIONS",
     "Option",
     "RecipeFunction",
     "absolute",
@@ -41,6 +43,17 @@ _BUILT_IN = Path(__file__).parent / "recipes"
 
 RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
+
+
+GENERATE_OPTIONS: Mapping[str, Any] = {
+    "history": OnRewrite,
+    "template_kwargs": dict[str, Any],
+    "chat_template": Path,
+    "dialect": str,
+    "stop_token_ids": tuple[int, ...],
+    "special_text": SpecialText,
+}
+"""Options of every recipe with their types: arguments of its generate function, unless the recipe has its own."""
 
 
 def load_recipe(path: str | Path) -> RecipeFunction:
@@ -98,8 +111,7 @@ def import_file(path: str | Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        place = _place(error, path)
         raise ConfigError(f"{place}: importing the recipe raised {type(error).__name__}: {error}") from error
     return module
 
@@ -142,16 +154,28 @@ def summary_of(function: RecipeFunction) -> str:
     return (inspect.getdoc(function) or "").partition("\n")[0]
 
 
+def _place(error: BaseException, path: Path) -> str:
+    """File and line of the recipe that raised, and those of the module that it imported, if that one raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    lines = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
+    place = f"{path}, line {frames[lines[-1]].lineno}" if lines else str(path)
+    last = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
+    if last is None and lines and frames[lines[-1] + 1 :]:
+        last = (frames[-1].filename, frames[-1].lineno)
+    return place if last is None else f"{place}, at {last[0]}, line {last[1]}"
+
+
 def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert option texts to the types in the function's annotations.
+    """Convert option texts to the types in the function's annotations, or in :data:`GENERATE_OPTIONS`.
 
     Raises:
         ConfigError: an option is unknown (the message lists the known ones), is missing, or does not fit its type.
     """
     known = {option.name: option for option in recipe_options(function)}
+    known |= {name: Option(name, kind, None) for name, kind in GENERATE_OPTIONS.items() if name not in known}
     for name in options:
         if name not in known:
-            names = ", ".join(f"{option.name} ({option.kind_name})" for option in known.values()) or "none"
+            names = ", ".join(f"{option.name} ({option.kind_name})" for option in known.values())
             raise ConfigError.of("option", name, f"an option of the recipe: {names}")
     for name, option in known.items():
         if option.required and name not in options:
@@ -160,21 +184,26 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
 
 
 def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
-    """Call a recipe function with options as text.
+    """Call a recipe function with options as text; those that it does not have are bound to its generate function.
 
     Raises:
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
     values = read_options(function, options)
+    own = inspect.signature(function).parameters
+    bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}
     try:
         recipe: Any = function(endpoint, **values)
     except RolloutsError:
         raise
     except Exception as error:
-        raise ConfigError(f"recipe {function_name(function)} raised {type(error).__name__}: {error}") from error
+        place = _place(error, Path(inspect.getsourcefile(function) or ""))
+        raise ConfigError(
+            f"recipe {function_name(function)} raised {type(error).__name__}: {error} ({place})"
+        ) from error
     if not isinstance(recipe, Recipe):
         raise ConfigError.of("what the recipe returned", recipe, "a Recipe")
-    return recipe
+    return recipe.with_options(**bound)
 
 
 def _type_name(kind: Any) -> str:

@@ -13,7 +13,7 @@ import anyio
 import attrs
 import pytest
 
-from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
+from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import ToolEnvironment, tool
 from rollouts.environments.base import StepResult
@@ -21,8 +21,16 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import Renderer, load_tokenizer
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.run_journal import RunJournal
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
-from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training import (
+    AsyncRolloutManager,
+    DataBuffer,
+    RolloutConfig,
+    Sample,
+    agent_rollout_to_samples,
+    generate_rollout_batch,
+)
 
 TURNS, GROUPS, N = 3, 2, 4
 
@@ -175,3 +183,51 @@ def test_the_page_has_every_benchmark() -> None:
     documented = {row.split("|")[1].strip().partition(" ")[0] for row in rows}
     wanted = {"sealed" if name == "memory" else name for name in BENCHES}
     assert wanted <= documented
+
+
+class Talks:
+    """A user who asks again until the fifth reply."""
+
+    tools = ()
+    asked = 1
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        return prompt.messages
+
+    async def step(self, reply: Message) -> StepResult:
+        self.asked += 1
+        return StepResult(done=True) if self.asked > 5 else StepResult(messages=[Message("user", f"And {self.asked}?")])
+
+    async def close(self) -> None:
+        return None
+
+
+THOUGHTLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that leaves all thoughts out of the history."""
+
+
+@pytest.mark.parametrize(("history", "sequences"), [("append", 1), ("fork", 5), ("error", 1)])
+async def test_what_a_history_policy_trains(history: Any, sequences: int) -> None:
+    """``append`` is one long sequence, ``fork`` a short one for each turn; both train each token; ``error`` stops."""
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=THOUGHTLESS)
+    reply = renderer.encode("<think>\n" + "one " * 20 + "\n</think>\n\nYes.<|im_end|>").tolist()
+    samples = await agent_rollout_to_samples(
+        "One?",
+        environment_cls=Talks,
+        endpoint=Endpoint(),
+        tokenizer=renderer,
+        policy=ScriptedPolicy(lambda tokens: reply),
+        history=history,
+    )
+    assert len(samples) == sequences
+    trained = sum(int(sample.mask_column.sum()) for sample in samples)
+    longest = max(len(sample.token_column) for sample in samples)
+    if history == "error":
+        assert samples[0].failure is not None
+        assert trained == len(reply)
+    else:
+        assert trained == 5 * len(reply)
+        assert (longest < 3 * len(reply)) == (history == "fork")

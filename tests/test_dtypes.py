@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -111,8 +112,74 @@ def test_messages_in_any_shape() -> None:
     assert as_messages("ab") == as_messages(parts) == as_messages([Message("user", "ab")])
     with pytest.raises(ConfigError, match=r"message\.content: got"):
         as_messages([{"role": "user", "content": [{"type": "image_url"}]}])
-    with pytest.raises(ConfigError, match=r"message.tool_calls.arguments: got '{}'; expected a mapping"):
-        as_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}])
+
+
+def test_a_conversation_of_the_openai_api_is_read_as_it_is() -> None:
+    """Role developer, arguments as JSON text and fields that a table fills with None need no conversion."""
+    empty = {"name": None, "tool_calls": None, "tool_call_id": None}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "x"}'}}
+    rows = [
+        {"role": "developer", "content": "Be brief.", **empty},
+        {"role": "user", "content": "1+1?", **empty},
+        {"role": "assistant", "content": None, "thinking": "hm", **empty, "tool_calls": [call]},
+        {"role": "tool", "content": "2", **empty, "tool_call_id": "c1"},
+    ]
+    assert as_messages(rows) == (
+        Message("system", "Be brief."),
+        Message("user", "1+1?"),
+        Message("assistant", tool_calls=(ToolCall("add", {"a": 1, "b": "x"}, id="c1"),), reasoning="hm"),
+        Message("tool", "2", tool_call_id="c1"),
+    )
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", '"x"', "null", '{"a": NaN}', ["x"], 3])
+def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
+    """The message names the field and shows the value; nothing is repaired."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ConfigError, match=r"message.tool_calls.arguments: got .*; expected an object, or an object as"):
+        as_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_a_call_in_the_old_field_of_the_api_is_refused() -> None:
+    """A call in function_call would be lost without a message."""
+    with pytest.raises(ConfigError, match=r"message.function_call: got .*; expected none: tool_calls replaces"):
+        as_messages([{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}, "strict": True},
+        {"strict": False, "description": "Adds.", "name": "add"},
+        {"name": "add", "description": None, "parameters": None},
+        {"name": "add", "parameters": {}},
+    ],
+)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_template_sees_the_tool_of_a_data_set_as_it_is(function: dict[str, Any], wrapped: bool) -> None:
+    """Unknown keys, the order of keys, absent descriptions and absent types stay, and the tool is still readable."""
+    chat = {"type": "function", "function": function}
+    tool = Tool.from_chat(chat if wrapped else function)
+    assert tool.name == "add"
+    assert tool.description == (function.get("description") or "")
+    assert json.dumps(tool.to_chat()) == json.dumps(chat)
+    assert tool.parameters.get("properties", {}) == (function.get("parameters") or {}).get("properties", {})
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ({"type": "function"}, r"Tool.name: got ''"),
+        ({"type": "function", "function": "add"}, r"tool: got .*; expected an object with a function that has a name"),
+        ("add", r"tool: got 'add'; expected an object"),
+        ({"name": "add", "parameters": {"type": "array"}}, r"Tool.parameters: got .*; expected a JSON schema of an"),
+        ({"name": "add", "parameters": {"properties": None}}, r"Tool.parameters: got"),
+    ],
+)
+def test_a_tool_that_cannot_be_called_is_refused(chat: Any, message: str) -> None:
+    """A tool needs a name, and an object schema for its arguments."""
+    with pytest.raises(ConfigError, match=message):
+        Tool.from_chat(chat)
 
 
 @pytest.mark.parametrize("values", [[1.5], [2**31], [-(2**31) - 1], np.array([2**40]), np.array([0.5]), ["1"], [[1]]])

@@ -10,14 +10,27 @@ from typing import Any, Literal
 
 import pytest
 
-from rollouts.dtypes import Endpoint, Limits
+from rollouts.commands import main
+from rollouts.dtypes import Endpoint, Limits, Message
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
-from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import absolute, build, built_in, load_recipe, read_options, recipe_options, summary_of
+from rollouts.recipe import Recipe, agent_recipe, preflight
+from rollouts.recipe_files import (
+    GENERATE_OPTIONS,
+    absolute,
+    build,
+    built_in,
+    load_recipe,
+    read_options,
+    recipe_options,
+    summary_of,
+)
+from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
-from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, agent_rollout_to_sample
+from rollouts.training.failures import FailurePolicy
 
 CALCULATOR = Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py"
 
@@ -93,7 +106,7 @@ def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path
     [
         ("x = 1\ny = 1 / 0\n", r"some_recipe.py, line 2: importing the recipe raised ZeroDivisionError"),
         ("import no_such_module_anywhere\n", r"line 1: .*ModuleNotFoundError: No module named 'no_such_module"),
-        ("def recipe(:\n", r"some_recipe.py: importing the recipe raised SyntaxError"),
+        ("def recipe(:\n", r"some_recipe.py, at .*some_recipe.py, line 1: importing the recipe raised SyntaxError"),
         ("raise SystemExit(3)\n", r"line 1: importing the recipe raised SystemExit"),
         ("x = 1\n", r"some_recipe.py: recipe: got None; expected a function recipe\(endpoint"),
         ("recipe = 3\n", r"recipe: got 3; expected a function"),
@@ -103,6 +116,18 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, message: s
     """The message says which file, which line where there is one, and what was expected."""
     with pytest.raises(ConfigError, match=message):
         load_recipe(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("X = 1\nimport no_such_module_anywhere\n", 2), ("X = 1\n\ndef f(:\n", 3), ("1 / 0\n", 1)]
+)
+def test_an_error_in_an_imported_module_is_named_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    """The recipe's line is the import; the cause has its own file and line."""
+    module = f"broken_guest_{line}"
+    (tmp_path / f"{module}.py").write_text(text)
+    path = written(tmp_path, f"import os\nimport {module}\n")
+    with pytest.raises(ConfigError, match=rf"some_recipe.py, line 2, at .*{module}.py, line {line}: importing"):
+        load_recipe(path)
 
 
 @pytest.mark.parametrize("name", ["none.py", "."])
@@ -200,7 +225,9 @@ def test_an_error_in_a_recipe_is_reported() -> None:
     def broken(endpoint: Endpoint) -> Recipe:
         raise KeyError("column")
 
-    with pytest.raises(ConfigError, match=r"recipe broken raised KeyError: 'column'") as caught:
+    with pytest.raises(
+        ConfigError, match=r"recipe broken raised KeyError: 'column' \(.*test_recipe.py, line \d+"
+    ) as caught:
         build(broken, Endpoint(), {})
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -302,3 +329,189 @@ async def test_25_limits_that_contradict_max_turns_are_found_before_the_run() ->
     with pytest.raises(ConfigError, match=r"max_turns: got 4; expected nothing, since limits=.*max_turns=3"):
         await preflight(recipe)
     assert recipe.data_buffer.get_prompts(1)[0].group_index == 0
+
+
+# -- options of the renderer --
+
+SWITCHED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""A template with the switch of Qwen3."""
+ENDPOINT = Endpoint(model=str(DEMO_MODEL))
+WITHOUT_DATA = ("calculator", "calculator_grpo", "countdown", "guess", "mixed", "search")
+
+
+def rendered(recipe: Recipe) -> str:
+    """The opening of a conversation with the recipe's renderer."""
+    renderer = recipe.renderer()
+    return renderer.decode(renderer.opening([Message("user", "Hi")]))
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_every_recipe_takes_the_options_of_the_renderer(name: str, tmp_path: Path) -> None:
+    """History policy, template, its variables, dialect and stop ids are bound to the generate function."""
+    (tmp_path / "chat.jinja").write_text(SWITCHED)
+    texts = {
+        "history": "fork",
+        "template_kwargs": '{"enable_thinking": false}',
+        "chat_template": str(tmp_path / "chat.jinja"),
+        "dialect": "plain",
+        "stop_token_ids": "[3]",
+        "special_text": "as_text",
+    }
+    assert texts.keys() == GENERATE_OPTIONS.keys()
+    recipe = build(load_recipe(CALCULATOR.with_stem(name)), ENDPOINT, texts)
+    bound: Any = recipe.config.generate_fn
+    assert bound.keywords["history"] == "fork"
+    assert rendered(recipe).endswith("<think>\n\n</think>\n\n")
+    assert recipe.renderer().dialect.name == "plain"
+    assert recipe.renderer().stop_token_ids == (3,)
+    assert bound.keywords["special_text"] == "as_text"
+    assert recipe.describe()["generate"]["template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_generate_function_that_does_not_take_an_option_is_named() -> None:
+    """An option that would have no effect is refused."""
+    with pytest.raises(ConfigError, match=r"history: got 'fork'; expected no value: generate_fn .*no_options of the"):
+        build(lambda endpoint: a_recipe(config=_config(partial(no_options))), ENDPOINT, {"history": "fork"})
+    with pytest.raises(ConfigError, match=r"history: got 'fork'; expected no value: generate_fn generate of the"):
+        build(lambda endpoint: a_recipe(), ENDPOINT, {"history": "fork"})
+
+
+async def no_options(prompts: Sequence[Prompt]) -> list[Sample]:
+    return [Sample() for _ in prompts]
+
+
+def _config(generate_fn: Any) -> RolloutConfig:
+    return RolloutConfig(batch_size=1, generate_fn=generate_fn, n_samples_per_prompt=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--template-kwargs", '{"enable_thinkin": false}'],
+            "template_kwargs: got 'enable_thinkin'; expected a variable",
+        ),
+        (["--template-kwargs", "enable_thinking"], "option template_kwargs: got 'enable_thinking'; expected dict"),
+        (["--chat-template", "none.jinja"], "chat_template: got 'none.jinja'; expected a file with a chat template"),
+        (["--dialect", "klingon"], "dialect: got 'klingon'"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_the_command_line_takes_the_options_of_the_renderer(
+    verb: str, arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong values are named by ``run`` and ``check`` before anything is sampled."""
+    server = ["--endpoint", "http://127.0.0.1:9", "--model", str(DEMO_MODEL)]
+    line = [str(CALCULATOR), "--out", str(tmp_path / "run"), *server] if verb == "run" else server[2:]
+    assert main([verb, *line, *arguments]) == 2
+    assert message in capfd.readouterr().err
+
+
+async def test_a_renderer_may_stand_for_the_tokenizer() -> None:
+    """``preflight`` and the rollouts use it; options that it has already are refused with the remedy."""
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=SWITCHED, dialect="plain")
+    async with StubServer() as server:
+        endpoint = Endpoint(model=str(DEMO_MODEL), base_url=server.url)
+        recipe = agent_recipe("mine", endpoint, CalculatorEnvironment, ["Hi"], tokenizer=renderer)
+        for given in (recipe, a_recipe(endpoint=endpoint, tokenizer=renderer)):
+            await preflight(given)
+            assert given.renderer() is renderer
+            assert given.describe()["tokenizer"] == str(DEMO_MODEL)
+    twice = recipe.with_options(template_kwargs={"enable_thinking": False})
+    with pytest.raises(ConfigError, match=r"template_kwargs: got .*; expected no value: the renderer .* has its own"):
+        await preflight(twice)
+
+
+async def test_a_prompt_may_set_variables_of_the_template() -> None:
+    """Its metadata override those of the run, for this prompt only."""
+    prompts = [Prompt("Hi"), Prompt("Hi", metadata={"template_kwargs": {"enable_thinking": False}})]
+    policy = ScriptedPolicy([[5], [5]])
+    for prompt in prompts:
+        await agent_rollout_to_sample(
+            prompt,
+            environment_cls=CalculatorEnvironment,
+            endpoint=ENDPOINT,
+            tokenizer=str(DEMO_MODEL),
+            policy=policy,
+            max_turns=1,
+            chat_template=SWITCHED,
+            dialect="plain",
+            template_kwargs={"enable_thinking": True},
+        )
+    plain, quick = [load_tokenizer(DEMO_MODEL).decode(request.tolist()) for request in policy.requests]
+    assert quick == f"{plain}<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"enable_thinkin": False}, r"template_kwargs: got 'enable_thinkin'; expected a variable .*: enable_thinking"),
+        ("no", r"Prompt.metadata\['template_kwargs'\]: got 'no'; expected a mapping of variables of the template"),
+    ],
+)
+async def test_wrong_variables_of_a_prompt_are_found_before_the_run(own: Any, message: str) -> None:
+    """``preflight`` looks at the metadata of all prompts."""
+    prompts = [Prompt("Hi"), Prompt("Ho", metadata={"template_kwargs": own})]
+    options: dict[str, Any] = {"chat_template": SWITCHED, "dialect": "plain"}
+    with pytest.raises(ConfigError, match=message):
+        await preflight(agent_recipe("mine", ENDPOINT, CalculatorEnvironment, prompts, **options))
+
+
+# -- agent_recipe --
+
+
+def test_the_usual_recipe_takes_every_field_of_the_config() -> None:
+    """Filter, group reward, failure policies, limits, patience and sampling need no second step."""
+
+    def keeps(samples: Sequence[Sample]) -> bool:
+        return True
+
+    def scores(samples: Sequence[Sample]) -> list[float]:
+        return [0.0] * len(samples)
+
+    failures = {"environment_step": FailurePolicy(attempts=3)}
+    recipe = agent_recipe(
+        "mine",
+        ENDPOINT,
+        CalculatorEnvironment,
+        ["Hi"],
+        reward_fn=scores,
+        group_rm=True,
+        filter_fn=keeps,
+        failures=failures,
+        patience=5,
+        limits=Limits(max_turns=3, max_tool_calls=2),
+        top_p=0.9,
+        stop="\n",
+    )
+    config = recipe.config
+    assert (config.filter_fn, config.reward_fn, config.group_rm, config.patience) == (keeps, scores, True, 5)
+    assert config.failures == failures
+    assert (recipe.endpoint.sampling.top_p, recipe.endpoint.sampling.stop) == (0.9, ("\n",))
+    bound: Any = config.generate_fn
+    assert bound.keywords["limits"] == Limits(max_turns=3, max_tool_calls=2)
+    assert "max_turns" not in bound.keywords
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"patince": 3},
+            r"agent_recipe\(patince\): got 3; expected one of reward_fn, .*patience.*top_p.*template_kwargs",
+        ),
+        ({"generate_fn": generate}, r"agent_recipe\(generate_fn\): got"),
+        ({"keep": "all", "filter_fn": bool}, r"keep: got 'all'; expected none with filter_fn"),
+        ({"keep": "some"}, r"keep: got 'some'; expected \"spread\" or \"all\""),
+        ({"group_rm": True}, r"RolloutConfig.reward_fn: got None; expected a function that takes the group"),
+        ({"patience": 0}, r"RolloutConfig.patience: got 0; expected an integer >= 1"),
+    ],
+)
+def test_wrong_arguments_of_the_usual_recipe_are_named(options: dict[str, Any], message: str) -> None:
+    """An unknown name lists the known ones, and contradictions are refused."""
+    with pytest.raises(ConfigError, match=message):
+        agent_recipe("mine", ENDPOINT, CalculatorEnvironment, ["Hi"], **options)

@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.commands.arguments import options_of
+from rollouts.commands.arguments import add_generate_options, generate_options_of, options_of
 from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, RolloutsError
@@ -126,6 +126,7 @@ def main() -> int:
     add("--weights", type=Path, required=True, help="folder for new weights; the server must be able to read it")
     add("--out", type=Path, required=True, help="folder for the trained model")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
+    add_generate_options(parser)
     add("--steps", type=int, default=100, help="optimizer steps (100)")
     add("--rows", type=int, default=8, help="rollouts in one forward pass (8)")
     add("--lr", type=float, default=1e-6)
@@ -133,8 +134,8 @@ def main() -> int:
     add("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
-        fields = {name: value for name, value in vars(args).items() if name != "set"}
-        train(Job(options=options_of(args), **fields))
+        fields = {field.name: getattr(args, field.name) for field in attrs.fields(Job) if field.name != "options"}
+        train(Job(options={**options_of(args), **generate_options_of(args)}, **fields))
     except RolloutsError as error:
         print(visible(f"trl_grpo: error: {error}"), file=sys.stderr)
         return 2

@@ -14,11 +14,12 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import anyio
 
 from rollouts.commands.target import RunTarget
+from rollouts.dtypes import OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
@@ -28,9 +29,11 @@ __all__ = [
     "BAD_INPUT",
     "BROKEN",
     "INTERRUPTED",
+    "add_generate_options",
     "add_target",
     "add_verb",
     "all_options_of",
+    "generate_options_of",
     "in_loop",
     "numbers",
     "options_of",
@@ -101,7 +104,7 @@ class _Help(argparse.Action):
         parser.print_help()
         recipe = getattr(namespace, "recipe", None)
         if recipe is not None:
-            print(f"\n{recipe_help(str(recipe), load_recipe(recipe))}")
+            say(f"\n{recipe_help(str(recipe), load_recipe(recipe))}")
         parser.exit()
 
 
@@ -141,8 +144,34 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
     verb.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
     verb.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
     verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    add_generate_options(verb)
     verb.add_argument(
         "--slots", type=positive, metavar="N", help="requests at once in the embedded engine (default: 64)"
+    )
+
+
+def add_generate_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that every recipe has: how its conversations become tokens."""
+    verb.add_argument(
+        "--history",
+        choices=get_args(OnRewrite),
+        help="where the chat template rewrites the history: keep the ids, open a branch, or fail (default: append)",
+    )
+    verb.add_argument(
+        "--template-kwargs",
+        metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}'",
+    )
+    verb.add_argument(
+        "--chat-template",
+        "--template",
+        type=Path,
+        metavar="FILE",
+        help="chat template to use instead of the model's own",
+    )
+    verb.add_argument("--dialect", metavar="NAME", help="notation of tool calls (default: the template's)")
+    verb.add_argument(
+        "--stop", type=int, action="append", metavar="ID", help="token id that ends a turn (default: the model's)"
     )
 
 
@@ -158,12 +187,19 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def all_options_of(args: argparse.Namespace) -> dict[str, str]:
-    """The recipe options of ``--set``, ``--data`` and ``--seed``."""
+    """The recipe options of ``--set``, and of the arguments that are short for one."""
     options = options_of(args)
     for name in ("data", "seed"):
         if getattr(args, name) is not None:
             options[name] = str(getattr(args, name))
-    return options
+    return {**options, **generate_options_of(args)}
+
+
+def generate_options_of(args: argparse.Namespace) -> dict[str, str]:
+    """The recipe options of :func:`add_generate_options`."""
+    given = {name: getattr(args, name, None) for name in ("history", "template_kwargs", "chat_template", "dialect")}
+    given["stop_token_ids"] = getattr(args, "stop", None)
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def target_of(args: argparse.Namespace) -> RunTarget:

@@ -20,7 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of
+from rollouts.commands.arguments import (
+    BROKEN,
+    add_generate_options,
+    add_verb,
+    generate_options_of,
+    in_loop,
+    options_of,
+)
 from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
@@ -29,14 +36,19 @@ from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
 from rollouts.http.client import HttpClient
 from rollouts.inference.sglang import shared_policy
 from rollouts.inference.wire_errors import error_of, message_of
-from rollouts.recipe_files import build, load_recipe
-from rollouts.renderer import ExamplePart, Renderer, SelfTest, conversation, load_tokenizer
+from rollouts.recipe_files import build, load_recipe, read_options
+from rollouts.renderer import ExamplePart, Renderer, RendererOptions, SelfTest, conversation, load_tokenizer
 
 __all__ = ["Echo", "TemplateCheckOptions", "add", "check", "echo"]
 
 _SECONDS = 60.0
 _COLOURS = {"exact": "green", "forks": "yellow", "refused": "bold red"}
 _CALLS = {"read": "green", "one a turn": "yellow", "not read": "bold red"}
+_POLICIES = {
+    "append": "keeps the ids where the template rewrites",
+    "fork": "opens a branch where the template rewrites",
+    "error": "fails the rollout where the template rewrites",
+}
 _TOOLS = (
     Tool(
         "weather",
@@ -53,27 +65,32 @@ class TemplateCheckOptions:
     """The model, template, endpoint and recipe to check."""
 
     model: str | None = None
-    template: Path | None = None
     endpoint: str | None = None
     recipe: Path | None = None
     options: Mapping[str, str] = attrs.field(factory=dict)
-    dialect: str | None = None
-    stops: tuple[int, ...] = ()
+    """Options of the recipe."""
+    generate: Mapping[str, Any] = attrs.field(factory=dict)
+    """Values of ``GENERATE_OPTIONS``: history policy, template and its variables, dialect, stop ids."""
 
 
 async def check(options: TemplateCheckOptions, console: Console) -> bool:
     """Print the verdicts, an example and the endpoint's echo; return whether all of it is exact.
+
+    With the history policy ``fork``, the verdict ``forks`` passes: each request has the template's own rendering.
 
     Raises:
         ConfigError: the tokenizer, the template or the recipe cannot be loaded.
         EndpointError: the endpoint does not answer.
     """
     model = options.model or await _named(options.endpoint)
-    settings = (_TOOLS, "append", None) if options.recipe is None else await _recipe_settings(options, model)
-    tools, history, dialect = settings
-    renderer = await anyio.to_thread.run_sync(_renderer, options, model, options.dialect or dialect)
+    tools: Sequence[Tool]
+    if options.recipe is None:
+        tools, history = _TOOLS, options.generate.get("history", "append")
+        renderer = await anyio.to_thread.run_sync(_renderer, options, model)
+    else:
+        renderer, tools, history = await _recipe_settings(options, options.recipe, model)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
-    about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history}"
+    about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history} ({_POLICIES[history]})"
     console.print(Text(visible(about), "bold"))
     console.print(steps_table(test))
     if test.calls is not None:
@@ -82,7 +99,7 @@ async def check(options: TemplateCheckOptions, console: Console) -> bool:
         console.print(Text(visible(test.unread), "bold red"))
     for note in test.notes:
         console.print(Text(visible(f"note: {note}"), "yellow"))
-    good = test.verdict == "exact"
+    good = test.verdict == "exact" or (test.verdict == "forks" and history == "fork")
     try:
         pieces = await anyio.to_thread.run_sync(conversation, renderer, tools)
     except ConfigError as error:
@@ -124,28 +141,28 @@ async def _named(url: str | None) -> str:
     return named
 
 
-def _renderer(options: TemplateCheckOptions, model: str, dialect: str | None) -> Renderer:
-    template = None
-    if options.template is not None:
-        if not options.template.is_file():
-            raise ConfigError.of("--template", str(options.template), "a file with a chat template")
-        template = options.template.read_text(encoding="utf-8")
-    tokenizer = load_tokenizer(model)
-    return Renderer(tokenizer, chat_template=template, dialect=dialect, stop_token_ids=options.stops or None)
+def _renderer(options: TemplateCheckOptions, model: str) -> Renderer:
+    given = {name: value for name, value in options.generate.items() if name in RendererOptions.__annotations__}
+    return Renderer(load_tokenizer(model), **given)
 
 
-async def _recipe_settings(options: TemplateCheckOptions, model: str) -> tuple[tuple[Tool, ...], str, str | None]:
-    """The tools of a recipe's environment, its option ``history``, and its dialect if it names one."""
-    assert options.recipe is not None
+def _no_recipe(endpoint: Endpoint) -> Any:
+    """Stands for a recipe without options of its own."""
+
+
+async def _recipe_settings(
+    options: TemplateCheckOptions, path: Path, model: str
+) -> tuple[Renderer, tuple[Tool, ...], str]:
+    """The renderer of a recipe, the tools of its environment, and its history policy."""
     endpoint = Endpoint(model=model) if options.endpoint is None else Endpoint(model=model, base_url=options.endpoint)
-    recipe = build(load_recipe(options.recipe), endpoint, options.options)
+    recipe = build(load_recipe(path), endpoint, options.options).with_options(**options.generate)
     name = function_name(recipe.environment_cls)
     with boundary(EnvironmentFailure, f"{name}()", seconds=_SECONDS, before_work=True):
         environment = recipe.environment_cls()
         tools = tuple(environment.tools)
         await environment.close()
     bound = getattr(recipe.config.generate_fn, "keywords", {})
-    return tools, str(bound.get("history", "append")), bound.get("dialect")
+    return await anyio.to_thread.run_sync(recipe.renderer), tools, str(bound.get("history", "append"))
 
 
 # -- the echo ---------------------------------------------------------------------------------------------------------
@@ -228,22 +245,18 @@ def add(verbs: Any) -> None:
         verbs, "check", _check, "test whether a model's chat template renders exact tokens", "check --model DIR"
     )
     parser.add_argument("--model", metavar="NAME_OR_DIR", help="tokenizer (default: the model that the endpoint names)")
-    parser.add_argument("--template", type=Path, metavar="FILE", help="chat template to use instead of the model's own")
     parser.add_argument("--endpoint", metavar="URL", help="server to send ids to, and to compare the ids it scored")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe whose environment's tools are tested")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
-    parser.add_argument("--dialect", metavar="NAME", help="notation of tool calls (default: the template's)")
-    parser.add_argument("--stop", type=int, action="append", default=[], metavar="ID", help="token id that ends a turn")
+    add_generate_options(parser)
 
 
 def _check(args: argparse.Namespace) -> int:
     options = TemplateCheckOptions(
         model=args.model,
-        template=args.template,
         endpoint=args.endpoint,
         recipe=args.recipe,
         options=options_of(args),
-        dialect=args.dialect,
-        stops=tuple(args.stop),
+        generate=read_options(_no_recipe, generate_options_of(args)),
     )
     return 0 if in_loop(check, options, SafeConsole()) else BROKEN

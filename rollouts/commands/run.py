@@ -56,7 +56,6 @@ from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import absolute
 from rollouts.rehearsal import rehearse
-from rollouts.renderer import renderer_for
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
 from rollouts.runs.recording import RECORDING, check_recordable, recorded
@@ -256,7 +255,7 @@ def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[
     }
     model = {"name": server.model} if target.urls else {"weights": weights_checksum(Path(recipe.endpoint.model))}
     description["command"] |= {} if target.urls else model
-    description["vocab_size"] = renderer_for(recipe.tokenizer).vocab_size  # preflight has built it
+    description["vocab_size"] = recipe.renderer().vocab_size  # preflight has built it
     description["versions"] = versions()
     file = None if target.recipe is None else target.recipe.resolve()
     description["settings"] = settings_of(recipe, file, target.options, model, description["versions"])

@@ -107,6 +107,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
             f"{batch.get('seconds', 0):.1f} s\n"
         )
         text.append(visible(_faulty_calls(batch)), "yellow")
+        if batch.get("repeated_prompts"):
+            text.append(f"  {batch['repeated_prompts']:g} groups repeat a prompt of this batch: ", "yellow")
+            text.append("give more prompts, a smaller batch_size, or epochs=1\n", "yellow")
     rate = numbers.sampled_tokens / max(result.seconds, 1e-9)
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate:.0f} tokens/s, ")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")

@@ -1,6 +1,14 @@
 """Environments: the protocol, a base class for tools, and small ready-made environments."""
 
-from rollouts.environments.base import Environment, EnvironmentFactory, Resumable, StepResult, ToolEnvironment, tool
+from rollouts.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    Resumable,
+    StepResult,
+    ToolEnvironment,
+    ToolResult,
+    tool,
+)
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.environments.mixed import MixedEnvironment
 from rollouts.environments.simulated_user import SimulatedUser, UserFn
@@ -16,6 +24,7 @@ __all__ = [
     "SingleTurnEnvironment",
     "StepResult",
     "ToolEnvironment",
+    "ToolResult",
     "UserFn",
     "tool",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "Resumable",
     "StepResult",
     "ToolEnvironment",
+    "ToolResult",
     "bad_step",
     "is_resumable",
     "sound_opening",
@@ -208,12 +209,26 @@ EnvironmentFactory = Callable[[], Environment]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+@attrs.frozen
+class ToolResult:
+    """What a tool may return in place of its text: also a reward, the end of the episode, or metrics."""
+
+    text: str
+    """The text for the model."""
+    reward: float | None = None
+    """Reward of this call: one of the rewards of the step."""
+    done: bool = False
+    """The episode is over; later calls of the same reply do not run."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    """Finite numbers that are summed over the episode."""
+
+
 def tool(method: Method) -> Method:
     """Mark a method of a :class:`ToolEnvironment` as a tool.
 
     The signature becomes the JSON schema, the docstring's first line the description. The method may be sync or async.
-    It returns the text for the model, or a number; any other value fails the rollout. The model also sees a
-    ``ValueError`` or ``ArithmeticError`` that it raises.
+    It returns the text for the model, a number, or a :class:`ToolResult`; any other value fails the rollout. The model
+    also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
     """
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
@@ -248,12 +263,21 @@ class ToolEnvironment:
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:
             return await self.answer(reply)
-        messages, errors = [], 0
+        messages: list[Message] = []
+        rewards: list[float] = []
+        metrics: dict[str, float] = {"tool_errors": 0}
+        done = False
         for call in reply.tool_calls:
-            message, failed = await self._run(call)
-            messages.append(message)
-            errors += failed
-        return StepResult(messages=tuple(messages), metrics={"tool_errors": errors})
+            result, failed = await self._run(call)
+            messages.append(Message("tool", result.text, tool_call_id=call.id, name=call.name))
+            rewards += [] if result.reward is None else [result.reward]
+            for name, amount in {"tool_errors": int(failed), **result.metrics}.items():
+                number = _number(f"metrics[{name!r}]", amount)
+                metrics[name] = metrics.get(name, 0) + (int(number) if isinstance(amount, int) else number)
+            done = result.done
+            if done:
+                break
+        return StepResult(tuple(messages), done, rewards or None, metrics)
 
     async def answer(self, reply: Message) -> StepResult:
         """Answer a reply without tool calls."""
@@ -266,31 +290,30 @@ class ToolEnvironment:
     def _methods(self) -> dict[str, _ToolMethod]:
         return _tool_methods(type(self))  # type: ignore[arg-type]  # a class is hashable
 
-    async def _run(self, call: ToolCall) -> tuple[Message, bool]:
-        failed = False
+    async def _run(self, call: ToolCall) -> tuple[ToolResult, bool]:
         try:
             arguments = msgspec.convert(dict(call.arguments), self._methods[call.name].arguments)
             result = getattr(self, call.name)(**msgspec.structs.asdict(arguments))
             if not isinstance(result, str):
                 result = await result if inspect.isawaitable(result) else result
-            content = self._tool_result(call.name, result)
         except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
-            content, failed = f"Error: {error}", True
-        return Message("tool", content, tool_call_id=call.id, name=call.name), failed
+            return ToolResult(f"Error: {error}"), True
+        return self._tool_result(call.name, result), False
 
-    def _tool_result(self, name: str, result: Any) -> str:
-        """The text that the model reads for the result of a tool.
+    def _tool_result(self, name: str, result: Any) -> ToolResult:
+        """What a tool returned, with the text that the model reads.
 
         Raises:
-            EnvironmentFailure: it is neither a text nor a number.
+            EnvironmentFailure: it is neither a text, nor a number, nor a :class:`ToolResult` with a text.
         """
-        if isinstance(result, str | numbers.Real):
-            return str(result)
-        method = inspect.unwrap(getattr(type(self), name))
-        code = getattr(method, "__code__", None)
-        line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-        text = f"tool {name}{line}: got {shortened(result)}; expected a text or a number, which the model reads"
-        raise bad_step(f"{type(self).__name__}.step", text)
+        text = result.text if isinstance(result, ToolResult) else result
+        if not isinstance(text, str | numbers.Real):
+            method = inspect.unwrap(getattr(type(self), name))
+            code = getattr(method, "__code__", None)
+            line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+            message = f"tool {name}{line}: got {shortened(result)}; expected a text or a number, which the model reads"
+            raise bad_step(f"{type(self).__name__}.step", message)
+        return result if isinstance(result, ToolResult) else ToolResult(str(text))
 
 
 @attrs.frozen

@@ -111,6 +111,10 @@ class RolloutFunc:
         Raises:
             ConfigError: a prompt is not one of ``prompts``, or a rollout forks, which ``rollout_func`` cannot return.
         """
+        own = getattr(trainer, "chat_template_kwargs", None)
+        if own:
+            expected = "none: TRL renders no prompt here; bind template_kwargs to the generate_fn of the config"
+            raise ConfigError.of("GRPOConfig.chat_template_kwargs", own, expected)
         if self._portal is None:
             raise RuntimeError("a RolloutFunc is a context manager: with RolloutFunc(...) as rollout_func")
         known = [self._find(prompt) for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from rollouts.renderer.bridge import STRATEGIES
 from rollouts.renderer.example import ExamplePart, conversation, speak
+from rollouts.renderer.options import RendererOptions, with_prompt_options
 from rollouts.renderer.renderer import CHECKED_BRIDGES, Renderer, renderer_for
 from rollouts.renderer.selftest import SelfTest, Step
 from rollouts.renderer.tokenizer import load_tokenizer
@@ -11,10 +12,12 @@ __all__ = [
     "STRATEGIES",
     "ExamplePart",
     "Renderer",
+    "RendererOptions",
     "SelfTest",
     "Step",
     "conversation",
     "load_tokenizer",
     "renderer_for",
     "speak",
+    "with_prompt_options",
 ]

@@ -55,11 +55,12 @@ class Renderer:
 
     Args:
         tokenizer: a transformers tokenizer; read during construction, not stored.
-        chat_template: template text, or the name of one of the tokenizer's templates; by default the tokenizer's own.
+        chat_template: template text, the name of one of the tokenizer's templates, or the path of a file; by default
+            the tokenizer's own.
         stop_token_ids: ids that end a turn; by default those of the tokenizer's generation_config.json, and its EOS.
         dialect: the notation of tool calls, by name or as an object; by default, found in the template. With
             ``"plain"``, tool calls are not parsed, and runs with tools start anyway.
-        template_kwargs: variables of the template, e.g. ``{"enable_thinking": False}``.
+        template_kwargs: variables that the template reads, e.g. ``{"enable_thinking": False}``.
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that the template gets from ``strftime_now``; by default the time of construction.
         tells_tools: whether the template gets the tools; if not, the messages must describe them.
@@ -70,14 +71,15 @@ class Renderer:
             are refused.
 
     Raises:
-        ConfigError: there is no template or no stop token, or the dialect or the strategy is unknown.
+        ConfigError: there is no template or no stop token, the dialect or the strategy is unknown, or the template
+            never reads a variable of ``template_kwargs``.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         *,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         stop_token_ids: Iterable[int] | None = None,
         dialect: str | Dialect | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -95,6 +97,7 @@ class Renderer:
             moment=moment or datetime.datetime.now(),
             tells_tools=tells_tools,
         )
+        _check_read(self._template, template_kwargs or {}, tokenizer.special_tokens_map)
         self._codec = Codec(tokenizer)
         self.stop_token_ids: tuple[int, ...] = (
             stop_ids_of(tokenizer) if stop_token_ids is None else tuple(dict.fromkeys(int(i) for i in stop_token_ids))
@@ -138,6 +141,11 @@ class Renderer:
             "template": {"text": f"{self._template.fingerprint:08x}", "dialect": self.dialect.name},
             "tokenizer": {"text": f"{self._codec.fingerprint():08x}", "stop_token_ids": list(self.stop_token_ids)},
         }
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads: the names that ``template_kwargs`` may have."""
+        return self._template.reads
 
     @property
     def encoded_tokens(self) -> int:
@@ -481,7 +489,20 @@ def _drop_oldest(results: dict[Any, Any]) -> None:
         results.pop(next(iter(results)), None)
 
 
-def _template_source(tokenizer: Any, given: str | None, name: str) -> str:
+def _check_read(template: ChatTemplate, given: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+    """Refuse variables that have no effect, e.g. a mistyped ``enable_thinking``."""
+    for name in given:
+        if name not in template.reads:
+            switches = ", ".join(sorted(template.reads - special.keys())) or "none"
+            raise ConfigError.of("template_kwargs", name, f"a variable that {template.name} reads: {switches}")
+
+
+def _template_source(tokenizer: Any, given: str | Path | None, name: str) -> str:
+    if isinstance(given, Path):
+        try:
+            given = given.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError.of("chat_template", str(given), f"a file with a chat template ({error})") from error
     own = getattr(tokenizer, "chat_template", None)
     if isinstance(own, Mapping):
         chosen = "default" if given is None else given
@@ -507,6 +528,8 @@ def _marks_of(tokenizer: Any, source: str, stops: Sequence[str]) -> set[str]:
     return marks | set(stops) | set(tokenizer.all_special_tokens)
 
 
+_RENDERERS_KEPT = 64
+"""For each tokenizer: prompts may have template variables of many values."""
 _SHARED: weakref.WeakKeyDictionary[Any, dict[str, Renderer]] = weakref.WeakKeyDictionary()
 _SHARED_LOCK = threading.Lock()
 _loaded = functools.lru_cache(maxsize=8)(load_tokenizer)
@@ -531,6 +554,8 @@ def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
         if isinstance(tokenizer, str | Path):
             tokenizer = _loaded(tokenizer)
         shared = _SHARED.setdefault(tokenizer, {})
-        if key not in shared:
-            shared[key] = Renderer(tokenizer, **kwargs)
-        return shared[key]
+        renderer = shared.pop(key, None) or Renderer(tokenizer, **kwargs)
+        shared[key] = renderer  # the last one used is the last one dropped
+        if len(shared) > _RENDERERS_KEPT:
+            del shared[next(iter(shared))]
+        return renderer

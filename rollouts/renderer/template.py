@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
+import jinja2.nodes
 
 from rollouts.dtypes import ChatDict, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
@@ -35,6 +37,7 @@ def _parts(text: str) -> list[ChatDict]:
 _WRITING = (jinja2.nodes.Output, jinja2.nodes.Add, jinja2.nodes.Concat, jinja2.nodes.Getitem, jinja2.nodes.CondExpr)
 """Nodes whose string constants are written, or name a field."""
 
+_RENDERED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
 
 
@@ -85,6 +88,24 @@ class ChatTemplate:
         self._compiled.globals = dict(
             self._compiled.globals
         )  # each rendering copies them; a dict copies faster than a ChainMap
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that a caller can set, special tokens included, without those that each rendering sets.
+
+        A name that the template assigns is one of its own variables, unless the template asks whether it is defined.
+        """
+        environment = self._compiled.environment
+        tree = environment.parse(self.source)
+        names = jinja2.meta.find_undeclared_variables(tree)
+        assigned = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
+        parameters = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "param"}
+        asked = {
+            node.node.name
+            for node in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter))
+            if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, jinja2.nodes.Name)
+        }
+        return frozenset(names - environment.globals.keys() - _RENDERED - parameters - (assigned - asked))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """Render the conversation as text.

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import anyio
 import anyio.to_thread
@@ -25,7 +25,7 @@ from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, ServerInfo
 from rollouts.inference.sglang import shared_policy
-from rollouts.renderer import Renderer, renderer_for
+from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
@@ -54,7 +54,6 @@ async def agent_rollout_to_samples(
     environment_cls: EnvironmentFactory,
     endpoint: Endpoint,
     tokenizer: Any,
-    dialect: str | None = None,
     max_turns: int | None = None,
     limits: Limits | None = None,
     sampling: SamplingParams | None = None,
@@ -62,16 +61,16 @@ async def agent_rollout_to_samples(
     on_step: OnStep | None = None,
     history: OnRewrite = "append",
     past: Past | None = None,
+    **options: Unpack[RendererOptions],
 ) -> list[Sample]:
     """Run one agent in a fresh environment, and return the tokens that the model saw and sampled as samples.
 
     Args:
-        prompt: text, messages, or a :class:`Prompt` with label and metadata.
+        prompt: text, messages, or a :class:`Prompt` with label and metadata. ``metadata["template_kwargs"]`` overrides
+            variables of the chat template for this prompt.
         environment_cls: called without arguments to create the environment.
         endpoint: the inference server and its options.
         tokenizer: a transformers tokenizer, the name or folder of one, or a :class:`Renderer`.
-        dialect: notation of tool calls; by default that of the chat template. ``"plain"`` parses no tool calls, and
-            allows environments with tools nevertheless.
         max_turns: short for ``limits=Limits(max_turns=…)``.
         limits: limits of the episode: turns, tokens, seconds.
         sampling: replaces ``endpoint.sampling``.
@@ -80,6 +79,9 @@ async def agent_rollout_to_samples(
         history: what to do where the chat template rewrites the history: keep the ids (``"append"``), continue in a new
             branch (``"fork"``), or fail the rollout (``"error"``).
         past: a conversation to continue; see :func:`continue_rollout`.
+        **options: options of the renderer: ``template_kwargs``, ``chat_template``, ``stop_token_ids``, and ``dialect``,
+            the notation of tool calls (by default that of the chat template; ``"plain"`` parses no tool calls, and
+            allows environments with tools nevertheless).
 
     Returns:
         The rollout's branches as samples: one unless ``history`` is ``"fork"``. In each, ``tokens``, ``loss_mask`` and
@@ -93,7 +95,7 @@ async def agent_rollout_to_samples(
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-    renderer = await _renderer(tokenizer, dialect)
+    renderer = await _renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     branches = await run_branches(
         prompt,
@@ -154,20 +156,20 @@ def check_limits(limits: Limits | None, max_turns: int | None) -> Limits:
     return limits
 
 
-async def _renderer(tokenizer: Any, dialect: str | None) -> Renderer:
+async def _renderer(tokenizer: Any, options: RendererOptions) -> Renderer:
     """Return the shared renderer; a tokenizer given by name is loaded once, in a worker thread."""
     if isinstance(tokenizer, Renderer):
-        return renderer_for(tokenizer, dialect=dialect)
-    name = (str(tokenizer), dialect) if isinstance(tokenizer, str | Path) else None
+        return renderer_for(tokenizer, **options)
+    name = (str(tokenizer), repr(options) if options else "") if isinstance(tokenizer, str | Path) else None
     renderer = None if name is None else _LOADED.get(name)
     if renderer is None:
-        renderer = await anyio.to_thread.run_sync(functools.partial(renderer_for, tokenizer, dialect=dialect))
+        renderer = await anyio.to_thread.run_sync(functools.partial(renderer_for, tokenizer, **options))
         if name is not None:
             _LOADED[name] = renderer
     return renderer
 
 
-_LOADED: weakref.WeakValueDictionary[tuple[str, str | None], Renderer] = weakref.WeakValueDictionary()
+_LOADED: weakref.WeakValueDictionary[tuple[str, str], Renderer] = weakref.WeakValueDictionary()
 
 
 @attrs.define(eq=False)

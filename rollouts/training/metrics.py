@@ -167,6 +167,9 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             cached += completion.cached_tokens
     if prompt_tokens:
         numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
+    repeated = _repeated_prompts(samples)
+    if repeated:
+        numbers["repeated_prompts"] = repeated
     numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
     duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
     numbers["duplicated_tokens"] = duplicated
@@ -187,6 +190,12 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         }
         numbers.update({f"environment/{name}/{key}": value for key, value in means.items()})
     return numbers
+
+
+def _repeated_prompts(samples: Sequence[Sample]) -> int:
+    """The number of groups whose prompt and label an earlier group of the batch has too."""
+    groups = {sample.group_index: sample for sample in reversed(samples)}
+    return len(groups) - len({repr((sample.prompt, sample.label)) for sample in groups.values()})
 
 
 def _mean(values: Sequence[float]) -> float:

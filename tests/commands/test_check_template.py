@@ -32,7 +32,8 @@ FORKS = (
 
 async def printed(**subject: object) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
-    good = await check(TemplateCheckOptions(**subject), console)  # type: ignore[arg-type]
+    fields = {name: subject.pop(name) for name in ("model", "endpoint", "recipe", "options") if name in subject}
+    good = await check(TemplateCheckOptions(**fields, generate=subject), console)  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     return good, console.file.getvalue()
 
@@ -67,23 +68,33 @@ async def test_the_verdict_says_whether_calls_are_read(tmp_path: Path) -> None:
     template.write_text(UNREAD)
     recipe.write_text(NAMES_A_DIALECT)
     assert "calls: read" in (await printed(model=DEMO))[1]
-    good, text = await printed(model=DEMO, template=template)
+    good, text = await printed(model=DEMO, chat_template=template)
     assert not good
     assert "calls: not read" in text
     assert "dialect 'plain' does not read the tool calls" in text
     assert "verdict: refused" in text
     for named in ({"dialect": "plain"}, {"recipe": recipe}):
-        _, text = await printed(model=DEMO, template=template, **named)
+        _, text = await printed(model=DEMO, chat_template=template, **named)
         assert "calls: not read" in text
         assert "tool calls are text" in text
         assert "verdict: forks" in text
+
+
+async def test_a_template_that_forks_passes_with_the_policy_fork(tmp_path: Path) -> None:
+    """Each request has the template's own rendering then; the output says what the policy does."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(FORKS)
+    for history, passes, does in (("fork", True, "opens a branch"), ("error", False, "fails the rollout")):
+        good, text = await printed(model=DEMO, chat_template=file, dialect="plain", history=history)
+        assert good is passes
+        assert f"history: {history} ({does} where the template rewrites)" in text
 
 
 async def test_a_template_that_forks_does_not_pass(tmp_path: Path) -> None:
     """The output names the step and the change."""
     file = tmp_path / "chat.jinja"
     file.write_text(FORKS)
-    good, text = await printed(model=DEMO, template=file)
+    good, text = await printed(model=DEMO, chat_template=file)
     assert not good
     assert "forks" in text
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from rollouts.dtypes import Message, Prompt, ToolCall
-from rollouts.environments import Environment, StepResult, ToolEnvironment, tool
+from rollouts.environments import Environment, StepResult, ToolEnvironment, ToolResult, tool
 from rollouts.errors import ConfigError
 
 
@@ -176,3 +176,35 @@ async def test_episodes_share_nothing() -> None:
     await one.step(reply_with(call("buy", item="a")))
     assert (one.sold, two.sold) == (["a"], [])
     await one.close()
+
+
+class Game(ToolEnvironment):
+    """Tools that return rewards."""
+
+    @tool
+    def move(self, to: int) -> ToolResult:
+        """Moves."""
+        return ToolResult(f"at {to}", reward=0.1 * to, done=to == 3, metrics={"moves": 1})
+
+    @tool
+    def look(self) -> str:
+        """Looks."""
+        return "a wall"
+
+    @tool
+    def weigh(self) -> Any:
+        """Returns a metric that is no number."""
+        return ToolResult("heavy", metrics={"weight": "much"})  # type: ignore[dict-item]
+
+
+async def test_a_tool_may_return_a_reward_and_the_end_of_the_episode() -> None:
+    """Rewards of the calls are those of the step, metrics are summed, and after the end no call runs."""
+    calls = [call("move", to=1), call("look"), call("move", to=2)]
+    step = await Game().step(reply_with(*calls))
+    assert [message.content for message in step.messages] == ["at 1", "a wall", "at 2"]
+    assert (step.rewards, step.done, step.metrics) == ((0.1, 0.2), False, {"tool_errors": 0, "moves": 2})
+    last = await Game().step(reply_with(call("move", to=3), call("look")))
+    assert ([message.content for message in last.messages], last.done) == (["at 3"], True)
+    assert (await Game().step(reply_with(call("look")))).reward is None
+    with pytest.raises(ConfigError, match=r"StepResult.metrics\['weight'\]: got 'much'; expected a finite number"):
+        await Game().step(reply_with(call("weigh")))

@@ -116,3 +116,13 @@ async def test_a_prompt_without_functions_is_refused() -> None:
     """The check also covers prompts that come from no file."""
     with pytest.raises(ConfigError, match=r"metadata\['tools'\]"):
         await FunctionCalling().start(Prompt((Message("user", "?"),)))
+
+
+async def test_tools_of_the_chat_format_are_read_as_they_are() -> None:
+    """A row may have tools as the OpenAI API takes them; the model sees ``strict``, and no invented description."""
+    tool = {"type": "function", "function": {"name": "geo.area", "parameters": {"properties": {}}, "strict": True}}
+    environment = FunctionCalling()
+    await environment.start(Prompt("How large?", label=LABEL, metadata={"tools": [tool]}))
+    (shown,) = environment.tools
+    function = {"name": "geo_area", "parameters": {"properties": {}}, "strict": True}
+    assert shown.to_chat() == {"type": "function", "function": function}

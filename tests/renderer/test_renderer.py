@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Message, Tool, ToolCall, as_messages
 from rollouts.engine import DEMO_MODEL
 from rollouts.renderer import Renderer, load_tokenizer
 
@@ -62,3 +64,27 @@ def test_the_cache_does_not_change_an_opening(renderer: Renderer) -> None:
     for argument in (1, True, 1.0):
         messages = called(argument)
         assert renderer.decode(renderer.opening(messages, [ADD])) == renderer.render(messages, [ADD])
+
+
+@pytest.mark.parametrize("name", [None, "qwen3", "qwen2_5"])
+def test_a_prompt_of_a_data_set_is_rendered_as_transformers_renders_it(
+    name: str | None, tokenizer: Callable[..., Any]
+) -> None:
+    """Tools with unknown and absent keys, and earlier calls with arguments as JSON text, give the same opening."""
+    plain = DEMO if name is None else tokenizer(name)
+    tools = [
+        {"type": "function", "function": {"strict": True, "name": "add", "parameters": {"properties": {"a": {}}}}},
+        {"type": "function", "function": {"parameters": {"properties": {}}, "name": "now", "description": "?"}},
+    ]
+    call: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": "ü"}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    expected = plain.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+    as_text = {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+    stored = [{**messages[0], "role": "developer"}, messages[1], {**messages[2], "tool_calls": [as_text]}, messages[3]]
+    opening = Renderer(plain).opening(as_messages(stored), [Tool.from_chat(tool) for tool in tools])
+    assert opening.tolist() == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
@@ -86,3 +87,19 @@ def test_renderings_share_no_variables() -> None:
     """Variables that a template sets at top level do not persist."""
     counting = template("{{ seen }}{% set seen = 'x' %}{{ seen }}{{ messages|length }}")
     assert [counting.render([Message("user", "U")]) for _ in range(2)] == ["x1", "x1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [
+        ("Qwen-Qwen3-0.6B", {"enable_thinking"}),
+        ("GLM-4.6", {"enable_thinking"}),
+        ("deepseek-ai-DeepSeek-V3.1", {"bos_token", "enable_thinking", "thinking"}),
+        ("openai-gpt-oss-120b", {"builtin_tools", "model_identity", "reasoning_effort"}),
+        ("Qwen-Qwen2.5-7B-Instruct", set()),
+    ],
+)
+def test_the_variables_of_a_template_are_found(name: str, reads: set[str], chat_template: Callable[[str], str]) -> None:
+    """Those that a caller can set: not the template's own variables, nor those of each rendering."""
+    template = ChatTemplate(chat_template(name), name=name, variables={}, moment=datetime.datetime(2026, 1, 1))
+    assert template.reads == reads

@@ -88,3 +88,14 @@ def test_resumed_rollouts_are_counted_as_continued_or_restarted() -> None:
     ]
     numbers = batch_metrics(samples)
     assert (numbers["resumed/continued"], numbers["resumed/restarted"]) == (1, 2)
+
+
+def test_prompts_that_repeat_within_a_batch_are_counted() -> None:
+    """Each group whose prompt and label an earlier group has; groups that differ give no metric."""
+    prompts = ["a", "b", "a", "a"]
+    batch = [sample(1, prompt=prompt, label=1, group_index=group) for group, prompt in enumerate(prompts) for _ in "xy"]
+    assert batch_metrics(batch)["repeated_prompts"] == 2
+    assert "repeated_prompts" not in batch_metrics(batch[:4])
+    assert "repeated_prompts" not in batch_metrics(
+        [sample(1, prompt="a", label=label, group_index=label) for label in (1, 2)]
+    )

@@ -18,7 +18,7 @@ import attrs
 import msgspec
 
 from rollouts.dtypes import Message, Prompt, Tool, ToolCall
-from rollouts.environments.base import StepResult, ToolEnvironment
+from rollouts.environments.base import StepResult, ToolEnvironment, ToolResult
 from rollouts.environments.mcp.server import McpServer
 from rollouts.environments.mcp.session import McpSession, SessionOver, ToolRefused
 from rollouts.errors import ConfigError
@@ -78,7 +78,7 @@ class McpEnvironment(ToolEnvironment):
         finally:
             await super().close()
 
-    async def _run(self, call: ToolCall) -> tuple[Message, bool]:
+    async def _run(self, call: ToolCall) -> tuple[ToolResult, bool]:
         index = self._server_of[call.name]
         if index < 0:
             return await super()._run(call)
@@ -92,7 +92,7 @@ class McpEnvironment(ToolEnvironment):
         except SessionOver as error:
             await self._reopen(index)
             content = f"Error: {error}. It has been restarted; whether this call had an effect is not known."
-        return Message("tool", content, tool_call_id=call.id, name=call.name), failed
+        return ToolResult(content), failed
 
     async def _reopen(self, index: int) -> None:
         """Replace a lost session. Raises SessionOver, which fails the episode, if that is not possible."""

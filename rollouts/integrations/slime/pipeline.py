@@ -64,7 +64,11 @@ def find_recipe(settings: Settings) -> Recipe | None:
         name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for name, value in settings.recipe_options.items()
     }
-    return build(make, settings.endpoint, texts)
+    recipe = build(make, settings.endpoint, texts)
+    if not settings.template_kwargs:
+        return recipe
+    before = getattr(recipe.config.generate_fn, "keywords", {}).get("template_kwargs") or {}
+    return recipe.with_options(template_kwargs={**before, **settings.template_kwargs})
 
 
 class Pipeline:

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
 
@@ -77,6 +77,8 @@ class Settings:
     recipe_options: Mapping[str, Any]
     custom_generate: str | None
     apply_chat_template: bool
+    template_kwargs: Mapping[str, Any]
+    """``--apply-chat-template-kwargs``: variables of the chat template."""
     stop_token_ids: tuple[int, ...]
     scored_by_slime: bool
     """Whether the launch names a reward: ``--custom-rm-path`` or ``--rm-type``."""
@@ -136,6 +138,7 @@ class Settings:
             recipe_options=dict(get("rollouts_recipe_options", {})),
             custom_generate=get("custom_generate_function_path"),
             apply_chat_template=bool(get("apply_chat_template", False)),
+            template_kwargs=_template_kwargs(get("apply_chat_template_kwargs", {})),
             stop_token_ids=tuple(get("rollout_stop_token_ids", ())),
             scored_by_slime=get("custom_rm_path") is not None or bool(get("rm_type")),
             custom_rm=get("custom_rm_path"),
@@ -197,6 +200,14 @@ def _refuse(args: Any, get: Any) -> None:
     for name, (refused, expected) in refusals.items():
         if refused:
             raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
+
+
+def _template_kwargs(value: Any) -> Mapping[str, Any]:
+    """slime parses the flag; a value of the YAML may be JSON text."""
+    given = json_object(value) if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise ConfigError.of("args.apply_chat_template_kwargs", value, "a mapping of variables of the chat template")
+    return given
 
 
 def _max_staleness(bound: Any, carry_over: bool) -> int | None:

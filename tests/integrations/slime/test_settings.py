@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.slime.pipeline import find_recipe
 from rollouts.integrations.slime.settings import OWN_KEYS, RECIPE_VARIABLE, Settings, load_function
 from tests.integrations.slime.launches import DEFAULT, Launch
 
@@ -24,6 +26,25 @@ def test_sizes_sampling_and_address() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_new_tokens) == (0.8, 20, ("END",), 32)
     assert found.endpoint.base_url == ("http://127.0.0.1:9",)
     assert found.stop_token_ids == (7,)
+
+
+@pytest.mark.parametrize("flag", [{"enable_thinking": False}, '{"enable_thinking": false}'])
+@pytest.mark.parametrize("options", [{}, {"template_kwargs": {"enable_thinking": True, "add_vision_id": True}}])
+def test_variables_of_the_template_reach_the_recipe(flag: Any, options: dict[str, Any]) -> None:
+    """From slime's flag and from the YAML's recipe options; the flag wins. The history policy comes from the YAML."""
+    recipe = str(Path(__file__).parents[3] / "configs" / "calculator.py")
+    yaml = {"rollouts_recipe": recipe, "rollouts_recipe_options": {**options, "history": "fork"}}
+    found = find_recipe(read(**yaml, apply_chat_template_kwargs=flag))
+    assert found is not None
+    bound: Any = found.config.generate_fn
+    assert bound.keywords["template_kwargs"] == {**options.get("template_kwargs", {}), "enable_thinking": False}
+    assert bound.keywords["history"] == "fork"
+
+
+def test_variables_of_the_template_are_a_mapping() -> None:
+    """Any other value is named."""
+    with pytest.raises(ConfigError, match=r"args.apply_chat_template_kwargs: got 'no'; expected a mapping"):
+        read(apply_chat_template_kwargs="no")
 
 
 def test_an_ipv6_router_gets_its_brackets() -> None:

@@ -92,15 +92,18 @@ def call_reward(sample: Sample) -> float:
 
 
 def tool_of(function: Any) -> Tool:
-    """Convert a function of the leaderboard to a tool, with JSON Schema's types and a name without dots.
+    """Convert a function of the leaderboard, or a tool of the chat format, to a tool.
+
+    The types are those of JSON Schema then, and the name has no dots; other keys stay as they are.
 
     Raises:
         ConfigError: a missing name, or parameters that are not an object.
     """
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    plain = function.get("function", function) if isinstance(function, Mapping) else None
+    if not isinstance(plain, Mapping) or not isinstance(plain.get("name"), str):
         raise ConfigError.of("tool", function, "an object with name, description and parameters")
-    parameters = _schema(function.get("parameters") or {"type": "object", "properties": {}})
-    return Tool(_plain_name(function["name"]), str(function.get("description", "")), parameters)
+    parameters = _schema(plain.get("parameters") or {"type": "object", "properties": {}})
+    return Tool.from_chat({**plain, "name": _plain_name(plain["name"]), "parameters": parameters})
 
 
 def _tools(prompt: Prompt) -> tuple[Tool, ...]:

@@ -6,9 +6,8 @@ kit's names. The calls of the last turn run, since they may earn the reward.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -18,7 +17,7 @@ from rollouts.dtypes import Endpoint, Limits, Message, Prompt, StopReason, Tool
 from rollouts.environments.ors import ORSEnvironment, ORSServer
 from rollouts.recipes.environments.openreward.config import KitSettings
 from rollouts.recipes.environments.openreward.export import Trajectories
-from rollouts.renderer import Renderer, renderer_for
+from rollouts.renderer import Renderer, RendererOptions, renderer_for
 from rollouts.training import Sample, agent_rollout_to_samples
 
 __all__ = ["KitEnvironment", "generate"]
@@ -75,6 +74,7 @@ async def generate(
         **options: as for :func:`rollouts.training.agent_rollout_to_samples`.
     """
     (prompt,) = prompts
+    renderer_options = {name: options.pop(name) for name in RendererOptions.__annotations__ if name in options}
     name = prompt.metadata.get("env_name")
     entry = settings.of(name)
     server = settings.server(str(name), prompt.metadata.get("environment_name"))
@@ -88,7 +88,7 @@ async def generate(
         prompt,
         environment_cls=environment,
         endpoint=endpoint,
-        tokenizer=await _renderer(tokenizer, settings),
+        tokenizer=await _renderer(tokenizer, settings, renderer_options),
         limits=attrs.evolve(limits or Limits(), max_turns=entry.max_turns, last_calls="run"),
         **options,
     )
@@ -100,17 +100,23 @@ async def generate(
     return samples
 
 
-async def _renderer(tokenizer: Any, settings: KitSettings) -> Renderer:
-    """The renderer of these settings, loaded in a worker thread by the first rollout."""
-    if tokenizer not in settings.renderers:
-        make = functools.partial(
-            renderer_for,
-            tokenizer,
-            template_kwargs={"enable_thinking": settings.thinking},
-            tells_tools=not settings.tools_in_prompt,
-        )
-        settings.renderers[tokenizer] = await anyio.to_thread.run_sync(make)
-    return settings.renderers[tokenizer]
+async def _renderer(tokenizer: Any, settings: KitSettings, options: Mapping[str, Any]) -> Renderer:
+    """The renderer of these settings and options, made in a worker thread by the first rollout."""
+    key = (tokenizer, repr(options))
+    if key not in settings.renderers:
+        settings.renderers[key] = await anyio.to_thread.run_sync(_make_renderer, tokenizer, settings, options)
+    return settings.renderers[key]
+
+
+def _make_renderer(tokenizer: Any, settings: KitSettings, options: Mapping[str, Any]) -> Renderer:
+    if isinstance(tokenizer, Renderer):
+        return renderer_for(tokenizer, **options)
+    reads = renderer_for(tokenizer, **{**options, "template_kwargs": None}).template_variables
+    thinking = {"enable_thinking": settings.thinking} if "enable_thinking" in reads else {}
+    variables = {**thinking, **(options.get("template_kwargs") or {})}
+    return renderer_for(
+        tokenizer, **{**options, "template_kwargs": variables}, tells_tools=not settings.tools_in_prompt
+    )
 
 
 def _outcome(sample: Sample, played: KitEnvironment) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""The options of a renderer that a run sets, and those that a prompt brings in its metadata.
+
+Invariant: an option has one name wherever it is set: here, in a recipe, on the command line and in the metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rollouts.errors import ConfigError
+from rollouts.renderer.special_text import SpecialText
+from rollouts.tool_calls import Dialect
+
+__all__ = ["TEMPLATE_KWARGS", "RendererOptions", "with_prompt_options"]
+
+TEMPLATE_KWARGS = "template_kwargs"
+"""The option that a prompt may set too: the key in its metadata."""
+
+
+class RendererOptions(TypedDict, total=False):
+    """Arguments of :class:`~rollouts.renderer.Renderer`; an option that is absent or ``None`` has its default there."""
+
+    chat_template: str | Path | None
+    """Template text, the name of one of the tokenizer's templates, or a path of a file with template text."""
+    template_kwargs: Mapping[str, Any] | None
+    """Variables that the template reads, e.g. ``{"enable_thinking": False}``."""
+    dialect: str | Dialect | None
+    """The notation of tool calls."""
+    stop_token_ids: Iterable[int] | None
+    """Ids that end a turn."""
+    special_text: SpecialText
+    """What happens to special tokens in the text of user and tool messages."""
+
+
+def with_prompt_options(options: RendererOptions, metadata: Mapping[str, Any]) -> RendererOptions:
+    """The options with those of a prompt: its ``metadata["template_kwargs"]`` override single variables.
+
+    Raises:
+        ConfigError: the metadata has something else than a mapping under this key.
+    """
+    own = metadata.get(TEMPLATE_KWARGS)
+    if own is None:
+        return options
+    if not isinstance(own, Mapping):
+        raise ConfigError.of(f"Prompt.metadata[{TEMPLATE_KWARGS!r}]", own, "a mapping of variables of the template")
+    return {**options, "template_kwargs": {**(options.get("template_kwargs") or {}), **own}}
