@@ -75,8 +75,13 @@ STRANGERS: dict[str, tuple[str, ...]] = {
 TORCH_ROOMS = ("rollouts.training.batch", "rollouts.integrations", "rollouts.engine")
 TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
 NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm", "mcp")
-PRINTING = ("rollouts.terminal", "rollouts.display.console")
-"""The modules that print."""
+PRINTING = (
+    "rollouts.terminal",
+    "rollouts.display.console",
+    "rollouts.renderer.template_sandbox",
+    "rollouts.training.rewards.code_remote",
+)
+"""The modules that print; the last two run in processes of their own, which print to a pipe."""
 GUESTS = ("rollouts.recipes", "tests", "scripts", "training")
 """Code written with the package as its users write it; the built-in recipes are in the wheel, found by name."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -139,13 +139,14 @@ async def test_a_reply_that_is_cut_in_a_call_runs_nothing(name: str) -> None:
     text = WRITTEN[name][: WRITTEN[name].index("2")]
     for on_cut, reason in (("stop", StopReason.MAX_TOKENS), ("continue", StopReason.TASK_COMPLETED)):
         ran: list[Any] = []
-        replies = [Reply(renderer.encode(text).tolist(), "length"), renderer.encode("Done.<|im_end|>").tolist()]
+        cut = renderer.encode(text).tolist()
+        replies = [Reply(cut, "length"), renderer.encode("Done.<|im_end|>").tolist()]
         trajectory = await run_agent(
             Prompt("Well?", index=0),
             partial(World, ran),
             ScriptedPolicy(replies),
             renderer,
-            sampling=SamplingParams(max_new_tokens=1000),
+            sampling=SamplingParams(max_new_tokens=len(cut)),
             limits=Limits(on_cut=on_cut),  # type: ignore[arg-type]
         )
         assert (ran, trajectory.stop_reason) == ([], reason)

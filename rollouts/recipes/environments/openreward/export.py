@@ -25,6 +25,7 @@ from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.recipes.environments.openreward.config import KEY, api_url
 from rollouts.runs.plain_data import to_json
+from rollouts.terminal import say
 from rollouts.training import Sample
 
 __all__ = ["Trajectories", "events_of"]
@@ -215,7 +216,7 @@ class Trajectories:
 async def _send_rest(path: str) -> int:
     trajectories = Trajectories(path, key=os.environ.get(KEY))
     confirmed = await trajectories.send()
-    print(f"{confirmed} events sent, {trajectories.left} bytes left {trajectories.problem}".rstrip())
+    say(f"{confirmed} events sent, {trajectories.left} bytes left {trajectories.problem}".rstrip())
     return 1 if trajectories.left else 0
 
 

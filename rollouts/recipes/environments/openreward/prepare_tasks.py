@@ -10,10 +10,10 @@ from pathlib import Path
 
 import anyio
 
-from rollouts.display.transcript import visible
 from rollouts.errors import RolloutsError
 from rollouts.recipes.environments.openreward.config import load_settings
 from rollouts.recipes.environments.openreward.tasks import prepare_tasks, write_tasks
+from rollouts.terminal import say
 
 
 def main() -> int:
@@ -28,10 +28,10 @@ def main() -> int:
         fetch = functools.partial(prepare_tasks, settings, max_tasks=args.max_tasks, seed=args.seed)
         rows = anyio.run(fetch)
     except RolloutsError as error:
-        print(visible(f"prepare_tasks: error: {error}"), file=sys.stderr)
+        say(f"prepare_tasks: error: {error}", file=sys.stderr)
         return 2
     write_tasks(rows, args.output)
-    print(f"{len(rows)} tasks: {args.output}")
+    say(f"{len(rows)} tasks: {args.output}")
     return 0
 
 
