@@ -27,7 +27,7 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import RewardFn
 
-__all__ = ["Recipe", "agent_recipe", "preflight"]
+__all__ = ["Recipe", "agent_recipe", "check_recipe", "preflight"]
 
 _CLOSE_SECONDS = 30.0
 
@@ -190,6 +190,16 @@ async def preflight(recipe: Recipe) -> ServerInfo:
         EndpointUnavailable: no server responds at the URL.
         EndpointRefused: the server at the URL is no SGLang server.
     """
+    renderer = await check_recipe(recipe)
+    return await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
+
+
+async def check_recipe(recipe: Recipe) -> Renderer:
+    """The part of :func:`preflight` that needs no server; returns the recipe's renderer.
+
+    Raises:
+        ConfigError, EnvironmentFailure: as :func:`preflight`.
+    """
     limits = recipe.bound.get("limits")
     if isinstance(limits, Limits):
         check_limits(limits, recipe.bound.get("max_turns"))
@@ -203,4 +213,4 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     test.raise_if_refused()
-    return await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
+    return renderer
