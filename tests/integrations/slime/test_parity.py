@@ -32,7 +32,10 @@ from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from tests.integrations.slime.launches import Source
 
-pytestmark = pytest.mark.extra
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # slime never closes its HTTP client
+]
 
 HERE = __name__
 TEMPLATE = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ ' with tools' if tools }} ->"
@@ -88,15 +91,22 @@ class Bench:
     def both(self, *, evaluation: bool, **overrides: Any) -> tuple[Played, Played]:
         """slime's function, then ours, each with its own namespace."""
         module = importlib.import_module("slime.rollout.sglang_rollout")
-        http = importlib.import_module("slime.utils.http_utils")
         args = self.args(**overrides)
-        http.init_http_client(args)
-        type(module.GenerateState)._instances.pop(module.GenerateState, None)  # it keeps the first namespace
-        module.EVAL_PROMPT_DATASET.clear()
+        start_slime(args)
         theirs = self.play(module.generate_rollout, args, evaluation=evaluation)
         ours = self.play(generate_rollout_batch, self.args(**overrides), evaluation=evaluation)
         close_rollouts()
         return theirs, ours
+
+
+def start_slime(args: Namespace) -> None:
+    """Give slime the state of a new process: it keeps the first namespace, data sets, and a client of one event loop."""
+    module = importlib.import_module("slime.rollout.sglang_rollout")
+    type(module.GenerateState)._instances.pop(module.GenerateState, None)
+    module.EVAL_PROMPT_DATASET.clear()
+    http = importlib.import_module("slime.utils.http_utils")
+    http._http_client = None
+    http.init_http_client(args)
 
 
 @attrs.frozen
