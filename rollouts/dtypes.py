@@ -483,6 +483,11 @@ class SamplingParams:
     )
     """Stop strings; their tokens stay in the reply. Servers accept 32."""
     seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
+    min_new_tokens: int = attrs.field(default=0, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
+    repetition_penalty: float = attrs.field(
+        default=1.0, validator=_check("a number in (0, 2]", lambda v: _is_number(v) and 0 < v <= 2)
+    )
+    """Logprobs are those of the penalised distribution."""
 
 
 def without_password(text: str) -> str:

@@ -32,7 +32,7 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
 
-__all__ = ["Recipe", "agent_recipe", "preflight"]
+__all__ = ["Recipe", "agent_recipe", "check_recipe", "preflight"]
 
 OLDEST_SGLANG = (0, 5, 22)
 """The oldest version whose replies and updates are complete."""
@@ -275,6 +275,18 @@ async def preflight(recipe: Recipe) -> ServerInfo:
         EndpointUnavailable: no server responds at the URL.
         EndpointRefused: the server at the URL is no SGLang server.
     """
+    renderer = await check_recipe(recipe)
+    server = await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
+    _warn_of_old_server(server)
+    return server
+
+
+async def check_recipe(recipe: Recipe) -> Renderer:
+    """The part of :func:`preflight` that needs no server; returns the recipe's renderer.
+
+    Raises:
+        ConfigError, EnvironmentFailure: as :func:`preflight`.
+    """
     limits = recipe.bound.get("limits")
     if isinstance(limits, Limits):
         check_limits(limits, recipe.bound.get("max_turns"))
@@ -285,10 +297,7 @@ async def preflight(recipe: Recipe) -> ServerInfo:
             raise ConfigError.of("Recipe.environment_cls()", environment, "an object with tools, start, step and close")
         tools = tuple(environment.tools)
         await environment.close()
-    renderer = await anyio.to_thread.run_sync(_tested_renderer, recipe, tools)
-    server = await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
-    _warn_of_old_server(server)
-    return server
+    return await anyio.to_thread.run_sync(_tested_renderer, recipe, tools)
 
 
 def _warn_of_old_server(server: ServerInfo) -> None:

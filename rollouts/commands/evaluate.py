@@ -28,6 +28,7 @@ from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, 
 from rollouts.commands.target import RunTarget, open_target
 from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
+from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
 from rollouts.runs.folder import check_outside
@@ -200,6 +201,8 @@ def _check_same(path: Path, settings: dict[str, Any]) -> None:
             raise ConfigError.of("--out", str(path), "a folder without rollouts of another evaluation")
         return
     old, new = _read(path), msgspec.json.decode(msgspec.json.encode(settings, enc_hook=repr))
+    if isinstance(old.get("sampling"), dict):  # an older folder lacks the newer parameters
+        old["sampling"] = {**attrs.asdict(SamplingParams()), **old["sampling"]}
     for name in _SAME:
         if old.get(name) != new.get(name):
             raise ConfigError.of(f"--out {path}: {name}", new.get(name), f"{old.get(name)}, as in its first part")

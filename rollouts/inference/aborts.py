@@ -1,7 +1,8 @@
 """Abort requests for generations.
 
-Invariant: :func:`abort_generation` returns only if the server acknowledged the abort or is known to be down. Otherwise
-it raises, and the generation may still be running.
+Invariant: :func:`abort_generation` returns only if the server acknowledged the abort or is known to be down, and
+:func:`abort_until_idle` only if no request runs or waits there. Otherwise they raise, and a generation may still be
+running.
 
 This module does not know why a generation is aborted.
 """
@@ -9,16 +10,19 @@ This module does not know why a generation is aborted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import anyio
 import msgspec
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, HttpClient
+from rollouts.inference.limiter import read_load
 from rollouts.inference.wire_errors import loads, message_of
 
-__all__ = ["abort_generation", "workers_behind"]
+__all__ = ["abort_generation", "abort_until_idle", "headers_of", "workers_behind"]
 
 ABORT_SECONDS = 5.0
 """Deadline of one abort, including the requests to the workers of a router."""
@@ -58,10 +62,10 @@ async def abort_generation(transport: HttpClient, url: str, rid: str, headers: M
         EndpointUnavailable: not acknowledged within :data:`ABORT_SECONDS`.
     """
     with boundary(EndpointUnavailable, f"POST {without_password(url)}/abort_request", seconds=ABORT_SECONDS):
-        status, payload = await _abort(transport, url, rid, headers)
+        status, payload = await _abort(transport, url, {"rid": rid}, headers)
         if status in (404, 405):
             for worker in await workers_behind(transport, url, headers):
-                status, payload = await _abort(transport, worker, rid, headers)
+                status, payload = await _abort(transport, worker, {"rid": rid}, headers)
                 if status != 200:
                     break
         if status != 200:
@@ -72,9 +76,47 @@ async def abort_generation(transport: HttpClient, url: str, rid: str, headers: M
         return payload is not _GONE
 
 
-async def _abort(transport: HttpClient, url: str, rid: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+async def abort_until_idle(
+    transport: HttpClient, url: str, headers: Mapping[str, str], *, seconds: float, interval: float = 0.2
+) -> None:
+    """Abort all requests of everyone on a server, or on the workers behind a router, until none is left.
+
+    A request that arrives between an abort and the query of the load is aborted in the next round. A server without
+    ``/v1/loads`` counts as idle after one acknowledged abort.
+
+    Raises:
+        EndpointUnavailable: not acknowledged, or still not idle, within ``seconds``.
+    """
+    with boundary(EndpointUnavailable, f"aborting all requests on {without_password(url)}", seconds=seconds):
+        for worker in [*await workers_behind(transport, url, headers)] or [url]:
+            while True:
+                status, payload = await _abort(transport, worker, {"rid": "", "abort_all": True}, headers)
+                if status != 200:
+                    raise EndpointUnavailable(
+                        f"requests may still be running: POST {without_password(worker)}/abort_request returned status"
+                        f" {status}: {message_of(payload)}"
+                    )
+                if not await _is_busy(transport, worker, headers):
+                    break
+                await anyio.sleep(interval)
+
+
+async def _is_busy(transport: HttpClient, url: str, headers: Mapping[str, str]) -> bool:
     try:
-        return await transport.post(f"{url}/abort_request", msgspec.json.encode({"rid": rid}), headers, fresh=True)
+        status, payload = await transport.get(f"{url}/v1/loads?include=core", headers)
+    except ConnectFailed as error:
+        if error.refused:
+            return False
+        raise
+    load = read_load(loads(payload)) if status == 200 else None
+    return load is not None and load.running + load.waiting > 0
+
+
+async def _abort(
+    transport: HttpClient, url: str, which: Mapping[str, Any], headers: Mapping[str, str]
+) -> tuple[int, bytes]:
+    try:
+        return await transport.post(f"{url}/abort_request", msgspec.json.encode(which), headers, fresh=True)
     except ConnectFailed as error:
         if error.refused:
             return 200, _GONE  # no server listens there, so nothing runs there

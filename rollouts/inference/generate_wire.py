@@ -106,6 +106,10 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
         params["stop"] = sampling.stop
     if stop_token_ids:
         params["stop_token_ids"] = [int(token) for token in stop_token_ids]
+    if sampling.min_new_tokens:
+        params["min_new_tokens"] = sampling.min_new_tokens
+    if sampling.repetition_penalty != 1.0:
+        params["repetition_penalty"] = sampling.repetition_penalty
     if sampling.seed is not None:
         if not -(2**63) <= sampling.seed < 2**63:
             raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")

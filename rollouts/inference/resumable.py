@@ -10,8 +10,8 @@ It does not know trainers, messages or samples.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 import anyio
@@ -56,7 +56,7 @@ class ResumablePolicy:
 
     Args:
         inner: policy that samples.
-        at_most: maximum requests in flight; ``None`` for no limit.
+        at_most: maximum requests in flight, or a limiter that is shared with another policy; ``None`` for no limit.
         stop_token_ids: ids that end a reply, in addition to those of each call.
         backoff_seconds: delay between attempts if a server aborts before the first token.
     """
@@ -65,7 +65,7 @@ class ResumablePolicy:
         self,
         inner: InterruptiblePolicy,
         *,
-        at_most: int | None = None,
+        at_most: int | anyio.CapacityLimiter | None = None,
         stop_token_ids: tuple[int, ...] = (),
         backoff_seconds: float = 0.5,
     ) -> None:
@@ -78,7 +78,7 @@ class ResumablePolicy:
         self._open = anyio.Event()
         self._open.set()
         self._idle = anyio.Event()
-        self._limiter = None if at_most is None else anyio.CapacityLimiter(at_most)
+        self.limiter = anyio.CapacityLimiter(at_most) if isinstance(at_most, int) else at_most
 
     def __repr__(self) -> str:
         state = "paused" if self.paused else "open"
@@ -119,7 +119,11 @@ class ResumablePolicy:
         parts: list[Completion] = []
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:
-            rest = attrs.evolve(sampling, max_new_tokens=sampling.max_new_tokens - sampled)
+            rest = attrs.evolve(
+                sampling,
+                max_new_tokens=sampling.max_new_tokens - sampled,
+                min_new_tokens=max(0, sampling.min_new_tokens - sampled),
+            )
             ids = np.concatenate([tokens, *(part.tokens for part in parts)]) if parts else tokens
             part = await self._send(ids, rest, stop_token_ids, session)
             parts.append(part)
@@ -137,24 +141,36 @@ class ResumablePolicy:
     async def _send(
         self, ids: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
     ) -> Completion:
+        async with self.slot():
+            self.in_flight += 1
+            try:
+                return await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session)
+            finally:
+                self.in_flight -= 1
+                if not self.in_flight:
+                    self._idle.set()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait until the policy is open, and for one of the ``at_most`` places; deadlines are paused meanwhile.
+
+        Also for code that sends requests of its own to the same servers.
+        """
+        borrower = object()
         while True:
             await self.wait_until_open()
-            if self._limiter is None:
+            if self.limiter is None:
                 break
             with paused_deadlines():
-                await self._limiter.acquire()
+                await self.limiter.acquire_on_behalf_of(borrower)
             if not self.paused:
                 break
-            self._limiter.release()
-        self.in_flight += 1
+            self.limiter.release_on_behalf_of(borrower)
         try:
-            return await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session)
+            yield
         finally:
-            self.in_flight -= 1
-            if self._limiter is not None:
-                self._limiter.release()
-            if not self.in_flight:
-                self._idle.set()
+            if self.limiter is not None:
+                self.limiter.release_on_behalf_of(borrower)
 
     async def wait_until_open(self) -> None:
         """Return when the policy is not paused; deadlines are paused meanwhile."""

@@ -32,7 +32,7 @@ from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, T
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
 from rollouts.inference import generate_wire
-from rollouts.inference.aborts import abort_generation, headers_of
+from rollouts.inference.aborts import abort_generation, abort_until_idle, headers_of
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
@@ -270,6 +270,15 @@ class SGLangPolicy:
         async with anyio.create_task_group() as aborts:
             for rid, worker in list(self._running.items()):
                 aborts.start_soon(abort, rid, worker)
+
+    async def abort_all(self, seconds: float) -> None:
+        """Abort the requests of everyone on all servers until none is left.
+
+        Raises:
+            EndpointUnavailable: a server does not respond, or is still not idle after ``seconds``.
+        """
+        for worker in self._workers.all:
+            await abort_until_idle(self._transport, worker.url, self._admin_headers, seconds=seconds)
 
     async def look_for_pauses(self) -> None:
         """Poll the servers that keep turns waiting for a pause; no answer counts as not paused."""

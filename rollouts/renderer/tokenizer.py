@@ -197,14 +197,16 @@ class Codec:
         if self._words is not None:
             self._words.forget()
 
-    def decode(self, ids: Sequence[int] | TokenColumn) -> str:
-        """Return the text of ids, including special tokens, with spaces unchanged."""
-        text = None if self._bytes is None else self._bytes.decode(ids)
+    def decode(self, ids: Sequence[int] | TokenColumn, *, skip_special: bool = False) -> str:
+        """Return the text of ids, with or without special tokens, with spaces unchanged."""
+        text = None if self._bytes is None or skip_special else self._bytes.decode(ids)
         if text is not None:
             return text
         id_list = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         if self._slow is not None:
             with self._lock:
-                return str(self._slow.decode(id_list, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                return str(
+                    self._slow.decode(id_list, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+                )
         assert self._raw is not None
-        return str(self._raw.decode(id_list, skip_special_tokens=False))
+        return str(self._raw.decode(id_list, skip_special_tokens=skip_special))

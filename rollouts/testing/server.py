@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -147,9 +148,12 @@ class StubServer:
         return _json({"workers": [{"id": url, "url": url} for url in self._workers or ()]})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        rid = msgspec.json.decode(await request.read()).get("rid")
+        body = msgspec.json.decode(await request.read())
+        rid = body.get("rid")
         self.aborted.append(rid)
-        if rid in self._generations:  # also aborts every rid that starts with this one, as a real server does
+        if body.get("abort_all"):
+            self._end(*self._generations)
+        elif rid in self._generations:  # also aborts every rid that starts with this one, as a real server does
             self._end(*[live for live in self._generations if live.startswith(rid)])
         return web.Response()
 
@@ -159,7 +163,7 @@ class StubServer:
         self._transports.add(request.transport)
         body = msgspec.json.decode(await request.read())
         arrived = Request(
-            rid=body.get("rid", ""),
+            rid=body.get("rid") or uuid.uuid4().hex,
             input_ids=body["input_ids"],
             sampling_params=body.get("sampling_params", {}),
             headers=dict(request.headers),

@@ -155,12 +155,22 @@ def trains(sample: Any) -> bool:
     return sample.response_length > 0 if sample.loss_mask is None else any(sample.loss_mask)
 
 
-def reward_number(reward: Any, key: str | None) -> float | None:
+def reward_number(reward: Any, key: str | None, *, any_reward: bool = False) -> float | None:
     """The trained number of a reward: the entry ``key`` if the reward is a dict.
+
+    Args:
+        reward: a number, or a dict with numbers; ``None`` where there is no reward.
+        key: the entry of a dict.
+        any_reward: return 0.0 for a reward without a finite number, which a function of the launch makes one later.
 
     Returns:
         ``None`` if there is no finite number.
     """
+    number = _number(reward, key)
+    return 0.0 if number is None and any_reward and reward is not None else number
+
+
+def _number(reward: Any, key: str | None) -> float | None:
     value: Any = reward.get(key) if isinstance(reward, dict) and key is not None else reward
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
@@ -186,7 +196,12 @@ def trained_versions(samples: Sequence[Sample], *, mask_earlier_versions: bool =
 
 
 def check_training_batch(
-    groups: Sequence[Any], *, groups_wanted: int, rollouts_in_group: int, reward_key: str | None = None
+    groups: Sequence[Any],
+    *,
+    groups_wanted: int,
+    rollouts_in_group: int,
+    reward_key: str | None = None,
+    any_reward: bool = False,
 ) -> None:
     """Check everything that slime assumes about a batch and does not check itself.
 
@@ -214,7 +229,7 @@ def check_training_batch(
                 check_shape(sample, place)
                 if trains(sample) and Status(sample.status.value) not in _TRAINABLE:
                     raise ConfigError.of(f"{place}.status", sample.status, "COMPLETED, TRUNCATED or PENDING")
-                if reward_number(sample.reward, reward_key) is None:
+                if reward_number(sample.reward, reward_key, any_reward=any_reward) is None:
                     part = "" if reward_key is None else f" under the key {reward_key!r}"
                     raise ConfigError.of(f"{place}.reward", sample.reward, f"a finite number{part}")
 

@@ -6,6 +6,7 @@ left out and counted in the metrics, never given a reward; if all fail, the eval
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -20,18 +21,20 @@ import msgspec
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
 from rollouts.integrations.slime.pipeline import Pipeline
-from rollouts.integrations.slime.returned_samples import slime_sample_of
 from rollouts.integrations.slime.settings import EvalSet, Settings
+from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Group, Sample, Status
 
 __all__ = ["evaluate", "load_eval_prompts"]
 
-_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>\d*):(?P<stop>\d*)\]$")
+_SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
-async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+async def evaluate(
+    settings: Settings, pipeline: Pipeline, rollout_id: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """Play all data sets concurrently.
 
     Returns:
@@ -49,10 +52,11 @@ async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, di
     async with anyio.create_task_group() as sets:
 
         async def play(entry: EvalSet) -> None:
+            played = pipeline.for_evaluation(entry, rollout_id)
             try:
                 with at(f"evaluation {entry.name}"):
                     prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
-                    samples, failed = await _play(entry, prompts, pipeline)
+                    samples, failed = await _play(entry, prompts, played)
             except Exception as error:  # noqa: BLE001 - raised below, outside an exception group
                 errors.append(error)
                 sets.cancel_scope.cancel()
@@ -60,7 +64,7 @@ async def evaluate(settings: Settings, pipeline: Pipeline) -> tuple[dict[str, di
             data[entry.name] = {
                 "rewards": [sample.reward for sample in samples],
                 "truncated": [sample.status is Status.TRUNCATED for sample in samples],
-                "samples": [pipeline.finished(sample, evaluation=True) for sample in samples],
+                "samples": [played.finished(sample, data=entry) for sample in samples],
             }
             metrics[f"eval/{entry.name}/failed_samples"] = failed
 
@@ -88,40 +92,48 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
             samples = [sample for group in manager.ready_groups for sample in group.samples]
     if not samples:
         raise GenerateFailure(f"evaluation {entry.name}: all {len(repeated)} rollouts failed: {failures[0].reason}")
-    for sample in samples:
-        assert sample.group_index is not None  # the buffer numbers its prompts
-        row = sample.group_index // entry.n_samples
-        slime_sample = slime_sample_of(sample)
-        if slime_sample is not None and slime_sample.group_index in (None, sample.group_index):
-            slime_sample.group_index = row
-        sample.group_index = row
     return samples, len(failures)
 
 
 def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
     """Load a data set as slime's flags describe it.
 
+    Where slime applies the chat template, the prompt is the same text, or a message with a recipe.
+
     Raises:
         ConfigError: the file is missing or of another format, or a row has no prompt.
     """
-    as_chat = getattr(entry.source, "apply_chat_template", None)
-    as_chat = settings.apply_chat_template if as_chat is None else as_chat
     prompts = []
     for number, row in enumerate(_rows(entry.path)):
         if entry.input_key not in row:
             raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {entry.input_key!r}")
         prompt = row[entry.input_key]
-        if as_chat and isinstance(prompt, str):
+        if entry.apply_chat_template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        metadata = row.get(entry.metadata_key) or {}
+        metadata, tools = row.get(entry.metadata_key) or {}, None
         if entry.tool_key and entry.tool_key in row:
-            metadata = {**metadata, "tools": row[entry.tool_key]}
+            tools = row[entry.tool_key]
+            tools = msgspec.json.decode(tools) if isinstance(tools, str) else tools
+            metadata = {**metadata, "tools": tools}
+        if entry.apply_chat_template and settings.recipe is None:
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": True, **entry.chat_template_kwargs}
+            prompt = _tokenizer(settings.endpoint.model).apply_chat_template(prompt, **options)
         if hasattr(entry.source, "inject_metadata"):
             metadata = entry.source.inject_metadata(metadata)
         prompts.append(Prompt(prompt, label=row.get(entry.label_key) if entry.label_key else None, metadata=metadata))
+    longest = settings.eval_max_prompt_len
+    if longest is not None and prompts and isinstance(prompts[0].prompt, str):
+        codec = Codec(_tokenizer(settings.endpoint.model))
+        prompts = [prompt for prompt in prompts if len(codec.encode(str(prompt.prompt))) <= longest]
     if not prompts:
-        raise ConfigError.of(f"eval data set {entry.name}", entry.path, "a file with at least one row")
+        bound = "" if longest is None else f" of at most {longest} tokens (--eval-max-prompt-len)"
+        raise ConfigError.of(f"eval data set {entry.name}", entry.path, f"a file with at least one row{bound}")
     return prompts
+
+
+@functools.lru_cache(maxsize=2)
+def _tokenizer(model: str) -> Any:
+    return load_tokenizer(model)
 
 
 def _rows(path: str) -> Iterator[dict[str, Any]]:
@@ -133,7 +145,10 @@ def _rows(path: str) -> Iterator[dict[str, Any]]:
         start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
     if not Path(path).is_file():
         raise ConfigError.of("eval data set", path, "a file that exists")
-    return islice(_parquet_rows(path) if path.endswith(".parquet") else _json_rows(path), start, stop)
+    rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
+    if (start or 0) < 0 or (stop or 0) < 0:
+        return iter(list(rows)[start:stop])
+    return islice(rows, start, stop)
 
 
 def _json_rows(path: str) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import msgspec
@@ -27,12 +27,20 @@ from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
+from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
-from rollouts.integrations.slime.settings import EvalSet, Settings, load_function
-from rollouts.integrations.slime.single_turn import generate_single_turn, generate_with_slime
-from rollouts.recipe import Recipe
+from rollouts.integrations.slime.settings import (
+    TEXT_ONLY,
+    EvalSet,
+    Settings,
+    load_function,
+    sampling_of,
+    stop_ids_of_params,
+)
+from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
+from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe_files import build, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
@@ -78,15 +86,25 @@ class Pipeline:
         args: slime's namespace, for functions of slime.
         settings: parsed from ``args``.
         policy: the policy of the agent loop.
+        calls: runs custom generate functions.
         taken: finds the taken group of a group index.
+
+    Raises:
+        ConfigError: the recipe does not load, or a flag contradicts it.
     """
 
     def __init__(
-        self, args: Any, settings: Settings, policy: ResumablePolicy, taken: Callable[[int], Taken | None]
+        self,
+        args: Any,
+        settings: Settings,
+        policy: ResumablePolicy,
+        calls: CustomCalls,
+        taken: Callable[[int], Taken | None],
     ) -> None:
         self.args = args
         self.settings = settings
         self.policy = policy
+        self.calls = calls
         self.recipe = find_recipe(settings)
         self.rollout_id = 0
         self._taken = taken
@@ -94,11 +112,24 @@ class Pipeline:
             raise ConfigError.of(
                 "args.apply_chat_template", True, "off with a recipe: its prompts are rendered with their tools, once"
             )
+        for data in settings.eval_sets:
+            self._check_text(data)
 
-    def with_policy(self, policy: ResumablePolicy) -> Pipeline:
-        """A copy with another policy, e.g. one that does not pause when training rollouts do."""
+    async def check(self) -> None:
+        """Test the recipe's environment, template, tools and dialect, if its agent loop uses them.
+
+        Raises:
+            ConfigError, EnvironmentFailure: as :func:`~rollouts.recipe.preflight`.
+        """
+        if self.recipe is not None and _is_agent_loop(self.recipe.config.generate_fn):
+            await check_recipe(self.recipe)
+
+    def for_evaluation(self, data: EvalSet, rollout_id: int) -> Pipeline:
+        """A copy for one data set: its policy shares the limit of the training rollouts, but not their pauses."""
         other = copy.copy(self)
-        other.policy = policy
+        stops = stop_ids_of_params(data.params)
+        other.policy = ResumablePolicy(self.policy.inner, at_most=self.policy.limiter, stop_token_ids=stops)
+        other.rollout_id = rollout_id
         return other
 
     def training(self) -> RolloutConfig:
@@ -109,17 +140,20 @@ class Pipeline:
             "batch_size": settings.batch_size,
             "n_samples_per_prompt": settings.n_samples_per_prompt,
             "over_sampling_factor": settings.over_sampling_factor,
-            "generate_fn": functools.partial(self.generate, evaluation=False),
+            "generate_fn": self.generate,
         }
         if settings.max_attempts is not None:
             options["max_attempts"] = settings.max_attempts
         if settings.scored_by_slime:
-            reward = SlimeReward(self.args, settings.custom_rm, settings.reward_key, self.record_of)
+            key, is_processed = settings.reward_key, settings.reward_is_processed
+            reward = SlimeReward(self.args, settings.custom_rm, key, self.record_of, any_reward=is_processed)
             options |= {"reward_fn": reward, "group_rm": settings.group_rm}
         elif settings.group_rm and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
         if settings.filter_path is not None:
             options["filter_fn"] = SlimeFilter.of(settings, self.args, self.finished)
+        elif not settings.recipe_filter:
+            options["filter_fn"] = None
         return attrs.evolve(base, **options) if base is not None else RolloutConfig(**options)
 
     def evaluation(self, data: EvalSet, prompts: int) -> RolloutConfig:
@@ -128,7 +162,7 @@ class Pipeline:
         path = getattr(source, "custom_rm_path", None) or self.settings.custom_rm
         reward: RewardFn | GroupRewardFn | None = None
         if self.settings.scored_by_slime or path is not None or getattr(source, "rm_type", None):
-            record_of = functools.partial(self.record_of, evaluation=True)
+            record_of = functools.partial(self.record_of, data=data)
             reward = SlimeReward(self.args, path, self.settings.eval_reward_key, record_of)
         elif self.recipe is not None and not self.recipe.config.group_rm:
             reward = self.recipe.config.reward_fn
@@ -136,7 +170,7 @@ class Pipeline:
             batch_size=prompts,
             n_samples_per_prompt=1,
             over_sampling_factor=1.0,
-            generate_fn=functools.partial(self.generate, evaluation=True, data=data),
+            generate_fn=functools.partial(self.generate, data=data),
             reward_fn=reward,
             patience=prompts + 1,
             max_attempts=self.settings.max_attempts or 2,
@@ -144,14 +178,19 @@ class Pipeline:
 
     # -- one rollout --
 
-    async def generate(
-        self, prompts: Sequence[Prompt], *, evaluation: bool, data: EvalSet | None = None
-    ) -> list[Sample]:
-        """Play one rollout: generate, check that it can be trained on, and run slime's sample hooks."""
+    async def generate(self, prompts: Sequence[Prompt], *, data: EvalSet | None = None) -> list[Sample]:
+        """Play one rollout: generate, check that it can be trained on, and run slime's sample hooks.
+
+        Args:
+            prompts: one.
+            data: the data set of an evaluation.
+        """
         (prompt,) = prompts
-        taken, number = self._place(prompt, evaluation)
+        taken, number = self._place(prompt, data)
+        if taken is not None:
+            _refuse_images(taken.group[number])
         with recorded_sessions() as sessions:
-            samples = list(await self._generator(data)([prompt]))
+            samples = list(await self._generator(data, number)([prompt]))
         if taken is not None and sessions:
             taken.sessions[number] = sessions[0]
         if any(sample.status in _LOST for sample in samples):
@@ -161,66 +200,88 @@ class Pipeline:
                 if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
                     check_trainable(sample)
                 if self.settings.sample_hooks:
-                    samples[branch] = await self._hooked(sample, prompt, branch, evaluation)
+                    samples[branch] = await self._hooked(sample, prompt, branch, data)
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
         return samples
 
     def sampled_like(self, params: Mapping[str, Any]) -> GenerateFn:
         """The generate function with the sampling parameters that slime passes to a custom generate function."""
-        stop = params.get("stop") or ()
-        known = {name: params[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens") if params.get(name)}
-        seed = params.get("sampling_seed")
-        sampling = attrs.evolve(self.settings.endpoint.sampling, **known, seed=seed)
-        if stop:
-            sampling = attrs.evolve(sampling, stop=(stop,) if isinstance(stop, str) else tuple(stop))
-        return self._sampled(sampling, None)
+        params = {**self.settings.params, **params}
+        return self._sampled(params, sampling_of(params), None)
 
-    def record_of(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
+    def record_of(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
         """slime's sample of ours; created without a reward on the first call.
 
         Args:
             sample: our sample.
             taken: its group, if the buffer no longer has it.
-            evaluation: whether the sample belongs to an evaluation, which has no groups.
+            data: the data set of an evaluation, which has no groups.
         """
         record = slime_sample_of(sample)
         if record is None:
-            if taken is None and not evaluation and sample.group_index is not None:
+            if taken is None and data is None and sample.group_index is not None:
                 taken = self._taken(sample.group_index)
             number = (sample.index or 0) % self.settings.n_samples_per_prompt
             record = to_slime(
                 sample,
                 template=None if taken is None else taken.group[number],
-                mask_earlier_versions=self.settings.mask_earlier_versions and not evaluation,
+                mask_earlier_versions=self.settings.mask_earlier_versions and data is None,
                 session="" if taken is None else taken.sessions.get(number, ""),
                 scored=False,
             )
             record.reward = None
+            if data is not None:
+                record.group_index = None  # as in slime; the rows of a data set are in order
+                for name in ("custom_rm_path", "generate_function_path"):
+                    setattr(record, name, _function_of(data, name))
+            if (self.settings.params if data is None else data.params)["skip_special_tokens"]:
+                codec, _ = codec_of(self.settings.endpoint.model)
+                record.response = codec.decode(sample.token_column[-sample.response_length :], skip_special=True)
             sample.metadata = record.metadata  # shared: both sides see later changes
             sample.trainer_record = SlimeRecord(record)
         return record
 
-    def finished(self, sample: Sample, taken: Taken | None = None, *, evaluation: bool = False) -> Any:
+    def finished(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
         """slime's sample of ours, with the reward."""
-        record = self.record_of(sample, taken, evaluation=evaluation)
+        record = self.record_of(sample, taken, data=data)
+        if data is None and self.settings.reward_is_processed and record.reward is not None:
+            return record
         parts = isinstance(record.reward, dict)
-        if not parts or reward_number(record.reward, self._reward_key(evaluation)) != sample.reward:
+        if not parts or reward_number(record.reward, self._reward_key(data)) != sample.reward:
             key = self.settings.reward_key
             record.reward = sample.reward if key is None else {key: sample.reward}
         return record
 
-    def _reward_key(self, evaluation: bool) -> str | None:
-        return self.settings.eval_reward_key if evaluation else self.settings.reward_key
+    def _reward_key(self, data: EvalSet | None) -> str | None:
+        return self.settings.reward_key if data is None else self.settings.eval_reward_key
 
-    def _place(self, prompt: Prompt, evaluation: bool) -> tuple[Taken | None, int]:
-        if evaluation or prompt.group_index is None or prompt.index is None:
+    def _check_text(self, data: EvalSet) -> None:
+        """Refuse what this package's own rollouts would ignore; a custom generate function gets it."""
+        if self._custom(data) is None and not data.params["no_stop_trim"]:
+            name = f"eval data set {data.name}.no_stop_trim"
+            raise ConfigError.of(name, False, "true: the response keeps the text that ends it, as its tokens do")
+        if self.recipe is not None and data.apply_chat_template and data.chat_template_kwargs:
+            name = f"eval data set {data.name}.apply_chat_template_kwargs"
+            raise ConfigError.of(name, data.chat_template_kwargs, "nothing with a recipe: its prompts are messages")
+
+    def _custom(self, data: EvalSet | None) -> str | None:
+        """The path of the custom generate function."""
+        if self.recipe is not None:
+            return None
+        return _function_of(data, "generate_function_path") or self.settings.custom_generate
+
+    def _place(self, prompt: Prompt, data: EvalSet | None) -> tuple[Taken | None, int]:
+        """The group of a rollout, and the rollout's number among those of its prompt."""
+        if data is not None:
+            return None, (prompt.group_index or 0) % data.n_samples
+        if prompt.group_index is None or prompt.index is None:
             return None, 0
         return self._taken(prompt.group_index), prompt.index % self.settings.n_samples_per_prompt
 
     def _template(self, prompt: Prompt, data: EvalSet | None) -> Any:
         """slime's sample that a custom generate function gets as argument."""
-        taken, number = self._place(prompt, data is not None)
+        taken, number = self._place(prompt, data)
         if taken is not None:
             return taken.group[number]
         chat = prompt.prompt if isinstance(prompt.prompt, str) else [message.to_chat() for message in prompt.messages]
@@ -229,29 +290,39 @@ class Pipeline:
             label=prompt.label,
             metadata=dict(prompt.metadata),
             index=prompt.index,
-            generate_function_path=getattr(data and data.source, "custom_generate_function_path", None),
-            custom_rm_path=getattr(data and data.source, "custom_rm_path", None),
+            generate_function_path=_function_of(data, "generate_function_path"),
+            custom_rm_path=_function_of(data, "custom_rm_path"),
         )
 
-    def _generator(self, data: EvalSet | None) -> GenerateFn:
+    def _generator(self, data: EvalSet | None, number: int) -> GenerateFn:
         """The generate function: the recipe's, a custom one, or a single reply to the prompt."""
-        return self._sampled(self.settings.endpoint.sampling if data is None else data.sampling, data)
-
-    def _sampled(self, sampling: SamplingParams, data: EvalSet | None) -> GenerateFn:
         settings = self.settings
+        params, sampling = settings.params, settings.endpoint.sampling
+        if data is not None:
+            params, sampling = data.params, data.sampling
+        if settings.seed is not None:
+            seed = settings.seed + number
+            params, sampling = {**params, "sampling_seed": seed}, attrs.evolve(sampling, seed=seed)
+        return self._sampled(params, sampling, data)
+
+    def _sampled(self, params: Mapping[str, Any], sampling: SamplingParams, data: EvalSet | None) -> GenerateFn:
+        settings = self.settings
+        path = self._custom(data)
         if self.recipe is not None:
             return self._recipe_generator(self.recipe.config.generate_fn, sampling)
-        path = getattr(data and data.source, "custom_generate_function_path", None) or settings.custom_generate
         if path is not None:
             return functools.partial(
                 generate_with_slime,
                 args=self.args,
                 path=path,
                 template=functools.partial(self._template, data=data),
-                sampling=sampling,
-                reward_key=self._reward_key(data is not None),
+                params=params,
+                calls=self.calls,
+                policy=self.policy,
+                reward_key=self._reward_key(data),
+                any_reward=settings.reward_is_processed and data is None,
                 evaluation=data is not None,
-                resume=self.policy.wait_until_open if settings.partial_rollout and data is None else None,
+                resumes=settings.partial_rollout and data is None,
                 mask_earlier=settings.partial_rollout and settings.mask_earlier_versions and data is None,
             )
         return functools.partial(
@@ -264,7 +335,7 @@ class Pipeline:
 
     def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams) -> GenerateFn:
         """The recipe's generate function; if it accepts a policy, with ours and the launch's sampling and context."""
-        if not isinstance(generate_fn, functools.partial) or not _takes_a_policy(generate_fn.func):
+        if not _is_agent_loop(generate_fn):
             return generate_fn
         options: dict[str, Any] = {"policy": self.policy, "sampling": sampling}
         context = getattr(self.args, "rollout_max_context_len", None)
@@ -275,11 +346,12 @@ class Pipeline:
             options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
         return functools.partial(generate_fn, **options)
 
-    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int, evaluation: bool) -> Sample:
+    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int, data: EvalSet | None) -> Sample:
         """Run the sample hooks; if they changed the tokens, return a sample with the changed columns."""
         sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
         sample.index = prompt.index if sample.index is None else sample.index
-        record = self.record_of(sample, evaluation=evaluation)
+        evaluation = data is not None
+        record = self.record_of(sample, data=data)
         rollout, before = sample.trainer_record.rollout, _columns(record)
         for path in self.settings.sample_hooks:
             hook = load_function(path)
@@ -295,8 +367,9 @@ class Pipeline:
                 raise GenerateFailure(f"sample hook {function_name(hook)}: got {record!r}; expected a Sample or None")
         if rollout is not None:
             rollout[branch] = record
-        key = self._reward_key(evaluation)
-        changed = view(record, prompt, rollout, reward_key=key, evaluation=evaluation)
+        key = self._reward_key(data)
+        any_reward = self.settings.reward_is_processed and not evaluation
+        changed = view(record, prompt, rollout, reward_key=key, any_reward=any_reward, evaluation=evaluation)
         if before != _columns(record):
             return changed
         sample.trainer_record = changed.trainer_record
@@ -306,10 +379,34 @@ class Pipeline:
         return sample
 
 
+def _refuse_images(given: Any) -> None:
+    """Refuse a sample of the data source with images or other media.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    media = sorted(name for name, value in (given.multimodal_inputs or {}).items() if value is not None)
+    if media:
+        raise ConfigError.of(f"slime sample {given.index}.multimodal_inputs", media, TEXT_ONLY)
+
+
+def _function_of(data: EvalSet | None, name: str) -> str | None:
+    """The path of a function that a data set names, by the field of slime's sample."""
+    if name == "generate_function_path":
+        name = "custom_generate_function_path"
+    path: str | None = getattr(data and data.source, name, None)
+    return path
+
+
 def _columns(record: Any) -> tuple[list[Any], ...]:
     """A copy of the columns of slime's sample."""
     columns = (record.tokens, record.loss_mask, record.rollout_log_probs)
     return tuple([] if column is None else list(column) for column in columns)
+
+
+def _is_agent_loop(generate_fn: GenerateFn) -> TypeGuard[functools.partial[Any]]:
+    """Whether a recipe's generate function has its options bound, and accepts a policy."""
+    return isinstance(generate_fn, functools.partial) and _takes_a_policy(generate_fn.func)
 
 
 @functools.lru_cache(maxsize=64)

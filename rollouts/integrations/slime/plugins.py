@@ -18,9 +18,10 @@ from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy, shared_policy
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
+from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings
+from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
 from rollouts.recipe import Recipe
 from rollouts.training.rewards import score, score_group
 from rollouts.training.types import Sample, Status
@@ -116,8 +117,10 @@ def _pipeline(args: Any) -> Pipeline:
     for pipeline in pipelines:
         if pipeline.settings == settings:
             return pipeline
-    policy = ResumablePolicy(shared_policy(settings.endpoint, settings.vocab_size), at_most=settings.at_most)
-    pipelines.append(Pipeline(args, settings, policy, lambda index: None))
+    client = shared_policy(settings.endpoint, settings.vocab_size)
+    stops = stop_ids_of_params(settings.params)
+    policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops)
+    pipelines.append(Pipeline(args, settings, policy, CustomCalls(client.abort_all), lambda index: None))
     return pipelines[-1]
 
 

@@ -48,7 +48,13 @@ def slime_sample_of(sample: Sample) -> Any:
 
 
 def views_of_rollout(
-    returned: Any, given: Any, request: Prompt, *, reward_key: str | None = None, evaluation: bool = False
+    returned: Any,
+    given: Any,
+    request: Prompt,
+    *,
+    reward_key: str | None = None,
+    any_reward: bool = False,
+    evaluation: bool = False,
 ) -> list[Sample]:
     """Our views of the samples that a generate function of slime returned for one rollout.
 
@@ -57,6 +63,7 @@ def views_of_rollout(
         given: the argument of the generate function; its indices fill missing ones.
         request: the prompt.
         reward_key: the entry of a dict reward that is trained on.
+        any_reward: whether a reward needs no number, because a function of the launch makes it one later.
         evaluation: whether the samples belong to an evaluation, which trains nothing.
 
     Raises:
@@ -78,7 +85,8 @@ def views_of_rollout(
     if len({sample.rollout_id for sample in samples}) > 1:
         numbers = [sample.rollout_id for sample in samples]
         raise ConfigError.of("generate function", numbers, "one rollout_id for all samples of a rollout")
-    return [view(sample, request, rollout, reward_key=reward_key, evaluation=evaluation) for sample in samples]
+    options: dict[str, Any] = {"reward_key": reward_key, "any_reward": any_reward, "evaluation": evaluation}
+    return [view(sample, request, rollout, **options) for sample in samples]
 
 
 def view(
@@ -87,6 +95,7 @@ def view(
     rollout: list[Any] | None = None,
     *,
     reward_key: str | None = None,
+    any_reward: bool = False,
     evaluation: bool = False,
 ) -> Sample:
     """Our view of slime's sample, which stays unchanged.
@@ -110,7 +119,7 @@ def view(
         else:
             ours = _untrained(record, request, [int(token) for token in record.tokens])
     ours.status = status
-    ours.reward = reward_number(record.reward, reward_key)
+    ours.reward = reward_number(record.reward, reward_key, any_reward=any_reward)
     ours.trainer_record = SlimeRecord(record, rollout)
     return ours
 

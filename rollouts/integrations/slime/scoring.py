@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
-from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.convert import leaves, reward_number
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import SlimeRecord
 from rollouts.integrations.slime.settings import Settings, load_function
@@ -39,6 +39,8 @@ class SlimeReward:
     path: str | None
     key: str | None
     record_of: RecordOf
+    any_reward: bool = attrs.field(default=False, kw_only=True)
+    """Whether a reward may be anything, because a function of the launch makes it a number later."""
 
     async def __call__(self, sample: Sample | list[Sample]) -> Any:
         """Score a sample, or a group where ``--group-rm`` is set."""
@@ -73,6 +75,8 @@ class SlimeReward:
         return await hub.async_rm(self.args, given)
 
     def _number(self, value: Any) -> Any:
+        if self.any_reward and value is not None:
+            return reward_number(value, self.key, any_reward=True)  # slime's sample keeps the reward itself
         if not isinstance(value, dict):
             return value
         if self.key is None or self.key not in value:
@@ -86,7 +90,8 @@ class SlimeReward:
 class SlimeFilter:
     """The launch's dynamic sampling filter as our ``filter_fn``.
 
-    It gets the samples of a group in one flat list, even if rollouts fork.
+    It gets the samples of a group, as in slime: where a custom generate function returned a list for a rollout, that
+    list. The forks of a recipe's rollout are in the one flat list.
     """
 
     args: Any
@@ -111,7 +116,16 @@ class SlimeFilter:
         return self.path.rpartition(".")[2]
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
-        return load_function(self.path)(self.args, [self.record_of(sample) for sample in samples])
+        group: list[Any] = []
+        for sample in samples:
+            record = self.record_of(sample)
+            link = sample.trainer_record
+            rollout = link.rollout if isinstance(link, SlimeRecord) else None
+            if rollout is None:
+                group.append(record)
+            elif not any(entry is rollout for entry in group):
+                group.append(rollout)
+        return load_function(self.path)(self.args, group)
 
 
 def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]:

@@ -27,12 +27,13 @@ from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
-from rollouts.integrations.slime.convert import check_training_batch
+from rollouts.integrations.slime.convert import check_training_batch, leaves
+from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.returned_samples import versions_of, view
-from rollouts.integrations.slime.settings import Settings, load_function
+from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
+from rollouts.integrations.slime.settings import Settings, load_function, stop_ids_of_params
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Group, Sample
 
@@ -62,6 +63,7 @@ class TrainerRollouts:
         self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         try:
             self.policy, self.pipeline, self.manager = self._portal.call(self._build)
+            self._stack.callback(lambda: self._portal.call(self._stop))
             if settings.carry_over:  # else each batch cancels its leftovers
                 self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
             self._stack.enter_context(calm_collector())  # a collector pause delays every rollout
@@ -77,8 +79,11 @@ class TrainerRollouts:
     async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
         client = SGLangPolicy(settings.endpoint, vocab_size=settings.vocab_size)
-        policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=settings.stop_token_ids)
-        pipeline = Pipeline(self.args, settings, policy, self.buffer.taken.get)
+        stops = stop_ids_of_params(settings.params)
+        policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops)
+        self._calls = CustomCalls(client.abort_all)
+        pipeline = Pipeline(self.args, settings, policy, self._calls, self.buffer.taken.get)
+        await pipeline.check()
         config = pipeline.training()
         if settings.carry_over and settings.max_staleness is not None:
             config = attrs.evolve(config, filter_fn=_StalenessFilter(self._is_stale, config.filter_fn))
@@ -132,28 +137,38 @@ class TrainerRollouts:
         finally:
             if not self.settings.carry_over:
                 problems["rollouts/groups_begun_again"] = self._discard_leftovers()
-            if not self.settings.fully_async:
-                with anyio.CancelScope(shield=True):
-                    try:
-                        await self.policy.pause()
-                    except EndpointError:
-                        problems["rollouts/pause_failed"] = 1
+            if not self.settings.fully_async and not await self._stop():
+                problems["rollouts/pause_failed"] = 1
         settled = self._take_settled()
         groups = self._assemble(samples)
-        if self.settings.all_samples_process is not None:
-            process = load_function(self.settings.all_samples_process)
-            process(self.args, [*groups, *self._dropped_groups(settled)], self.data_source.get_samples)
-        self._release(settled)
         if self.settings.sample_filter is not None:
             load_function(self.settings.sample_filter)(self.args, groups)
+        if self.settings.all_samples_process is not None:
+            process = load_function(self.settings.all_samples_process)
+            every = sorted([*groups, *self._dropped_groups(settled)], key=lambda group: next(leaves(group)).index)
+            process(self.args, every, self.data_source.get_samples)
+        self._release(settled)
         metrics = {**self._metrics(settled, len(stale)), "rollouts/resumed": self.policy.resumed - resumed, **problems}
         return records().train_output(samples=groups, metrics=metrics)
 
     async def _evaluate(self, rollout_id: int) -> Any:
-        pipeline = self.pipeline.with_policy(ResumablePolicy(self.policy.inner, at_most=self.settings.at_most))
-        pipeline.rollout_id = rollout_id
-        data, metrics = await evaluate(self.settings, pipeline)
+        try:
+            data, metrics = await evaluate(self.settings, self.pipeline, rollout_id)
+        except BaseException:
+            if not self.settings.fully_async:  # else training rollouts run on the same servers
+                await self._stop()
+            raise
         return records().eval_output(data=data, metrics=metrics)
+
+    async def _stop(self) -> bool:
+        """Stop everything that samples; whether nothing is sampled any more."""
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.policy.pause()
+                await self._calls.stop(lets_return=self.settings.partial_rollout)
+            except EndpointError:
+                return False
+        return True
 
     def _discard_leftovers(self) -> int:
         """Discard the leftovers of a batch, since the next one has other weights; their prompts come out first."""
@@ -173,7 +188,7 @@ class TrainerRollouts:
         for sample in samples:
             assert sample.group_index is not None  # the manager numbers them
             by_group.setdefault(sample.group_index, []).append(sample)
-        fans_out = len(samples) != len(by_group) * size
+        fans_out = len(samples) != len(by_group) * size or any(_is_of_list(sample) for sample in samples)
         groups: list[Any] = []
         for index, members in by_group.items():
             rollouts = self._rollout_records(self.buffer.pop(index), _by_number(members, size))
@@ -183,6 +198,7 @@ class TrainerRollouts:
             groups_wanted=self.settings.batch_size,
             rollouts_in_group=size,
             reward_key=self.settings.reward_key,
+            any_reward=self.settings.reward_is_processed,
         )
         return groups
 
@@ -212,7 +228,8 @@ class TrainerRollouts:
             if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
-                sample = view(given, None, reward_key=self.settings.reward_key)
+                any_reward = self.settings.reward_is_processed
+                sample = view(given, None, reward_key=self.settings.reward_key, any_reward=any_reward)
             except ConfigError:
                 continue  # not trainable: it is played again
             known = versions_of(sample, mask_earlier_versions=False)
@@ -328,6 +345,12 @@ def _set_start(record: Any, begun: int) -> None:
     if record.metadata is None:
         record.metadata = {}
     record.metadata.setdefault("start_rollout_id", begun)
+
+
+def _is_of_list(sample: Sample) -> bool:
+    """Whether a custom generate function returned the samples of this rollout in a list."""
+    link = sample.trainer_record
+    return isinstance(link, SlimeRecord) and link.rollout is not None
 
 
 def _by_number(samples: Any, size: int) -> dict[int, list[Sample]]:

@@ -19,7 +19,16 @@ from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
 
-__all__ = ["OWN_KEYS", "RECIPE_VARIABLE", "EvalSet", "Settings", "load_function", "sampling_of"]
+__all__ = [
+    "OWN_KEYS",
+    "RECIPE_VARIABLE",
+    "TEXT_ONLY",
+    "EvalSet",
+    "Settings",
+    "load_function",
+    "sampling_of",
+    "stop_ids_of_params",
+]
 
 RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
 
@@ -31,10 +40,15 @@ OWN_KEYS: Mapping[str, str] = {
     "rollouts_fully_async": "true: carry over, and continue to generate between calls, while the trainer works",
     "rollouts_max_staleness": "most policy versions that a trained token may be old, with any kind of carry-over",
     "rollouts_max_attempts": "attempts at a rollout before its group fails",
+    "rollouts_recipe_filter": "true: the recipe's filter drops groups; without it only the launch's filter does",
 }
 
 _NOT_SAMPLING = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "stop_token_ids"}
-"""Keys of slime's sampling parameters that are ignored: requests set them anyway, with the tokenizer's stop ids."""
+"""Keys of slime's sampling parameters that are no part of ours: stop ids go to the policy, the others concern text."""
+
+TEXT_ONLY = "nothing: prompts of this rollout function are text"
+
+_REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
 
 
 @attrs.frozen
@@ -48,7 +62,12 @@ class EvalSet:
     metadata_key: str
     tool_key: str | None
     n_samples: int
+    params: Mapping[str, Any]
+    """slime's sampling parameters, as a custom generate function gets them."""
     sampling: SamplingParams
+    """The same for our policy; stop ids and the text of a reply are read from ``params``."""
+    apply_chat_template: bool
+    chat_template_kwargs: Mapping[str, Any]
     source: Any
     """slime's own entry, for its other attributes."""
 
@@ -79,13 +98,20 @@ class Settings:
     apply_chat_template: bool
     template_kwargs: Mapping[str, Any]
     """``--apply-chat-template-kwargs``: variables of the chat template."""
-    stop_token_ids: tuple[int, ...]
+    params: Mapping[str, Any]
+    """slime's sampling parameters, as a custom generate function gets them."""
+    seed: int | None
+    """With deterministic inference, the sampling seed of the first rollout of each group; the next one has the next."""
     scored_by_slime: bool
     """Whether the launch names a reward: ``--custom-rm-path`` or ``--rm-type``."""
     custom_rm: str | None
     group_rm: bool
     reward_key: str | None
+    reward_is_processed: bool
+    """Whether a function of the launch turns rewards into numbers after the rollouts, so that any reward is valid."""
     filter_path: str | None
+    recipe_filter: bool
+    """Whether the recipe's filter acts where the launch names none."""
     sample_hooks: tuple[str, ...]
     sample_filter: str | None
     all_samples_process: str | None
@@ -99,6 +125,8 @@ class Settings:
     """``None`` for no bound on the age of carried tokens."""
     max_attempts: int | None
     eval_sets: tuple[EvalSet, ...]
+    eval_max_prompt_len: int | None
+    """Longer prompts of an evaluation, in tokens, are left out."""
     eval_reward_key: str | None
 
     @property
@@ -126,7 +154,9 @@ class Settings:
         fully_async = bool(get("rollouts_fully_async", False))
         partial_rollout = bool(get("partial_rollout", False))
         carry_over = fully_async or partial_rollout or bool(get("rollouts_carry_over", False))
-        sampling = _sampling(args, "rollout_", get("rollout_max_response_len", 1024), {})
+        params = _slime_params(args)
+        sampling = sampling_of(params)
+        seed = get("rollout_seed", 42) if get("sglang_enable_deterministic_inference", False) else None
         endpoint = Endpoint(model=str(_required(args, "hf_checkpoint")), base_url=_urls(args), sampling=sampling)
         return cls(
             batch_size=batch_size,
@@ -139,12 +169,15 @@ class Settings:
             custom_generate=get("custom_generate_function_path"),
             apply_chat_template=bool(get("apply_chat_template", False)),
             template_kwargs=_template_kwargs(get("apply_chat_template_kwargs", {})),
-            stop_token_ids=tuple(get("rollout_stop_token_ids", ())),
+            params=params,
+            seed=seed,
             scored_by_slime=get("custom_rm_path") is not None or bool(get("rm_type")),
             custom_rm=get("custom_rm_path"),
             group_rm=bool(get("group_rm", False)),
             reward_key=get("reward_key"),
+            reward_is_processed=any(get(name) is not None for name in _REWARD_PROCESSING),
             filter_path=get("dynamic_sampling_filter_path"),
+            recipe_filter=bool(get("rollouts_recipe_filter", False)),
             sample_hooks=tuple(get("rollout_sample_hook_path", ())),
             sample_filter=get("rollout_sample_filter_path"),
             all_samples_process=get("rollout_all_samples_process_path"),
@@ -155,6 +188,7 @@ class Settings:
             max_staleness=_max_staleness(get("rollouts_max_staleness"), carry_over),
             max_attempts=get("rollouts_max_attempts"),
             eval_sets=tuple(_eval_set(args, entry) for entry in get("eval_datasets", ())),
+            eval_max_prompt_len=get("eval_max_prompt_len"),
             eval_reward_key=get("eval_reward_key") or get("reward_key"),
         )
 
@@ -179,6 +213,7 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
         ConfigError: an unknown parameter.
     """
     names = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "sampling_seed"}
+    names |= {"min_new_tokens", "repetition_penalty"}
     unknown = params.keys() - names - _NOT_SAMPLING
     if unknown:
         raise ConfigError.of("sampling_params", sorted(unknown), f"some of {', '.join(sorted(names))}")
@@ -188,14 +223,24 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def stop_ids_of_params(params: Mapping[str, Any]) -> tuple[int, ...]:
+    """The stop ids in slime's sampling parameters: one, several or none."""
+    ids = params.get("stop_token_ids")
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
 def _refuse(args: Any, get: Any) -> None:
     """Raise for flags whose effect would be wrong later."""
     refusals = {
         "rollout_top_p": (get("rollout_top_p", 1.0) != 1.0, "1.0: slime replays the nucleus of every token then"),
         "use_rollout_routing_replay": (bool(get("use_rollout_routing_replay", False)), "off: routed experts are lost"),
-        "multimodal_keys": (bool(get("multimodal_keys")), "nothing: rollouts are text"),
+        "multimodal_keys": (bool(get("multimodal_keys")), TEXT_ONLY),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
+        "colocate": (
+            bool(get("colocate", False) and get("rollouts_fully_async", False)),
+            "off with rollouts_fully_async: engines that generate between calls cannot release their memory",
+        ),
     }
     for name, (refused, expected) in refusals.items():
         if refused:
@@ -242,37 +287,60 @@ def _engines(get: Any) -> int:
     return max(1, int(counted))
 
 
-def _sampling(args: Any, prefix: str, budget: int, overrides: Mapping[str, Any]) -> SamplingParams:
-    def get(name: str, default: Any) -> Any:
-        value = overrides.get(name)
-        value = getattr(args, prefix + name, None) if value is None else value
+def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
+    """slime's sampling parameters, as its own rollout function creates them.
+
+    Args:
+        args: slime's namespace.
+        entry: a data set of an evaluation; its values come first.
+    """
+
+    def get(name: str, default: Any = None, *, flag: str | None = None) -> Any:
+        value = getattr(entry, name, None)
+        if value is None:
+            value = getattr(args, flag or f"rollout_{name}", None)
         return default if value is None else value
 
-    stop = get("stop", ())
-    return SamplingParams(
-        temperature=get("temperature", 1.0),
-        top_p=get("top_p", 1.0),
-        top_k=get("top_k", -1),
-        max_new_tokens=budget,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-    )
+    params = {
+        "temperature": get("temperature", 1.0),
+        "top_p": get("top_p", 1.0),
+        "top_k": get("top_k", -1),
+        "max_new_tokens": get("max_response_len", 1024),
+        "stop": get("stop"),
+        "stop_token_ids": get("stop_token_ids"),
+        "skip_special_tokens": get("skip_special_tokens", False),
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if entry is not None:
+        params["no_stop_trim"] = get("no_stop_trim", True, flag="")
+        for name in ("repetition_penalty", "min_new_tokens"):
+            value = get(name, flag=f"eval_{name}" if name == "min_new_tokens" else "")
+            if value is not None:
+                params[name] = value
+    return params
 
 
 def _eval_set(args: Any, entry: Any) -> EvalSet:
     def get(name: str, default: Any) -> Any:
         value = getattr(entry, name, None)
+        value = getattr(args, name, None) if value is None else value
         return default if value is None else value
 
-    budget = get("max_response_len", getattr(args, "rollout_max_response_len", None) or 1024)
-    own = {name: getattr(entry, name, None) for name in ("temperature", "top_p", "top_k", "stop")}
+    if getattr(entry, "multimodal_keys", None):
+        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, TEXT_ONLY)
+    params = _slime_params(args, entry)
     return EvalSet(
         name=entry.name,
         path=entry.path,
-        input_key=get("input_key", getattr(args, "input_key", None) or "input"),
-        label_key=get("label_key", getattr(args, "label_key", None)),
-        metadata_key=get("metadata_key", getattr(args, "metadata_key", None) or "metadata"),
-        tool_key=get("tool_key", None),
-        n_samples=get("n_samples_per_eval_prompt", 1),
-        sampling=_sampling(args, "rollout_", budget, own),
+        input_key=get("input_key", "input"),
+        label_key=get("label_key", None),
+        metadata_key=get("metadata_key", "metadata"),
+        tool_key=getattr(entry, "tool_key", None),
+        n_samples=getattr(entry, "n_samples_per_eval_prompt", None) or 1,
+        params=params,
+        sampling=sampling_of(params),
+        apply_chat_template=bool(get("apply_chat_template", False)),
+        chat_template_kwargs=dict(get("apply_chat_template_kwargs", {})),
         source=entry,
     )

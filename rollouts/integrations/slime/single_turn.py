@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -21,6 +21,8 @@ from rollouts.dtypes import Message, Prompt, SamplingParams, StopReason, packed_
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
+from rollouts.inference.resumable import ResumablePolicy
+from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import views_of_rollout
 from rollouts.integrations.slime.settings import load_function
@@ -30,7 +32,7 @@ from rollouts.training.samples import trajectory_to_sample
 from rollouts.training.types import Sample
 from rollouts.trajectory import Trajectory
 
-__all__ = ["generate_single_turn", "generate_with_slime", "sampling_dict"]
+__all__ = ["codec_of", "generate_single_turn", "generate_with_slime"]
 
 _ENDS = {"stop": StopReason.TASK_COMPLETED, "length": StopReason.MAX_TOKENS, "abort": StopReason.ABORTED}
 
@@ -63,7 +65,7 @@ async def generate_single_turn(
 
 
 async def _continue_text(prompt: Prompt, text: str, policy: Policy, model: str, sampling: SamplingParams) -> Sample:
-    codec, stops = await anyio.to_thread.run_sync(_codec, model)
+    codec, stops = await anyio.to_thread.run_sync(codec_of, model)
     ids = packed_tokens(await anyio.to_thread.run_sync(codec.encode, text))
     if not len(ids):
         raise GenerateFailure(
@@ -82,7 +84,7 @@ async def _continue_text(prompt: Prompt, text: str, policy: Policy, model: str, 
 
 
 @functools.lru_cache(maxsize=4)
-def _codec(model: str) -> tuple[Codec, tuple[int, ...]]:
+def codec_of(model: str) -> tuple[Codec, tuple[int, ...]]:
     """The tokenizer of a model, and the ids that end its turns; no chat template is needed."""
     tokenizer = load_tokenizer(model)
     return Codec(tokenizer), stop_ids_of(tokenizer)
@@ -94,26 +96,32 @@ async def generate_with_slime(
     args: Any,
     path: str,
     template: Callable[[Prompt], Any],
-    sampling: SamplingParams,
+    params: Mapping[str, Any],
+    calls: CustomCalls,
+    policy: ResumablePolicy,
     reward_key: str | None = None,
+    any_reward: bool = False,
     evaluation: bool = False,
-    resume: Callable[[], Awaitable[None]] | None = None,
+    resumes: bool = False,
     mask_earlier: bool = False,
 ) -> list[Sample]:
     """Call a custom generate function as slime does: ``(args, sample, sampling_params[, evaluation])``.
 
-    The function sends its own requests to the engines, so it cannot be paused. Each attempt has its own session.
+    The function sends its own requests to the engines, so it cannot be paused: if it is stopped because its batch is
+    full, it starts again from the prompt when the policy is open. Each attempt has its own session.
 
     Args:
         prompts: one per rollout.
         args: slime's namespace.
         path: dotted path of the function.
         template: returns slime's sample of a prompt.
-        sampling: passed to the function.
+        params: slime's sampling parameters, passed to the function.
+        calls: limits and stops the calls.
+        policy: the policy whose pauses and limit hold for the function, too.
         reward_key: the entry of a dict reward that is trained on.
+        any_reward: whether a reward needs no number, because a function of the launch makes it one later.
         evaluation: passed to a function that has this parameter.
-        resume: with partial rollouts, waits until sampling may resume; the function is then called again with the
-            sample that it returned as aborted, as in slime.
+        resumes: with partial rollouts: the function is called again with the sample that it returned as aborted.
         mask_earlier: train only the tokens that the function adds to such a sample.
 
     Raises:
@@ -122,42 +130,38 @@ async def generate_with_slime(
     samples: list[Sample] = []
     for prompt in prompts:
         given = template(prompt)
-        sample = copy.deepcopy(given)
-        sample.session_id = sample.session_id or str(uuid.uuid4())
-        function = load_function(getattr(sample, "generate_function_path", None) or path)
-        options = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        returned: Any = sample
+        function = load_function(getattr(given, "generate_function_path", None) or path)
+        extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+        returned: Any = _begun(given, evaluation)
         empty = 0
         while True:
             before = returned.response_length
             if mask_earlier and before:
                 returned.loss_mask = [0] * before
-            returned = await function(args, returned, sampling_dict(args, sampling), **options)
-            if resume is None or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
+            try:
+                call = functools.partial(function, args, returned, dict(params), **extra)
+                returned = await calls.run(policy, call)
+            except Stopped:
+                returned, empty = _begun(given, evaluation), 0
+                continue
+            if not resumes or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
                 break
             empty = empty + 1 if returned.response_length <= before else 0
             if empty >= _EMPTY_ABORTS:
                 break  # the attempt is lost
             if empty:
                 await anyio.sleep(_BACKOFF_SECONDS)
-            await resume()
         try:
-            samples += views_of_rollout(returned, given, prompt, reward_key=reward_key, evaluation=evaluation)
+            options: dict[str, Any] = {"reward_key": reward_key, "any_reward": any_reward, "evaluation": evaluation}
+            samples += views_of_rollout(returned, given, prompt, **options)
         except ConfigError as error:
             raise GenerateFailure(f"{path}: {error}") from error
     return samples
 
 
-def sampling_dict(args: Any, sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters in the format that slime passes to a generate function."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": getattr(args, "rollout_stop_token_ids", None),
-        "skip_special_tokens": bool(getattr(args, "rollout_skip_special_tokens", False)),
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-    }
+def _begun(given: Any, evaluation: bool) -> Any:
+    """slime's sample for a new attempt; in training it has a session, as in slime."""
+    sample = copy.deepcopy(given)
+    if not evaluation and sample.session_id is None:
+        sample.session_id = str(uuid.uuid4())
+    return sample

@@ -10,7 +10,8 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from anyio.from_thread import start_blocking_portal
 
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.integrations.slime import close_rollouts
+from rollouts.testing.server import StubServer
 
 SLIME = os.environ.get("SLIME_PATH")
 
@@ -48,3 +50,16 @@ def engine() -> Iterator[str]:
     with start_blocking_portal() as portal:
         with portal.wrap_async_context_manager(running_server(DEMO_MODEL, slots=12)) as url:
             yield url
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., StubServer]]:
+    """Starts a stub of an SGLang server with the given options, in a thread of its own."""
+    with start_blocking_portal() as portal, ExitStack() as servers:
+
+        def start(**options: object) -> StubServer:
+            stub = StubServer(**options)  # type: ignore[arg-type]  # each test passes what it needs
+            return servers.enter_context(portal.wrap_async_context_manager(stub))
+
+        yield start
+        close_rollouts()  # before the server ends

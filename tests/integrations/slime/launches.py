@@ -25,7 +25,9 @@ from rollouts.trajectory import CompletionRecord
 LAUNCHES: dict[str, Launch] = {}
 """By name, so that a recipe's path can find its test."""
 
-DEFAULT: dict[str, Any] = {"rollouts_carry_over": None, "rollouts_over_sampling_factor": None}
+DEFAULT: dict[str, Any] = dict.fromkeys(
+    ("rollouts_carry_over", "rollouts_over_sampling_factor", "rollouts_recipe_filter")
+)
 """Flags of a launch with none of our own keys but the recipe."""
 
 Play = Callable[[Prompt], Awaitable[Sequence[Sample]]]
@@ -114,7 +116,7 @@ class Launch:
     """The number of rollouts played, by our group index."""
 
     def args(self, **overrides: Any) -> Namespace:
-        """slime's namespace for it: over-sampled, and carried from call to call."""
+        """slime's namespace for it: over-sampled, carried from call to call, and with the launch's filter."""
         name = f"launch {len(LAUNCHES)}"
         LAUNCHES[name] = self
         values = {
@@ -130,6 +132,7 @@ class Launch:
             "sglang_router_port": 9,
             "rollouts_over_sampling_factor": self.over_sampling_factor,
             "rollouts_carry_over": True,
+            "rollouts_recipe_filter": True,
             "rollouts_recipe": f"{__name__}.recipe",
             "rollouts_recipe_options": {"name": name},
             "reward_key": None,

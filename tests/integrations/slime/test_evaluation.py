@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.evaluation import load_eval_prompts
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import Settings
+from rollouts.renderer.tokenizer import Codec, load_tokenizer
+from rollouts.testing.server import StubServer
 from rollouts.training import Prompt, Sample, Status
 from tests.integrations.slime.launches import Launch, made_sample
 
@@ -44,7 +48,7 @@ def test_every_data_set_is_played_in_order(tmp_path: Path) -> None:
     samples = output.data["one"]["samples"]
     assert [sample.prompt for sample in samples] == [f"one {i // 2}" for i in range(6)]
     assert [sample.index for sample in samples] == list(range(6))
-    assert [sample.group_index for sample in samples] == [0, 0, 1, 1, 2, 2]
+    assert {sample.group_index for sample in samples} == {None}  # as in slime
     assert output.data["two"]["rewards"] == [0.0, 1.0]
     assert output.metrics == {"eval/one/failed_samples": 0, "eval/two/failed_samples": 0}
 
@@ -100,6 +104,98 @@ def test_slices_and_chat_prompts(tmp_path: Path) -> None:
     assert [prompt.messages[0].content for prompt in prompts] == ["one 1", "one 2"]
     assert [prompt.label for prompt in prompts] == ["1", "2"]
     assert not isinstance(prompts[0].prompt, str)
+
+
+@pytest.mark.parametrize(
+    ("part", "rows"), [("[-2:]", [3, 4]), ("[:-3]", [0, 1]), ("[-4:-2]", [1, 2]), ("[3:]", [3, 4])]
+)
+def test_slices_count_from_the_end(tmp_path: Path, part: str, rows: list[int]) -> None:
+    """``path@[-100:]`` is the last 100 rows."""
+    entry = data_set(tmp_path, "one", 5)
+    entry.path += f"@{part}"
+    settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
+    prompts = load_eval_prompts(settings.eval_sets[0], settings)
+    assert [prompt.metadata["i"] for prompt in prompts] == rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo model's tokenizer with a template that has an option."""
+    loaded = load_tokenizer(DEMO_MODEL)
+    loaded.chat_template = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ tools | length if tools }}"
+    folder = tmp_path_factory.mktemp("tokenizer")
+    loaded.save_pretrained(folder)
+    return str(folder)
+
+
+def plain(tokenizer: str, *sets: Namespace, **flags: Any) -> Settings:
+    """The settings of a launch without a recipe."""
+    values = {"rollouts_recipe": None, "hf_checkpoint": tokenizer, "eval_datasets": list(sets), **flags}
+    return Settings.from_args(Launch().args(**values))
+
+
+def test_a_chat_prompt_is_the_text_that_slime_renders(tmp_path: Path, tokenizer: str) -> None:
+    """With the options of the launch's template, or those of the data set, and its tools."""
+    sets = [data_set(tmp_path, "one", 1), data_set(tmp_path, "two", 1, apply_chat_template_kwargs={"calm": False})]
+    flags = {"apply_chat_template": True, "apply_chat_template_kwargs": {"calm": True}}
+    settings = plain(tokenizer, *sets, **flags)
+    assert [load_eval_prompts(entry, settings)[0].prompt for entry in settings.eval_sets] == ["one 0 calmly", "two 0"]
+
+
+def test_the_options_of_a_template_are_refused_with_a_recipe(tmp_path: Path) -> None:
+    """Its prompts are rendered by the renderer, without them."""
+    sets = [data_set(tmp_path, "one", 1, apply_chat_template=True, apply_chat_template_kwargs={"calm": True})]
+    launch = Launch()
+    with pytest.raises(ConfigError, match=r"one\.apply_chat_template_kwargs"):
+        generate_rollout_batch(launch.args(eval_datasets=sets), 0, launch.source(), evaluation=True)
+
+
+def test_long_prompts_are_left_out(tmp_path: Path, tokenizer: str) -> None:
+    """``--eval-max-prompt-len`` counts tokens; a data set without a prompt is an error that names it."""
+    entry = data_set(tmp_path, "one", 2)
+    longer = [{"q": f"one {'more ' * i}", "meta": {"i": i}} for i in range(6)]
+    Path(entry.path).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in longer))
+    codec = Codec(load_tokenizer(tokenizer))
+    settings = plain(tokenizer, entry, eval_max_prompt_len=len(codec.encode("one more more ")))
+    found = [prompt.metadata["i"] for prompt in load_eval_prompts(settings.eval_sets[0], settings)]
+    assert found == [0, 1, 2]
+    settings = plain(tokenizer, entry, eval_max_prompt_len=1)
+    with pytest.raises(ConfigError, match="--eval-max-prompt-len"):
+        load_eval_prompts(settings.eval_sets[0], settings)
+
+
+def test_a_data_set_has_its_own_sampling_parameters(tmp_path: Path, serve: Callable[..., StubServer]) -> None:
+    """They reach the server; what the data set does not name is the launch's."""
+    stub = serve()
+    host, port = stub.url.removeprefix("http://").split(":")
+    flags = {"hf_checkpoint": str(DEMO_MODEL), "sglang_router_ip": host, "sglang_router_port": int(port)}
+    own = {"min_new_tokens": 2, "repetition_penalty": 1.5, "stop_token_ids": [7], "stop": ["END"], "temperature": 0.0}
+    sets = [data_set(tmp_path, "one", 1, **own), data_set(tmp_path, "two", 1)]
+    flags |= {"rollouts_recipe": None, "rollout_stop_token_ids": [9], "eval_min_new_tokens": 1}
+    launch = Launch()
+    args = launch.args(**flags, eval_datasets=sets, custom_rm_path=f"{__name__}.one")
+    generate_rollout_batch(args, 0, launch.source(), evaluation=True)
+    by_set = {len(request.sampling_params.get("stop", ())): request.sampling_params for request in stub.requests}
+    named = {name: value for name, value in own.items() if name != "stop_token_ids"}
+    assert named.items() <= by_set[1].items()
+    assert (7 in by_set[1]["stop_token_ids"], 9 in by_set[1]["stop_token_ids"]) == (True, False)
+    assert (by_set[0]["min_new_tokens"], by_set[0]["temperature"], 9 in by_set[0]["stop_token_ids"]) == (1, 1.0, True)
+
+
+async def one(args: Any, sample: Any, **_: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"multimodal_keys": {"image": "images"}}, "multimodal_keys"), ({"no_stop_trim": False}, "no_stop_trim")],
+)
+def test_what_a_data_set_cannot_have_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    """With the names of the data set and the field."""
+    launch = Launch()
+    args = launch.args(eval_datasets=[data_set(tmp_path, "one", 1, **fields)])
+    with pytest.raises(ConfigError, match=rf"one\.{named}"):
+        generate_rollout_batch(args, 0, launch.source(), evaluation=True)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

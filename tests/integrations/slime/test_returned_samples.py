@@ -248,6 +248,33 @@ def test_the_part_that_the_key_names_has_to_be_a_number() -> None:
         run(args)
 
 
+async def teacher(args: Any, sample: Any, **_: Any) -> Any:
+    """The raw reply of a teacher, as in slime's on-policy distillation."""
+    return {"text": "", "meta_info": {"input_token_logprobs": [[-0.5, 1, None]]}}
+
+
+async def with_reply(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return filled(sample, reward=await teacher(args, sample))
+
+
+PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+
+
+@pytest.mark.parametrize("function", ["unscored", "with_reply"])
+@pytest.mark.parametrize("flag", PROCESSING)
+def test_a_reward_that_is_processed_later_needs_no_number(function: str, flag: str) -> None:
+    """Where the launch names a function that makes it one, the reward reaches it unchanged."""
+    rewards = {"custom_rm_path": f"{__name__}.teacher"} if function == "unscored" else {}
+    output = run(plain_args(function, **rewards, **{flag: "slime.rollout.on_policy_distillation.post_process_rewards"}))
+    assert [set(sample.reward) for sample in output] == [{"text", "meta_info"}] * 4
+
+
+def test_a_reward_that_no_function_processes_needs_a_number() -> None:
+    """The error names the key that is missing."""
+    with pytest.raises(GenerateFailure, match="--reward-key"):
+        run(plain_args("unscored", custom_rm_path=f"{__name__}.teacher"))
+
+
 def test_an_evaluation_may_be_scored_by_another_part(tmp_path: Path) -> None:
     """``--eval-reward-key`` selects the number; the dict of the reward function stays unchanged."""
     args = plain_args(
@@ -287,6 +314,32 @@ def test_a_rollout_that_fans_out_is_scored_as_a_list() -> None:
     assert args.calls == [[0, 2]] * 4
     assert [sample.reward for sample in output] == [10.0, 0.5, 12.0] * 4
     assert {id(sample) for sample in output} == {id(sample) for sample in args.made}
+
+
+def judges_lists(args: Any, group: list[Any], **_: Any) -> Any:
+    """A dynamic filter as slime calls it: a list of rollouts, each a list of samples."""
+    args.calls.append([[sample.number for sample in rollout] for rollout in group])
+    return records().filter_output(keep=all(sample.reward is not None for rollout in group for sample in rollout))
+
+
+def test_a_filter_gets_the_list_of_a_rollout_that_fans_out() -> None:
+    """With the very samples, which have their rewards."""
+    path = f"{__name__}.judges_lists"
+    run(plain_args("fans_out", custom_rm_path=f"{__name__}.one_each", dynamic_sampling_filter_path=path))
+
+
+async def one_each(args: Any, samples: list[Any], **_: Any) -> list[float]:
+    return [1.0] * len(samples)
+
+
+async def alone(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return [filled(sample, reward=1.0, rollout_id=sample.index)]
+
+
+def test_a_list_of_one_sample_stays_a_list() -> None:
+    """Sample filters and slime's own checks get the shape that the function returned."""
+    groups = generate_rollout_batch(plain_args("alone"), 0, Source(2)).samples
+    assert [[len(rollout) for rollout in group] for group in groups] == [[1, 1], [1, 1]]
 
 
 async def two_rollouts_in_one(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:

@@ -170,7 +170,7 @@ def test_a_default_launch_is_on_policy() -> None:
 def test_a_filter_costs_one_group_for_one() -> None:
     """A dropped group is replaced, and the batch stays on-policy."""
     launch = Trained(batch_size=4, n=2, reward=_zero_for_even_groups, filter_fn=check_reward_nonzero_std)
-    found = launch.batches(launch.args(**DEFAULT), 4)
+    found = launch.batches(launch.args(**DEFAULT | {"rollouts_recipe_filter": True}), 4)
     assert [ages for ages, *_ in found] == [{0}] * 4
     assert launch.begun == 2 * len(launch.given)
     assert len(launch.given) <= 2 * 16 + 1

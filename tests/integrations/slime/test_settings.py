@@ -25,7 +25,7 @@ def test_sizes_sampling_and_address() -> None:
     sampling = found.endpoint.sampling
     assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_new_tokens) == (0.8, 20, ("END",), 32)
     assert found.endpoint.base_url == ("http://127.0.0.1:9",)
-    assert found.stop_token_ids == (7,)
+    assert found.params["stop_token_ids"] == [7]
 
 
 @pytest.mark.parametrize("flag", [{"enable_thinking": False}, '{"enable_thinking": false}'])

@@ -1,0 +1,435 @@
+"""Parity with slime: its own rollout function and ours, with the same flags, on the same server.
+
+Every field of slime's ``Sample`` and every flag that ``slime/rollout/sglang_rollout.py`` reads has to be equal, or
+refused by name. Both lists are taken from slime's source: a flag that a later slime adds fails here until a table
+has it.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from rollouts.engine import DEMO_MODEL
+from rollouts.errors import ConfigError
+from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
+from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.records import records
+from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
+from rollouts.testing.replies import Request
+from rollouts.testing.server import StubServer
+from tests.integrations.slime.launches import Source
+
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # slime never closes its HTTP client
+]
+
+HERE = __name__
+TEMPLATE = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ ' with tools' if tools }} ->"
+
+
+# -- one server for both ----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Bench:
+    """A stub of a router and of a worker, which both rollout functions use."""
+
+    router: StubServer
+    model: Path
+    stops: frozenset[int]
+    rows: Path
+
+    def args(self, **overrides: Any) -> Namespace:
+        """A launch with the default of every flag that slime reads."""
+        host, port = self.router.url.removeprefix("http://").split(":")
+        values = {
+            **DEFAULTS,
+            "hf_checkpoint": str(self.model),
+            "sglang_router_ip": host,
+            "sglang_router_port": int(port),
+        }
+        args = Namespace(**{**values, "seen": [], **overrides})
+        build = importlib.import_module("slime.utils.eval_config").build_eval_dataset_configs
+        sets = [{"name": "one", "path": str(self.rows), **getattr(args, "eval_fields", {})}]
+        args.eval_datasets = build(args, sets, {})
+        return args
+
+    def play(self, function: Callable[..., Any], args: Namespace, *, evaluation: bool) -> Played:
+        """Call a rollout function once."""
+        self.router.requests.clear()
+        output = function(args, 0, Source(args.n_samples_per_prompt), evaluation=evaluation)
+        if evaluation:
+            data = output.data["one"]
+            samples, extra = data["samples"], {"rewards": data["rewards"], "truncated": data["truncated"]}
+        else:
+            samples, extra = list(leaves(output.samples)), {"shape": shape(output.samples)}
+        return Played(samples, sorted(map(self.asked, self.router.requests), key=repr), extra, seen=args.seen)
+
+    def asked(self, request: Request) -> Any:
+        """A request without what concerns only its text, and with the defaults of what it leaves out."""
+        text = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"}
+        given = {name: value for name, value in request.sampling_params.items() if name not in text}
+        params = {"min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0, "sampling_seed": None, **given}
+        params["stop"] = sorted(params.get("stop") or ())
+        params["stop_token_ids"] = sorted({*(params.get("stop_token_ids") or ())} - self.stops)
+        return list(request.input_ids), sorted(params.items()), request.body["return_logprob"]
+
+    def both(self, *, evaluation: bool, **overrides: Any) -> tuple[Played, Played]:
+        """slime's function, then ours, each with its own namespace."""
+        module = importlib.import_module("slime.rollout.sglang_rollout")
+        args = self.args(**overrides)
+        start_slime(args)
+        theirs = self.play(module.generate_rollout, args, evaluation=evaluation)
+        ours = self.play(generate_rollout_batch, self.args(**overrides), evaluation=evaluation)
+        close_rollouts()
+        return theirs, ours
+
+
+def start_slime(args: Namespace) -> None:
+    """Give slime the state of a new process: it keeps the first namespace, data sets, and one event loop's client."""
+    module = importlib.import_module("slime.rollout.sglang_rollout")
+    type(module.GenerateState)._instances.pop(module.GenerateState, None)
+    module.EVAL_PROMPT_DATASET.clear()
+    http = importlib.import_module("slime.utils.http_utils")
+    http._http_client = None
+    http.init_http_client(args)
+
+
+@attrs.frozen
+class Played:
+    """What a rollout function returned and sent."""
+
+    samples: list[Any]
+    requests: list[Any]
+    extra: dict[str, Any]
+    seen: list[Any]
+
+    def fields(self) -> list[dict[str, Any]]:
+        """Every field of every sample; a session is a random name, and a missing ``rollout_id`` is the index."""
+        found = [
+            {name: getattr(sample, name) for name in records().sample.__dataclass_fields__} for sample in self.samples
+        ]
+        for entry in found:
+            entry["session_id"] = entry["session_id"] is not None
+            entry["rollout_id"] = entry["index"] if entry["rollout_id"] is None else entry["rollout_id"]
+        return found
+
+
+def check_equal(ours: Played, theirs: Played) -> None:
+    """The requests, the fields that differ, and what the functions of the launch got."""
+    assert ours.requests == theirs.requests
+    pairs = zip(ours.fields(), theirs.fields(), strict=True)
+    different = [
+        {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]} for mine, other in pairs
+    ]
+    assert [entry for entry in different if entry] == []
+    assert ours.extra == theirs.extra
+    assert sorted(ours.seen, key=repr) == sorted(theirs.seen, key=repr)
+
+
+def shape(node: Any) -> Any:
+    return [shape(entry) for entry in node] if isinstance(node, list) else "sample"
+
+
+@pytest.fixture(scope="module")
+def bench(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("parity")
+    model, rows = folder / "model", folder / "rows.jsonl"
+    shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    data = [
+        {"q": f"question {row}" + " again" * row, "a": str(row), "metadata": {"row": row}, "t": []} for row in range(3)
+    ]
+    rows.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in data))
+    tokenizer = load_tokenizer(model)
+    codec = Codec(tokenizer)
+    reply = codec.encode("The answer is 3.<|im_end|>").tolist()
+
+    def answer(input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        """A reply with logprobs that are equal in 32 and 64 bits, and its text as the server would decode it."""
+        ids = reply[: params["max_new_tokens"]]
+        cut = len(ids) < len(reply)
+        return {
+            "text": codec.decode(ids, skip_special=params.get("skip_special_tokens", True)),
+            "output_ids": ids,
+            "meta_info": {
+                "finish_reason": {"type": "length", "length": len(ids)}
+                if cut
+                else {"type": "stop", "matched": ids[-1]},
+                "prompt_tokens": len(input_ids),
+                "completion_tokens": len(ids),
+                "cached_tokens": 2,
+                "weight_version": "7",
+                "output_token_logprobs": [[-0.25 * (1 + number % 3), token, None] for number, token in enumerate(ids)],
+            },
+        }
+
+    with start_blocking_portal() as portal, ExitStack() as servers:
+        worker = servers.enter_context(portal.wrap_async_context_manager(StubServer(loads=dict)))
+        stub = StubServer(answer, workers=[worker.url])
+        router = servers.enter_context(portal.wrap_async_context_manager(stub))
+        yield Bench(router, model, frozenset(stop_ids_of(tokenizer)), rows)
+        close_rollouts()
+
+
+# -- functions of a launch --------------------------------------------------------------------------------------------
+
+
+async def score(args: Any, given: Any, **_: Any) -> Any:
+    if isinstance(given, list):
+        return [float(sample.index % 2) for sample in given]
+    reward = float(given.index % 2)
+    return {"score": reward, "acc": 1.0 - reward, "text": "a"} if args.reward_key or args.eval_reward_key else reward
+
+
+async def custom(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """A generate function that sets every field, also those that it does not know."""
+    given = {"index": sample.index, "prompt": sample.prompt, "session": sample.session_id is not None}
+    args.seen.append({**given, "evaluation": evaluation, "params": copy.deepcopy(sampling_params)})
+    known = {
+        "tokens": [5, 6, 7, 8],
+        "response": "a reply",
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "rollout_log_probs": [-0.5, 0.0, -0.25],
+        "status": type(sample).Status.TRUNCATED,
+        "remove_sample": sample.index % 2 == 1,
+        "reward": 0.5,
+        "weight_versions": ["7", "8"],
+        "non_generation_time": 1.5,
+        "metadata": {**sample.metadata, "raw_reward": 3.0},
+    }
+    left = {"index", "group_index", "rollout_id", "session_id"}
+    for name in type(sample).__dataclass_fields__:
+        if name not in left:
+            setattr(sample, name, known.get(name, {"set by": "generate", "field": name}))
+    sample.generate_function_path = sample.custom_rm_path = None
+    sample.another_attribute = "kept"
+    return sample
+
+
+def keeps_all(args: Any, group: list[Any], **_: Any) -> Any:
+    args.seen.append(("dynamic filter", [(sample.index, sample.reward) for sample in group]))
+    return records().filter_output(keep=True)
+
+
+def removes_first(args: Any, groups: list[Any]) -> None:
+    args.seen.append(("sample filter", [[sample.index for sample in group] for group in groups]))
+    groups[0][0].remove_sample = True
+
+
+def sees_all(args: Any, groups: list[Any], get_samples: Any) -> None:
+    args.seen.append(("all samples", [[(sample.index, sample.remove_sample) for sample in group] for group in groups]))
+
+
+# -- every field ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("function", [None, f"{HERE}.custom"], ids=["default", "custom generate"])
+def test_every_field_is_that_of_slimes_own_function(bench: Bench, function: str | None, evaluation: bool) -> None:
+    """All fields of slime's ``Sample``, of later versions too, and what the function was called with."""
+    theirs, ours = bench.both(evaluation=evaluation, custom_generate_function_path=function)
+    check_equal(ours, theirs)
+    if function is not None:
+        assert {sample.another_attribute for sample in ours.samples} == {"kept"}
+
+
+# -- every flag -------------------------------------------------------------------------------------------------------
+
+
+DEFAULTS: dict[str, Any] = {
+    "apply_chat_template": False,
+    "apply_chat_template_kwargs": {},
+    "ci_test": False,
+    "custom_generate_function_path": None,
+    "dynamic_sampling_filter_path": None,
+    "eval_max_prompt_len": None,
+    "eval_min_new_tokens": None,
+    "eval_reward_key": None,
+    "group_rm": False,
+    "mask_offpolicy_in_partial_rollout": False,
+    "multimodal_keys": None,
+    "n_samples_per_prompt": 2,
+    "over_sampling_batch_size": 2,
+    "partial_rollout": False,
+    "reward_key": None,
+    "rollout_all_samples_process_path": None,
+    "rollout_batch_size": 2,
+    "rollout_global_dataset": True,
+    "rollout_max_response_len": 32,
+    "rollout_sample_filter_path": None,
+    "rollout_seed": 42,
+    "rollout_skip_special_tokens": False,
+    "rollout_stop": None,
+    "rollout_stop_token_ids": None,
+    "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
+    "rollout_top_p": 1.0,
+    "router_policy": None,
+    "sglang_dp_size": 1,
+    "sglang_enable_deterministic_inference": False,
+    "sglang_model_routers": None,
+    "sglang_server_concurrency": 512,
+    "use_rollout_routing_replay": False,
+    # what other modules of slime read
+    "custom_rm_path": f"{HERE}.score",
+    "rollout_sample_hook_path": None,
+    "rollout_num_engines": 1,
+    "use_distributed_post": False,
+    "input_key": "q",
+    "label_key": "a",
+    "metadata_key": "metadata",
+    "tool_key": None,
+}
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "apply_chat_template": {"apply_chat_template": True},
+    "apply_chat_template_kwargs": {"apply_chat_template": True, "apply_chat_template_kwargs": {"calm": True}},
+    "ci_test": {"ci_test": True},
+    "custom_generate_function_path": {"custom_generate_function_path": f"{HERE}.custom"},
+    "dynamic_sampling_filter_path": {"dynamic_sampling_filter_path": f"{HERE}.keeps_all"},
+    "eval_datasets": {"eval_fields": {"n_samples_per_eval_prompt": 3}},
+    "eval_max_prompt_len": {"eval_max_prompt_len": 9},
+    "eval_min_new_tokens": {"eval_min_new_tokens": 2},
+    "eval_reward_key": {"reward_key": "score", "eval_reward_key": "acc"},
+    "group_rm": {"group_rm": True},
+    "hf_checkpoint": {"hf_checkpoint": str(DEMO_MODEL)},
+    "mask_offpolicy_in_partial_rollout": {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
+    "n_samples_per_prompt": {"n_samples_per_prompt": 3},
+    "over_sampling_batch_size": {"rollout_batch_size": 3, "over_sampling_batch_size": 3},
+    "partial_rollout": {"partial_rollout": True},
+    "reward_key": {"reward_key": "score"},
+    "rollout_all_samples_process_path": {
+        "rollout_all_samples_process_path": f"{HERE}.sees_all",
+        "rollout_sample_filter_path": f"{HERE}.removes_first",
+    },
+    "rollout_batch_size": {"rollout_batch_size": 1, "over_sampling_batch_size": 1},
+    "rollout_max_response_len": {"rollout_max_response_len": 3},
+    "rollout_sample_filter_path": {"rollout_sample_filter_path": f"{HERE}.removes_first"},
+    "rollout_seed": {"rollout_seed": 7, "sglang_enable_deterministic_inference": True},
+    "rollout_skip_special_tokens": {"rollout_skip_special_tokens": True},
+    "rollout_stop": {"rollout_stop": ["END", "FIN"]},
+    "rollout_stop_token_ids": {"rollout_stop_token_ids": [7, 8]},
+    "rollout_temperature": {"rollout_temperature": 0.5},
+    "rollout_top_k": {"rollout_top_k": 20},
+    "router_policy": {"router_policy": "consistent_hashing"},
+    "sglang_dp_size": {"sglang_dp_size": 2},
+    "sglang_enable_deterministic_inference": {"sglang_enable_deterministic_inference": True},
+    "sglang_model_routers": {"sglang_model_routers": {"other": ("127.0.0.1", 9)}},
+    "sglang_server_concurrency": {"sglang_server_concurrency": 1},
+}
+"""Each flag with another value than the default; equal requests and equal samples."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "multimodal_keys": {"multimodal_keys": {"image": "images"}},
+    "rollout_global_dataset": {"rollout_global_dataset": False},
+    "rollout_top_p": {"rollout_top_p": 0.9},
+    "use_rollout_routing_replay": {"use_rollout_routing_replay": True},
+}
+"""Each flag with the value that is refused by its name."""
+
+BY_CONSTRUCTION = {"sglang_router_ip", "sglang_router_port"}
+"""The address of the server, without which nothing here is equal."""
+
+FIELDS: dict[str, Any] = {
+    "apply_chat_template": True,
+    "apply_chat_template_kwargs": {"calm": True},
+    "custom_generate_function_path": f"{HERE}.custom",
+    "custom_rm_path": f"{HERE}.other_score",
+    "label_key": "q",
+    "input_key": "a",
+    "max_response_len": 3,
+    "metadata_key": "nothing",
+    "min_new_tokens": 2,
+    "n_samples_per_eval_prompt": 3,
+    "repetition_penalty": 1.5,
+    "skip_special_tokens": True,
+    "stop": ["END"],
+    "stop_token_ids": [7],
+    "temperature": 0.0,
+    "tool_key": "t",
+    "top_k": 5,
+    "top_p": 0.5,
+}
+"""Each field of an evaluation's data set, with another value than the default."""
+
+REFUSED_FIELDS = {"multimodal_keys": {"image": "images"}, "no_stop_trim": False}
+
+METHODS = {"name", "path", "cache_key", "inject_metadata"}
+
+
+async def other_score(args: Any, sample: Any, **_: Any) -> float:
+    return 9.0
+
+
+def read_by_slime(slime_path: Path, owner: str) -> set[str]:
+    """The attributes of ``owner`` that slime's rollout function and its evaluation read."""
+    tree = ast.parse((slime_path / "slime/rollout/sglang_rollout.py").read_text())
+    found = set()
+    for node in ast.walk(tree):
+        value, name = None, None
+        if isinstance(node, ast.Attribute):
+            value, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            value, name = node.args[0], ast.literal_eval(node.args[1])
+        if getattr(value, "id", None) == owner or (isinstance(value, ast.Attribute) and value.attr == owner):
+            found.add(str(name))
+    return found
+
+
+def test_every_flag_that_slime_reads_is_in_the_tables(slime_path: Path) -> None:
+    """A flag or a field of a data set that a later slime reads has to be compared, or refused."""
+    flags = read_by_slime(slime_path, "args")
+    assert len(flags) > 30
+    assert flags == CHANGED.keys() | REFUSED.keys() | BY_CONSTRUCTION
+    assert read_by_slime(slime_path, "dataset_cfg") == FIELDS.keys() | REFUSED_FIELDS.keys() | METHODS
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("flag", CHANGED)
+def test_a_flag_does_what_it_does_in_slime(bench: Bench, flag: str, evaluation: bool) -> None:
+    """Equal requests, equal samples, equal calls of the launch's functions."""
+    if flag == "group_rm" and evaluation:
+        pytest.skip("slime has no evaluation with --group-rm")
+    theirs, ours = bench.both(evaluation=evaluation, **CHANGED[flag])
+    check_equal(ours, theirs)
+    if flag == "router_policy":
+        assert all("X-SMG-Routing-Key" in request.headers for request in bench.router.requests)
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_flag_that_is_not_served_is_refused(bench: Bench, flag: str) -> None:
+    """By its name, before the first request."""
+    with pytest.raises(ConfigError, match=rf"args\.{flag}"):
+        bench.play(generate_rollout_batch, bench.args(**REFUSED[flag]), evaluation=False)
+    assert bench.router.requests == []
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_a_data_set_does_what_it_does_in_slime(bench: Bench, field: str) -> None:
+    """Equal requests, equal samples, equal rewards."""
+    fields = {field: FIELDS[field], **({"apply_chat_template": True} if "template" in field or "tool" in field else {})}
+    theirs, ours = bench.both(evaluation=True, eval_fields=fields)
+    check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("field", REFUSED_FIELDS)
+def test_a_field_of_a_data_set_that_is_not_served_is_refused(bench: Bench, field: str) -> None:
+    """With the name of the data set."""
+    with pytest.raises(ConfigError, match=rf"one\.{field}"):
+        bench.play(generate_rollout_batch, bench.args(eval_fields={field: REFUSED_FIELDS[field]}), evaluation=True)

@@ -1,0 +1,184 @@
+"""What a launch and its recipe make of a rollout: seeds, text, the recipe's filter, and the first tests."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.dtypes import Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.integrations.slime import generate_rollout_batch
+from rollouts.integrations.slime.convert import leaves
+from rollouts.recipe import Recipe, agent_recipe
+from rollouts.renderer.tokenizer import Codec, load_tokenizer
+from rollouts.testing.server import StubServer
+from rollouts.training import check_reward_nonzero_std
+from tests.integrations.slime.launches import DEFAULT, Launch, Source
+from tests.integrations.slime.test_evaluation import data_set
+from tests.integrations.slime.test_returned_samples import filled, plain_args
+
+Serve = Callable[..., StubServer]
+
+
+def single_turn(stub: StubServer, **overrides: Any) -> Namespace:
+    """A launch of one reply for each prompt."""
+    host, port = stub.url.removeprefix("http://").split(":")
+    values = {"hf_checkpoint": str(DEMO_MODEL), "sglang_router_ip": host, "sglang_router_port": int(port)}
+    values |= {"custom_generate_function_path": None, "custom_rm_path": f"{__name__}.one"}
+    return plain_args("", **{**values, **overrides})
+
+
+async def one(args: Any, sample: Any, **_: Any) -> float:
+    return 1.0
+
+
+# -- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_siblings_have_seeds_of_their_own(serve: Serve, tmp_path: Path) -> None:
+    """With deterministic inference each rollout of a prompt has the next seed; without one, all would be the same."""
+    stub = serve()
+    flags = {"sglang_enable_deterministic_inference": True, "rollout_seed": 100, "n_samples_per_prompt": 3}
+    sets = [data_set(tmp_path, "one", 2, n_samples_per_eval_prompt=2)]
+    args = single_turn(stub, **flags, eval_datasets=sets)
+    generate_rollout_batch(args, 0, Source(3))
+    assert sorted(request.sampling_params["sampling_seed"] for request in stub.requests) == [
+        100,
+        100,
+        101,
+        101,
+        102,
+        102,
+    ]
+    stub.requests.clear()
+    generate_rollout_batch(args, 0, Source(3), evaluation=True)
+    assert sorted(request.sampling_params["sampling_seed"] for request in stub.requests) == [100, 100, 101, 101]
+
+
+async def notes_seed(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    args.calls.append((sample.index, sampling_params.get("sampling_seed")))
+    return filled(sample, reward=1.0)
+
+
+def test_a_custom_function_gets_the_seed() -> None:
+    """Under slime's name, and only with deterministic inference."""
+    path = f"{__name__}.notes_seed"
+    args = plain_args("", custom_generate_function_path=path, sglang_enable_deterministic_inference=True)
+    generate_rollout_batch(args, 0, Source(2))
+    assert sorted(args.calls) == [(0, 42), (1, 43), (2, 42), (3, 43)]
+    args = plain_args("", custom_generate_function_path=path)
+    generate_rollout_batch(args, 0, Source(2))
+    assert {seed for _, seed in args.calls} == {None}
+
+
+# -- text and images ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_response_may_leave_out_special_tokens(serve: Serve, skip: bool) -> None:
+    """``--rollout-skip-special-tokens`` concerns the text for slime's functions; the tokens stay."""
+    codec = Codec(load_tokenizer(DEMO_MODEL))
+    ids = codec.encode("The answer is 3.<|im_end|>").tolist()
+    args = single_turn(serve(reply=lambda input_ids, params: ids), rollout_skip_special_tokens=skip)
+    for sample in leaves(generate_rollout_batch(args, 0, Source(2)).samples):
+        assert sample.tokens[-len(ids) :] == ids
+        assert sample.response == ("The answer is 3." if skip else "The answer is 3.<|im_end|>")
+
+
+class Pictures(Source):
+    """Prompts with media, without a flag of the launch that says so."""
+
+    def __init__(self, media: dict[str, Any] | None) -> None:
+        super().__init__(2)
+        self.media = media
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for group in groups:
+            for sample in group:
+                sample.multimodal_inputs = self.media
+        return groups
+
+
+@pytest.mark.parametrize("recipe", [False, True])
+def test_images_are_refused_wherever_they_come_from(serve: Serve, recipe: bool) -> None:
+    """A rollout of the text alone would train on another prompt; no request is sent."""
+    stub = serve()
+    args = Launch().args() if recipe else single_turn(stub)
+    with pytest.raises(ConfigError, match=r"multimodal_inputs.*images"):
+        generate_rollout_batch(args, 0, Pictures({"images": ["raw"], "videos": None}))
+    assert stub.requests == []
+
+
+def test_a_model_with_a_processor_may_play_text(serve: Serve) -> None:
+    """slime sets the field on every prompt of such a model, without a value."""
+    for media in (None, {}, {"images": None, "videos": None}):
+        assert generate_rollout_batch(single_turn(serve()), 0, Pictures(media)).samples
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipes_filter_acts_only_where_the_launch_asks_for_it() -> None:
+    """A launch without a dynamic filter trains every group, as in slime."""
+    launch = Launch(batch_size=2, n=2, reward=lambda sample: 0.0, filter_fn=check_reward_nonzero_std)
+    output = generate_rollout_batch(launch.args(**DEFAULT), 0, launch.source())
+    assert [group[0].group_index for group in output.samples] == [0, 1]
+    assert launch.played.total() == 4
+
+
+def with_tools(endpoint: Endpoint, *, dialect: str = "", max_turns: int = 4) -> Recipe:
+    """Agents with a tool."""
+    return agent_recipe(
+        "tools",
+        endpoint,
+        CalculatorEnvironment,
+        ["p"],
+        max_turns=max_turns,
+        **({"dialect": dialect} if dialect else {}),
+    )
+
+
+def broken(endpoint: Endpoint) -> Recipe:
+    """An environment that cannot be made."""
+    return agent_recipe("broken", endpoint, functools.partial(CalculatorEnvironment, no_such_option=1), ["p"])
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer whose template names no tools."""
+    loaded = load_tokenizer(DEMO_MODEL)
+    loaded.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder = tmp_path_factory.mktemp("silent")
+    loaded.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("with_tools", {}, "tool"),
+        ("with_tools", {"dialect": "klingon"}, "klingon"),
+        ("broken", {}, "takes no arguments"),
+    ],
+)
+def test_a_recipe_is_tested_before_the_first_request(
+    serve: Serve, silent: str, function: str, options: dict[str, Any], message: str
+) -> None:
+    """A template without tools, an unknown dialect or a broken environment would make every rollout worthless."""
+    stub = serve()
+    flags = {"rollouts_recipe": f"{__name__}.{function}", "rollouts_recipe_options": options, "hf_checkpoint": silent}
+    source = Source(2)
+    with pytest.raises((ConfigError, EnvironmentFailure), match=message):
+        generate_rollout_batch(single_turn(stub, **flags), 0, source)
+    assert (stub.requests, source.given) == ([], [])
