@@ -37,7 +37,7 @@ VERBS = {
     "recipes": Verb("recipes", "list the built-in recipes with their options"),
     "show": Verb("show", "print a stored run: groups, samples, transcripts"),
     "play": Verb("play", "play one prompt and print its turns"),
-    "verify": Verb("verify", "check that a stored run is intact: laws 1 to 5"),
+    "verify": Verb("verify", "check the laws on a stored run; with --model also its logprobs"),
     "export": Verb("export", "convert a stored run to a file format"),
     "replay": Verb("replay", "replay a recorded run without a server, and compare"),
     "rescore": Verb("rescore", "apply another reward function and filter to a stored run"),

@@ -1,33 +1,86 @@
-"""``rollouts verify``: check laws 1 to 5 on a stored run."""
+"""``rollouts verify``: check laws 1 to 5 on a stored run, and law 8 with the weights of its versions."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollouts.commands.arguments import BROKEN, add_verb
+from rollouts.errors import ConfigError
+from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.verify import verify_run
 from rollouts.terminal import say
 
 _VIOLATIONS_SHOWN = 20
+_PACKAGES = ("torch", "safetensors")
 
 __all__ = ["add"]
 
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "verify", _verify, "check that a stored run is intact: laws 1 to 5", "verify runs/a")
+    does = "check the laws on a stored run; with --model also its logprobs"
+    parser = add_verb(verbs, "verify", _verify, does, "verify runs/a --model v1=weights/1 v2=weights/2")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=[],
+        metavar="[VERSION=]DIR",
+        help="compare every logprob with these weights (law 8); without VERSION, for all versions that have no other",
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(TOLERANCES), help="of the comparison (default: that of the weights in the first DIR)"
+    )
+    defaults = ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
+    parser.add_argument(
+        "--tolerance", type=_tolerance, metavar="X", help=f"largest difference of a logprob (default: {defaults})"
+    )
 
 
 def _verify(args: argparse.Namespace) -> int:
+    models = _models(args.model)
     report = verify_run(args.run)
     say(report)
-    for violation in report.violations[:_VIOLATIONS_SHOWN]:
+    violations = report.violations
+    if models and report.ok:
+        logprobs = check_logprobs(args.run, models, dtype=args.dtype, tolerance=args.tolerance)
+        say(logprobs)
+        violations = logprobs.violations
+    elif models:
+        say("law 8 (logprobs): not checked, since another law is broken")
+    for violation in violations[:_VIOLATIONS_SHOWN]:
         say(violation, file=sys.stderr)
-    left = len(report.violations) - _VIOLATIONS_SHOWN
+    left = len(violations) - _VIOLATIONS_SHOWN
     if left > 0:
         say(f"... and {left} more", file=sys.stderr)
-    return 0 if report.ok else BROKEN
+    return BROKEN if violations else 0
+
+
+def _models(texts: Sequence[str]) -> dict[str | None, Path]:
+    """The folder of each version; of ``None`` for all others."""
+    models: dict[str | None, Path] = {}
+    for text in texts:
+        version, equals, folder = text.partition("=")
+        name = version if equals and not Path(text).is_dir() else None
+        path = Path(folder if name is not None else text)
+        if name in models:
+            raise ConfigError.of("--model", text, "one folder for each version")
+        if not path.is_dir():
+            raise ConfigError.of("--model", text, "a folder with a model, or VERSION=folder")
+        models[name] = path
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if models and missing:
+        raise ConfigError(f'--model needs {", ".join(missing)}: pip install "rollouts[engine]"')
+    return models
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}; expected a number >= 0")
+    return value

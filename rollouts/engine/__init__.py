@@ -36,8 +36,9 @@ async def serve(
 @contextlib.asynccontextmanager
 async def running_server(
     model: Path, host: str = "127.0.0.1", port: int = 0, *, slots: int = 64, max_context: int | None = None,
-    max_queued: int | None = None, health_seconds: float = 20.0, dtype: str = "float32",
-    unflushed_updates: bool = False, api_key: str | None = None,
+    max_queued: int | None = None, health_seconds: float = 20.0, keep_alive_seconds: float = 5.0,
+    dtype: str = "float32", api_key: str | None = None, unflushed_updates: bool = False, stale_cache: bool = False,
+    shared_prefixes: bool = False, reported_model: Path | None = None,
 ) -> AsyncIterator[str]:  # fmt: skip
     """Serve a model folder in this process while the context lasts; yields the base URL.
 
@@ -49,11 +50,15 @@ async def running_server(
         max_context: limit for prompt and reply together, in tokens; by default the model's positions.
         max_queued: maximum number of waiting requests, further ones get a 503; by default no limit.
         health_seconds: how long ``/health`` waits for a token.
+        keep_alive_seconds: after how long an idle connection is closed.
         dtype: ``"float32"``, or ``"bfloat16"`` for half the memory; a logprob then depends, within its rounding, on the
             other rows of its batch.
+        api_key: the key that every request but those of ``/health`` must have.
         unflushed_updates: inject a fault for tests: a weight update without a pause while requests run changes the
             weights, does not flush the cache, and answers 400. SGLang does this occasionally.
-        api_key: the key that every request but those of ``/health`` must have.
+        stale_cache: inject a fault for tests: a flush succeeds, and the cached prefixes stay.
+        shared_prefixes: inject a fault for tests: ``extra_key`` is ignored.
+        reported_model: inject a fault for tests: the server reports this folder, and serves ``model``.
 
     Raises:
         ConfigError: the extra ``engine`` is not installed, the folder does not load, the address is not available, or
@@ -67,6 +72,7 @@ async def running_server(
         raise ConfigError(
             f'the engine needs torch, safetensors and aiohttp: pip install "rollouts[engine]" ({error})'
         ) from error
-    options = server.Options(slots, max_context, max_queued, health_seconds, dtype, unflushed_updates, api_key)
+    faults = server.Faults(unflushed_updates, stale_cache, shared_prefixes, reported_model)
+    options = server.Options(slots, max_context, max_queued, health_seconds, dtype, keep_alive_seconds, faults, api_key)
     async with server.running_server(Path(model), host, port, options) as url:
         yield url

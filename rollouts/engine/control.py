@@ -1,6 +1,6 @@
 """All routes except ``/generate``: abort, pause, weights, cache, health, server information, tokenization.
 
-Invariant: each response has the status and format of SGLang 0.5.23; ``server.py`` lists the differences.
+Invariant: each response has the status and format of SGLang 0.5.23; ``DIFFERENCES`` lists the exceptions.
 """
 
 from __future__ import annotations
@@ -21,6 +21,18 @@ __all__ = ["PROTOCOL_VERSION", "control_routes"]
 
 PROTOCOL_VERSION = "0.5.23"
 """The version of SGLang whose protocol is implemented; clients read it from ``/server_info``."""
+DIFFERENCES = (
+    "An id outside the vocabulary is a 400; SGLang crashes.",
+    "sampling_seed is always honoured; SGLang needs --enable-deterministic-inference.",
+    "A health probe of an idle engine answers at once; SGLang's takes a second.",
+    "A weight update of a busy server waits for its requests and succeeds; in SGLang it sometimes fails to flush then,"
+    " because the last request still counts as running. running_server(unflushed_updates=True) reproduces it.",
+    "Each slot has room for a whole context, so that the K/V pool is never the limit of a request.",
+    "One prompt has one reply (n is 1), and top_logprobs_num, token_ids_logprob, return_sampling_mask, images, LoRA,"
+    " sessions, penalties, grammars and beam search are a 400 that names the field.",
+    "A greedy token always has its logprob at temperature 1; SGLang does so if the whole batch is greedy.",
+)
+"""The deliberate differences from SGLang, which ``/server_info`` reports as ``differences``."""
 FLUSH_SECONDS = 600.0
 
 
@@ -158,7 +170,7 @@ class _Control:
     async def model_info(self, http: web.Request) -> web.Response:
         return _json(
             {
-                "model_path": str(self._frontend.path),
+                "model_path": str(self._frontend.reported_path),
                 "tokenizer_path": str(self._loaded.path),
                 "is_generation": True,
                 "weight_version": self._frontend.version,
@@ -174,8 +186,11 @@ class _Control:
             {
                 "version": PROTOCOL_VERSION,
                 "engine": "rollouts",
-                "model_path": str(self._frontend.path),
+                "model_path": str(self._frontend.reported_path),
+                "differences": DIFFERENCES,
                 "context_length": self._loaded.max_context,
+                "max_req_input_len": self._loaded.max_input,
+                "max_total_num_tokens": scheduler.model.slots * self._loaded.max_context,
                 "max_running_requests": scheduler.model.slots,
                 "max_queued_requests": self._frontend.max_queued,
                 "device": str(scheduler.model.device),

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
+import attrs
 
 from rollouts.engine.loading import Loaded, load_weights
 from rollouts.engine.model import SlotModel
@@ -25,7 +26,7 @@ from rollouts.engine.requests import Request, Rules
 from rollouts.engine.scheduler import Scheduler
 from rollouts.errors import ConfigError
 
-__all__ = ["Frontend"]
+__all__ = ["Faults", "Frontend"]
 
 T = TypeVar("T")
 
@@ -41,6 +42,16 @@ UNFLUSHED = (
 """SGLang's message, verbatim: clients match it."""
 
 
+@attrs.frozen
+class Faults:
+    """Faults for tests, as documented in :func:`rollouts.engine.running_server`."""
+
+    unflushed_updates: bool = False
+    stale_cache: bool = False
+    shared_prefixes: bool = False
+    reported_model: Path | None = None
+
+
 class Frontend:
     """The engine's interface for the event loop. Created and stopped inside a running loop."""
 
@@ -51,7 +62,7 @@ class Frontend:
         *,
         max_queued: int | None,
         health_seconds: float,
-        unflushed_updates: bool = False,
+        faults: Faults,
     ) -> None:
         self.loaded = loaded
         self.max_queued = max_queued
@@ -61,7 +72,7 @@ class Frontend:
         """Folder of the last successful update; an update that could not flush changes the weights but not this."""
         self.version = "default"
         """Version of the last successful update; tokens carry the scheduler's version."""
-        self.unflushed_updates = unflushed_updates
+        self.faults = faults
         self._loop = asyncio.get_running_loop()
         self._in_flight: dict[str, Request] = {}
         self._updating = anyio.Lock()
@@ -75,6 +86,11 @@ class Frontend:
 
     def __repr__(self) -> str:
         return f"Frontend({self.path.name!r}, {len(self._in_flight)} in flight, {self.scheduler!r})"
+
+    @property
+    def reported_path(self) -> Path:
+        """The folder that the server reports."""
+        return self.faults.reported_model or self.path
 
     async def stop(self) -> None:
         """End the engine thread; requests in flight are aborted."""
@@ -97,6 +113,8 @@ class Frontend:
         for request in requests:
             if request.rid in self._in_flight:
                 raise Refusal(f"Duplicate request ID detected: {request.rid}")
+            if self.faults.shared_prefixes:
+                request.namespace = ""
         if self.max_queued is not None and self.scheduler.queued >= self.max_queued:
             raise Refusal.failed("The request queue is full.", 503)
         for request in requests:
@@ -144,7 +162,7 @@ class Frontend:
     async def flush(self, seconds: float) -> bool:
         """Discard all cached prefixes; wait up to ``seconds`` for an idle engine. Returns whether it succeeded."""
         deadline = anyio.current_time() + seconds
-        while not await self.call(self.scheduler.flush):
+        while not await self.call(self._flush):
             if anyio.current_time() >= deadline:
                 return False
             await anyio.sleep(POLL_SECONDS)
@@ -153,7 +171,7 @@ class Frontend:
     async def update_weights(self, path: Path, version: str | None, *, flush: bool) -> tuple[bool, str, int]:
         """Load the weights of another folder; returns (success, message, number of paused requests)."""
         async with self._updating:
-            races = self.unflushed_updates and bool(self._in_flight) and not self.scheduler.paused
+            races = self.faults.unflushed_updates and bool(self._in_flight) and not self.scheduler.paused
             try:
                 weights = await anyio.to_thread.run_sync(load_weights, path, self.loaded.dtype)
                 await self._drain()
@@ -173,7 +191,10 @@ class Frontend:
 
     def _replace(self, weights: object, version: str | None, flush: bool, races: bool) -> bool:
         self.scheduler.replace(weights, version)
-        return not flush or (not races and self.scheduler.flush())
+        return not flush or (not races and self._flush())
+
+    def _flush(self) -> bool:
+        return self.faults.stale_cache or self.scheduler.flush()
 
     async def _drain(self) -> None:
         """Stop admission and wait until running requests end; does nothing in a paused engine."""

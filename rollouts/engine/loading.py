@@ -20,6 +20,9 @@ from rollouts.errors import ConfigError
 
 __all__ = ["DTYPES", "Loaded", "load_folder", "load_weights"]
 
+RESERVED = 6
+"""Tokens of the context that no prompt gets, as in SGLang."""
+
 DTYPES = ("float32", "bfloat16")
 
 _EXPECTED = "a folder that transformers can load as a causal language model (config.json and weights)"
@@ -41,6 +44,11 @@ class Loaded:
     model_type: str
     dtype: str = "float32"
 
+    @property
+    def max_input(self) -> int:
+        """Number of tokens from which on a prompt is too long; SGLang's ``max_req_input_len``."""
+        return self.max_context - RESERVED
+
 
 def load_folder(path: Path, max_context: int | None = None, dtype: str = "float32") -> Loaded:
     """Load a model and its tokenizer from a local folder.
@@ -60,8 +68,9 @@ def load_folder(path: Path, max_context: int | None = None, dtype: str = "float3
     model = load_weights(path, dtype)
     config = model.config
     limit = int(getattr(config, "max_position_embeddings", 0) or 2048)
-    if max_context is not None and not 2 <= max_context <= limit:
-        raise ConfigError.of("max_context", max_context, f"2 to {limit}, the positions of the model in {path}")
+    if max_context is not None and not RESERVED + 2 <= max_context <= limit:
+        expected = f"{RESERVED + 2} to {limit}, the positions of the model in {path}"
+        raise ConfigError.of("max_context", max_context, expected)
     limit = max_context or limit
     _check_attention(path, config, limit)
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None

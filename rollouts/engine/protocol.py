@@ -1,8 +1,8 @@
 """The wire format: request bodies, their validation, and the four shapes of an error.
 
 Invariant: every request that :func:`read_generate` returns can be served: ids are in the vocabulary, sampling values in
-their ranges, and prompt and reply fit the context. All others raise :class:`Refusal`, with the status and body of
-SGLang 0.5.23.
+their ranges, prompt and reply fit the context, and no field asks for what is not implemented. All others raise
+:class:`Refusal`, with the status and body of SGLang 0.5.23.
 
 This module knows no HTTP server and no scheduler.
 """
@@ -20,7 +20,7 @@ import msgspec
 from rollouts.engine.answers import Answers, TextForm
 from rollouts.engine.loading import Loaded
 from rollouts.engine.requests import Request, Rules
-from rollouts.errors import RolloutsError
+from rollouts.errors import RolloutsError, shortened
 
 __all__ = ["GenerateBody", "Refusal", "check_ids", "decoded", "read_generate"]
 
@@ -59,7 +59,7 @@ def _object(message: str, kind: str, code: int) -> dict[str, Any]:
 
 
 class GenerateBody(msgspec.Struct, gc=False):
-    """``POST /generate``. Unknown keys are ignored, as in SGLang."""
+    """``POST /generate``. Unknown keys are ignored, as in SGLang; those after the blank line are not implemented."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -67,11 +67,24 @@ class GenerateBody(msgspec.Struct, gc=False):
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
     extra_key: str | None = None
+
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    return_sampling_mask: Any = None
+    sampling_logprobs_mode: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    cache_salt: Any = None
+    custom_logit_processor: Any = None
 
 
 class SamplingBody(msgspec.Struct, gc=False):
@@ -85,16 +98,16 @@ class SamplingBody(msgspec.Struct, gc=False):
     top_k: int = -1
     min_p: float = 0.0
     min_new_tokens: int = 0
-    n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
+
+    n: int = 1
     stream_interval: int | None = None
     custom_params: dict[str, Any] | None = None
-
     stop_regex: str | list[str] | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -108,7 +121,9 @@ class SamplingBody(msgspec.Struct, gc=False):
 
 
 _NAMES = frozenset(SamplingBody.__struct_fields__)
+_UNSERVED = GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("top_logprobs_num") :]
 _INERT: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "stream_interval": (None, 1), "custom_params": (None, {}),
     "stop_regex": (None, []), "frequency_penalty": (0.0,), "presence_penalty": (0.0,), "repetition_penalty": (1.0,),
     "beam_width": (None, 1), "json_schema": (None,), "regex": (None,), "ebnf": (None,), "structural_tag": (None,),
     "watermark": (None, False),
@@ -120,7 +135,6 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "min_p": ("a number in [0, 1]", lambda v: 0 <= v <= 1),
     "max_new_tokens": ("an integer >= 0, or null", lambda v: v is None or v >= 0),
     "min_new_tokens": ("an integer >= 0", lambda v: v >= 0),
-    "n": ("an integer >= 1", lambda v: v >= 1),
     "sampling_seed": ("an integer of 64 bits", lambda v: v is None or -(2**63) <= v < 2**64),
 }
 
@@ -167,17 +181,16 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     Raises:
         Refusal: the request cannot be served.
     """
+    for name in _UNSERVED:
+        value = getattr(body, name)
+        if any(value) if isinstance(value, list) else value:
+            raise Refusal(f"{name}: got {shortened(value)}; this engine does not support it")
     prompts, single = _prompts(body, loaded.tokenizer)
     count = len(prompts)
     samplings = [_sampling(one or {}) for one in _each("sampling_params", body.sampling_params, count)]
-    copies = samplings[0].n
-    if any(sampling.n != copies for sampling in samplings):
-        raise Refusal("sampling_params.n: expected the same number for all prompts of a batch")
-    rids = _rids(body.rid, count, copies, single)
+    rids = _rids(body.rid, count, single)
     wants = [bool(one) for one in _each("return_logprob", body.return_logprob, count)]
     starts = [-1 if one is None else one for one in _each("logprob_start_len", body.logprob_start_len, count)]
-    if any(_each("top_logprobs_num", body.top_logprobs_num, count)):
-        raise Refusal("top_logprobs_num: this engine does not support it")
     requests = []
     for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         limit = _limit(len(tokens), sampling, loaded)
@@ -185,27 +198,22 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
         if not -1 <= start < len(tokens):
             raise Refusal(f"logprob_start_len: got {start}; expected -1 to {len(tokens) - 1}")
         check_ids("input_ids", tokens, loaded.vocab_size)
-        for copy in range(copies):
-            request = Request(
-                rid=rids[index * copies + copy],
-                tokens=tokens[:],
-                rules=_rules(sampling, limit, loaded, copy),
-                notify=notify,
-                score_from=start,
-                namespace=body.extra_key or "",
-                stream=body.stream,
-            )
-            requests.append(request)
+        request = Request(
+            rid=rids[index],
+            tokens=tokens[:],
+            rules=_rules(sampling, limit, loaded),
+            notify=notify,
+            score_from=start,
+            namespace=body.extra_key or "",
+            stream=body.stream,
+        )
+        requests.append(request)
     return Answers(
         requests=requests,
-        forms=[
-            TextForm(sampling.skip_special_tokens, sampling.no_stop_trim)
-            for sampling in samplings
-            for _ in range(copies)
-        ],
-        single=single and copies == 1,
+        forms=[TextForm(sampling.skip_special_tokens, sampling.no_stop_trim) for sampling in samplings],
+        single=single,
         stream=body.stream,
-        logprobs=[want for want in wants for _ in range(copies)],
+        logprobs=wants,
         texts_in_logprobs=body.return_text_in_logprobs,
         prompt_ids=body.return_prompt_token_ids,
         tokenizer=loaded.tokenizer,
@@ -243,9 +251,9 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     return value
 
 
-def _rids(rid: str | list[str] | None, count: int, copies: int, single: bool) -> list[str]:
-    if rid is None or copies > 1:  # with n > 1 SGLang discards the rid of the request
-        return [uuid.uuid4().hex for _ in range(count * copies)]
+def _rids(rid: str | list[str] | None, count: int, single: bool) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
     if isinstance(rid, str):
         return [rid] if single else [f"{rid}_{index}" for index in range(count)]
     rids = list(_each("rid", rid, count))
@@ -258,14 +266,19 @@ def _limit(prompt: int, sampling: SamplingBody, loaded: Loaded) -> int:
     longest = loaded.max_context
     if prompt >= longest:
         raise Refusal(f"The input ({prompt} tokens) is longer than the model's context length ({longest} tokens).")
-    if sampling.max_new_tokens is None:
-        return longest - prompt
-    if prompt + sampling.max_new_tokens > longest:
+    budget = sampling.max_new_tokens
+    if budget is not None and prompt + budget > longest:
         raise Refusal(
             f"Requested token count exceeds the model's maximum context length of {longest} tokens: "
-            f"{prompt} of the input and {sampling.max_new_tokens} new ones are {prompt + sampling.max_new_tokens}."
+            f"{prompt} of the input and {budget} new ones are {prompt + budget}."
         )
-    return sampling.max_new_tokens
+    if prompt >= loaded.max_input:
+        raise Refusal(
+            f"Input length ({prompt} tokens) exceeds the maximum allowed length ({loaded.max_input} tokens)."
+            " Use a shorter input or enable --allow-auto-truncate."
+        )
+    room = longest - prompt - 2  # of which SGLang uses no token either
+    return room if budget is None else min(budget, room)
 
 
 def check_ids(name: str, ids: Sequence[Any], vocabulary: int) -> None:
@@ -277,7 +290,7 @@ def check_ids(name: str, ids: Sequence[Any], vocabulary: int) -> None:
         raise Refusal(f"{name}: got {wrong}; expected ids from 0 to {vocabulary - 1}, the vocabulary of the model")
 
 
-def _rules(sampling: SamplingBody, limit: int, loaded: Loaded, copy: int) -> Rules:
+def _rules(sampling: SamplingBody, limit: int, loaded: Loaded) -> Rules:
     extra = sampling.stop_token_ids or []
     check_ids("sampling_params.stop_token_ids", extra, loaded.vocab_size)
     bias = []
@@ -290,7 +303,7 @@ def _rules(sampling: SamplingBody, limit: int, loaded: Loaded, copy: int) -> Rul
         raise Refusal("sampling_params.stop: the model folder has no tokenizer; use stop_token_ids")
     if len(stop) > 32:
         raise Refusal(f"sampling_params.stop: got {len(stop)} strings; expected at most 32")
-    seed = random.getrandbits(64) if sampling.sampling_seed is None else (sampling.sampling_seed + copy) % 2**64
+    seed = random.getrandbits(64) if sampling.sampling_seed is None else sampling.sampling_seed % 2**64
     return Rules(
         temperature=0.0 if sampling.temperature < 1e-6 else sampling.temperature,
         top_p=sampling.top_p,

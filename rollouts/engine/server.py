@@ -3,12 +3,8 @@
 Invariant: the event loop never computes. Every wait ends: with a response, at a deadline, or when the client
 disconnects, which aborts its requests.
 
-Deliberate differences from SGLang:
-- An id outside the vocabulary is a 400; SGLang crashes.
-- ``sampling_seed`` is always honoured; of ``n`` copies, copy k has seed + k.
-- A health probe of an idle engine answers at once.
-- In SGLang, a weight update sometimes waits for requests and then fails to flush, because the last of them still counts
-  as running. Here this happens only with ``Options.unflushed_updates``, and then always.
+The deliberate differences from SGLang are ``control.DIFFERENCES``, which ``/server_info`` reports and
+``rollouts conformance`` prints.
 
 Quirks of SGLang that are reproduced:
 - Aborting a known rid aborts every rid that begins with it.
@@ -16,6 +12,8 @@ Quirks of SGLang that are reproduced:
 - Cached prefixes survive weight updates and pauses until a flush. A flush fails while a request has K/V in a slot.
 - An update that cannot flush reports ``success: false``, but changes the weights and the version of the tokens, not
   the folder and version in ``/model_info``.
+- A prompt needs 6 tokens of the context for itself, and a reply ends 2 tokens before its end.
+- Idle connections are closed after 5 seconds.
 - A reply whose last allowed token is a stop token ends by length.
 - ``ignore_eos`` also disables ``stop_token_ids``.
 - Errors of a stream have status 200.
@@ -38,7 +36,7 @@ from aiohttp import web
 
 from rollouts.engine.answers import Answers
 from rollouts.engine.control import control_routes
-from rollouts.engine.frontend import Frontend
+from rollouts.engine.frontend import Faults, Frontend
 from rollouts.engine.loading import load_folder
 from rollouts.engine.protocol import GenerateBody, Refusal, decoded, read_generate
 from rollouts.engine.requests import Request
@@ -61,7 +59,8 @@ class Options:
     max_queued: int | None
     health_seconds: float
     dtype: str
-    unflushed_updates: bool = False
+    keep_alive_seconds: float
+    faults: Faults
     api_key: str | None = attrs.field(default=None, repr=False)
 
 
@@ -75,11 +74,17 @@ async def running_server(model: Path, host: str, port: int, options: Options) ->
         options.slots,
         max_queued=options.max_queued,
         health_seconds=options.health_seconds,
-        unflushed_updates=options.unflushed_updates,
+        faults=options.faults,
     )
     app = web.Application(client_max_size=2**30, middlewares=[guarded, _refusals])
     app.add_routes([web.post("/generate", _Generate(frontend).handle), *control_routes(frontend)])
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS / 2)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=STOP_SECONDS / 2,
+        keepalive_timeout=options.keep_alive_seconds,
+    )
     try:
         await runner.setup()
         try:

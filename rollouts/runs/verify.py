@@ -2,8 +2,8 @@
 
 Invariant: data that fail their checksum are not used, and derived values are recomputed: a request's checksum from the
 tokens before it, the mask from the completions, the accounting from the files. A violation names file, line, sample and
-position; one violation is reported for each column of a sample. This module imports neither the manager nor the agent
-loop.
+position; one violation is reported for each column of a sample. Law 8 needs the weights: ``logprobs.py``. This module
+imports neither the manager nor the agent loop.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Spread:
 class Report:
     """The result of a verification."""
 
-    checked: dict[int, Counter[str]] = attrs.field(factory=lambda: {law: Counter() for law in LAWS})
+    checked: dict[int, Counter[str]] = attrs.field(factory=lambda: {law: Counter() for law in range(1, 6)})
     """For each law, the number of checked samples, completions, tokens, groups, batches."""
     violations: list[Violation] = attrs.field(factory=list)
     notes: list[str] = attrs.field(factory=list)
@@ -75,10 +75,10 @@ class Report:
     def __str__(self) -> str:
         broken = Counter(violation.law for violation in self.violations)
         lines = []
-        for law, name in LAWS.items():
-            counts = ", ".join(f"{count} {what}" for what, count in self.checked[law].items()) or "nothing"
+        for law, found in self.checked.items():
+            counts = ", ".join(f"{count} {what}" for what, count in found.items()) or "nothing"
             verdict = f"{broken[law]} violations" if broken[law] else "holds"
-            lines.append(f"law {law} ({name}): {verdict}, {counts} checked")
+            lines.append(f"law {law} ({LAWS[law]}): {verdict}, {counts} checked")
         lines += [f"{outcome}: {spread}" for outcome, spread in self.spread.items()]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 

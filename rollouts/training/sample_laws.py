@@ -25,7 +25,7 @@ from rollouts.trajectory import digest
 
 __all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored", "column_digests"]
 
-LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups"}
+LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups", 8: "logprobs"}
 
 
 @attrs.frozen

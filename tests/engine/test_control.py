@@ -265,6 +265,57 @@ async def test_an_update_that_waited_may_change_the_weights_and_not_the_cache(
     assert (idle, named["weight_version"], named["model_path"]) == (200, "v2", str(other_weights))
 
 
+async def test_a_flush_that_lies_is_a_fault(
+    serving: Callable[..., Any], other_weights: Path, reference: Callable[..., list[float]]
+) -> None:
+    """With ``stale_cache`` an update and a flush report success, and the K/V of the old weights stay."""
+    async with serving(stale_cache=True) as client:
+        await client.generate(input_ids=PROMPT, sampling_params=SHORT)
+        ask = {"model_path": str(other_weights), "weight_version": "v2"}
+        assert (await client.post("/update_weights_from_disk", **ask))[0] == 200
+        assert (await client.post("/flush_cache"))[0] == 200
+        version, cached, error = await stale(client, reference, other_weights)
+    assert (version, cached) == ("v2", len(PROMPT) - 1)
+    assert error > 1e-2
+
+
+async def test_a_cache_without_namespaces_is_a_fault(serving: Callable[..., Any]) -> None:
+    """With ``shared_prefixes`` an ``extra_key`` has no effect."""
+    async with serving(shared_prefixes=True) as client:
+        await client.generate(input_ids=PROMPT, sampling_params=SHORT)
+        answer = await client.generate(input_ids=PROMPT, sampling_params=SHORT, extra_key="other")
+    assert answer["meta_info"]["cached_tokens"] == len(PROMPT) - 1
+
+
+async def test_a_model_under_another_name_is_a_fault(
+    serving: Callable[..., Any], other_weights: Path, reference: Callable[..., list[float]]
+) -> None:
+    """With ``reported_model`` the server names a folder whose weights it does not serve."""
+    async with serving(reported_model=other_weights) as client:
+        _, info = await client.get("/model_info")
+        _, _, error = await stale(client, reference, DEMO_MODEL)
+    assert info["model_path"] == str(other_weights)
+    assert error < 1e-4
+
+
+async def test_server_info_lists_the_differences_from_sglang(client: Any) -> None:
+    """A client can print in what this server differs from the one whose version it reports."""
+    _, info = await client.get("/server_info")
+    assert info["engine"] == "rollouts"
+    assert any("vocabulary" in text for text in info["differences"])
+
+
+async def test_idle_connections_are_closed(serving: Callable[..., Any]) -> None:
+    """As SGLang's server does after 5 seconds; a test may choose fewer."""
+    async with serving(keep_alive_seconds=0.05) as client:
+        host, _, port = client.url.removeprefix("http://").partition(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with anyio.fail_after(5):
+                received = b"".join([data async for data in stream])
+    assert received.startswith(b"HTTP/1.1 200 ")
+
+
 async def test_an_update_can_abort_what_runs(client: Any, other_weights: Path) -> None:
     """``abort_all_requests`` does not wait for replies to end."""
     running = await begun(client)

@@ -32,5 +32,5 @@ def test_a_sliding_window_within_the_context_is_refused(tmp_path: Path) -> None:
 
 def test_a_context_beyond_the_positions_is_refused(tiny_folder: Path) -> None:
     """``max_context`` can only narrow."""
-    with pytest.raises(ConfigError, match="max_context: got 513; expected 2 to 512"):
+    with pytest.raises(ConfigError, match="max_context: got 513; expected 8 to 512"):
         load_folder(tiny_folder, max_context=513)

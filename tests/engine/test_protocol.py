@@ -26,6 +26,8 @@ def message(answer: Any) -> str:
         ({"top_k": 0}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"n": 0}, "n"),
+        ({"n": 2}, "n"),
+        ({"n": 10**9}, "n"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens"),
         ({"sampling_seed": 2**64}, "sampling_seed"),
@@ -34,6 +36,8 @@ def message(answer: Any) -> str:
         ({"logit_bias": {"509": 1}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"json_schema": "{}"}, "json_schema"),
+        ({"stream_interval": 4}, "stream_interval"),
+        ({"custom_params": {"a": 1}}, "custom_params"),
     ],
 )
 async def test_a_bad_sampling_value_is_an_error_with_a_message(
@@ -64,6 +68,31 @@ async def test_an_unknown_sampling_key_is_an_error_that_is_a_string(client: Any)
     assert "max_new_tokens" in answer["error"]
 
 
+@pytest.mark.parametrize(
+    ("name", "neutral", "value"),
+    [
+        ("top_logprobs_num", 0, 2),
+        ("token_ids_logprob", None, [1]),
+        ("return_hidden_states", False, True),
+        ("return_sampling_mask", False, True),
+        ("image_data", None, "data:"),
+        ("input_embeds", None, [[0.5]]),
+        ("lora_path", None, "adapter"),
+        ("session_params", {}, {"id": "a"}),
+        ("cache_salt", None, "salt"),
+        ("custom_logit_processor", None, "code"),
+        ("sampling_logprobs_mode", None, "raw"),
+    ],
+)
+async def test_a_field_that_is_not_served_is_refused_by_name(client: Any, name: str, neutral: Any, value: Any) -> None:
+    """A field that changes the reply on SGLang is accepted with its neutral value only."""
+    sampling = {"max_new_tokens": 1}
+    await client.generate(**IDS, sampling_params=sampling, **{name: neutral})
+    status, answer = await client.post("/generate", **IDS, sampling_params=sampling, **{name: value})
+    assert status == 400
+    assert name in message(answer)
+
+
 async def test_an_unknown_key_of_the_body_is_ignored(client: Any) -> None:
     """As SGLang ignores what an older version of it does not know."""
     await client.generate(**IDS, sampling_params={"max_new_tokens": 1}, return_routed_experts=True, no_such_key=1)
@@ -89,11 +118,35 @@ async def test_a_prompt_that_fills_the_context_is_refused(serving: Callable[...,
     assert message(answer) == f"The input ({length} tokens) is longer than the model's context length (64 tokens)."
 
 
+@pytest.mark.parametrize("length", [58, 63])
+async def test_a_prompt_needs_6_tokens_of_the_context(serving: Callable[..., Any], length: int) -> None:
+    """SGLang reserves 6 tokens of the context, and ``/server_info`` has the resulting limit."""
+    async with serving(max_context=64, slots=3) as client:
+        status, answer = await client.post("/generate", input_ids=[1] * length, sampling_params={"max_new_tokens": 1})
+        fits, _ = await client.post("/generate", input_ids=[1] * 57, sampling_params={"max_new_tokens": 1})
+        _, info = await client.get("/server_info")
+    assert (status, fits) == (400, 200)
+    assert message(answer) == (
+        f"Input length ({length} tokens) exceeds the maximum allowed length (58 tokens)."
+        " Use a shorter input or enable --allow-auto-truncate."
+    )
+    assert (info["max_req_input_len"], info["max_total_num_tokens"]) == (58, 3 * 64)
+
+
+async def test_a_reply_gets_2_tokens_less_than_the_context_has(serving: Callable[..., Any]) -> None:
+    """A budget up to the end of the context is cut by 2, and the finish reason has the cut budget."""
+    sampling = {"max_new_tokens": 24, "ignore_eos": True}
+    async with serving(max_context=64) as client:
+        answer = await client.generate(input_ids=[1] * 40, sampling_params=sampling)
+    assert len(answer["output_ids"]) == 22
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 22}
+
+
 async def test_a_budget_beyond_the_context_is_refused_and_not_clamped(serving: Callable[..., Any]) -> None:
     """The error reports that prompt and budget do not fit together."""
     async with serving(max_context=64) as client:
-        status, answer = await client.post("/generate", input_ids=[1] * 60, sampling_params={"max_new_tokens": 5})
-        fits, _ = await client.post("/generate", input_ids=[1] * 60, sampling_params={"max_new_tokens": 4})
+        status, answer = await client.post("/generate", input_ids=[1] * 50, sampling_params={"max_new_tokens": 15})
+        fits, _ = await client.post("/generate", input_ids=[1] * 50, sampling_params={"max_new_tokens": 14})
     assert (status, fits) == (400, 200)
     assert message(answer).startswith("Requested token count exceeds the model's maximum context length")
 

@@ -1,0 +1,88 @@
+"""Teacher-forced logprobs: what a model folder says about given tokens, by transformers alone.
+
+Invariant: one sequence at a time, through the model's own cache and attention; nothing of the engine's slots, prefixes
+or sampler takes part, so that the result can judge the engine and any other server.
+
+This module knows no request and no stored run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import DynamicCache
+
+from rollouts.engine.loading import load_weights
+from rollouts.errors import ConfigError
+
+__all__ = ["Teacher", "dtype_of"]
+
+CHUNK = 1024
+"""Tokens of one forward pass: the logits of a long sequence at once may not fit into memory."""
+
+
+def dtype_of(folder: Path) -> str:
+    """The dtype in which a model folder's weights are stored.
+
+    Raises:
+        ConfigError: the folder has no config.json.
+    """
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"model: got {str(folder)!r}; expected a folder with a config.json; {error}") from error
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
+class Teacher:
+    """The model of a folder.
+
+    Args:
+        folder: a causal language model of transformers.
+        dtype: for its weights and the computation.
+
+    Raises:
+        ConfigError: the folder does not load.
+    """
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._model = load_weights(folder, dtype)
+        self.vocab_size = int(self._model.config.vocab_size)
+
+    @torch.inference_mode()
+    def logprobs(
+        self, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], temperature: float, *, chunk: int = CHUNK
+    ) -> npt.NDArray[np.float32]:
+        """Logprobs of the tokens at some positions, each given all tokens before it.
+
+        Args:
+            tokens: the sequence, ``(n,)``; ids below ``vocab_size``.
+            positions: ascending, from 1 to n - 1, ``(m,)``.
+            temperature: divides the logits; above 0.
+            chunk: tokens of one forward pass.
+
+        Returns:
+            ``(m,)``
+        """
+        device = self._model.device
+        rows = positions - 1
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+        targets = torch.from_numpy(positions).to(device)
+        cache = DynamicCache(config=self._model.config)
+        found = []
+        for start in range(0, int(rows[-1]) + 1, chunk):
+            here = (rows >= start) & (rows < start + chunk)
+            stop = min(start + chunk, int(rows[-1]) + 1)
+            logits = self._model(
+                input_ids=ids[None, start:stop],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
+            ).logits[0]
+            scores = (logits.float() / temperature).log_softmax(-1)
+            found.append(scores.gather(1, ids[targets[torch.from_numpy(here).to(device)]][:, None])[:, 0])
+        return torch.cat(found).cpu().numpy()

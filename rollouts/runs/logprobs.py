@@ -1,0 +1,175 @@
+"""Law 8 on a stored run: each stored logprob is that of the weights that its token names.
+
+Invariant: every sampled token of the run is compared with a teacher-forced forward pass of the weights of its version,
+under the temperature with which the run sampled. Tokens of a version without weights are refused before any comparison.
+The comparison finds what laws 1 to 5 cannot: a prefix that was cached under other weights, a server that changed
+unseen, a run that was continued on another model. It needs the extra ``engine``.
+
+This module knows no server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rollouts.errors import ConfigError
+from rollouts.runs.folder import JOURNAL, read_info, read_rows
+from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.settings import recorded_settings
+from rollouts.training.sample_laws import LAWS, Violation
+
+__all__ = ["TOLERANCES", "LogprobReport", "VersionReport", "check_logprobs"]
+
+TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 0.5}
+"""Largest difference of a logprob by dtype: two correct implementations differ by rounding, most for rare tokens."""
+
+
+@attrs.define
+class VersionReport:
+    """The comparison of the tokens of one version."""
+
+    version: str
+    folder: Path
+    tokens: int = 0
+    largest: float = 0.0
+    beyond: int = 0
+    """Tokens that differ by more than the tolerance."""
+    sum: float = 0.0
+
+    def __str__(self) -> str:
+        mean = self.sum / max(1, self.tokens)
+        numbers = f"largest difference {self.largest:.1e}, mean {mean:.1e}"
+        return f"version {self.version!r} against {self.folder}: {self.tokens} tokens, {numbers}"
+
+
+@attrs.define
+class LogprobReport:
+    """The result of the comparison."""
+
+    dtype: str
+    tolerance: float
+    temperature: float
+    versions: list[VersionReport]
+    violations: list[Violation] = attrs.field(factory=list)
+    """One for each version with differences, at its largest."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def __str__(self) -> str:
+        beyond = sum(version.beyond for version in self.versions)
+        verdict = f"{beyond} violations" if beyond else "holds"
+        compared = f"{sum(version.tokens for version in self.versions)} tokens compared"
+        how = f"{self.dtype}, temperature {self.temperature:g}, tolerance {self.tolerance:g}"
+        return "\n".join([f"law 8 ({LAWS[8]}): {verdict}, {compared} ({how})", *(f"  {one}" for one in self.versions)])
+
+
+def check_logprobs(
+    run: str | Path, models: Mapping[str | None, Path], *, dtype: str | None = None, tolerance: float | None = None
+) -> LogprobReport:
+    """Compare every sampled token of a run with the weights of its version.
+
+    Args:
+        run: the run's folder; laws 1 to 5 hold for it.
+        models: the model folder of each version; that of ``None`` is for all versions without one.
+        dtype: of weights and computation; by default that in which the first folder stores its weights.
+        tolerance: largest difference of a logprob; by default that of :data:`TOLERANCES`.
+
+    Raises:
+        ConfigError: there is no run, a version has no folder, a folder does not load, or the run does not name one
+            temperature.
+    """
+    from rollouts.engine.teacher import Teacher, dtype_of  # here: it imports torch
+
+    temperature = _temperature(Path(run))
+    reports = _versions(run, models)
+    if dtype is None:
+        dtype = dtype_of(next(iter(models.values())))
+    if dtype not in TOLERANCES:
+        raise ConfigError.of("--dtype", dtype, f"one of {', '.join(TOLERANCES)}")
+    report = LogprobReport(
+        dtype, TOLERANCES[dtype] if tolerance is None else tolerance, temperature, list(reports.values())
+    )
+    for folder in dict.fromkeys(version.folder for version in reports.values()):
+        _compare(Path(run), folder, Teacher(folder, dtype), reports, report)
+    return report
+
+
+def _versions(run: str | Path, models: Mapping[str | None, Path]) -> dict[str, VersionReport]:
+    """An empty report for each version in the run, in the order of its first token."""
+    names = dict.fromkeys(span.version for row in read_rows(run, "all") for span in row.sample().versions)
+    missing = [name for name in names if name not in models and None not in models]
+    if missing:
+        expected = f"a folder for each version of the run, also for {', '.join(f'{name}=DIR' for name in missing)}"
+        raise ConfigError.of("--model", [f"{name}={folder}" for name, folder in models.items()], expected)
+    return {name: VersionReport(name, models.get(name) or models[None]) for name in names}
+
+
+def _compare(
+    run: Path, folder: Path, teacher: Any, reports: Mapping[str, VersionReport], report: LogprobReport
+) -> None:
+    worst: dict[str, Violation] = {}
+    for row in read_rows(run, "all"):
+        sample = row.sample()
+        spans = [span for span in sample.versions if reports[span.version].folder == folder]
+        if not spans:
+            continue
+        tokens, stored = sample.token_column, sample.logprob_column
+        if int(tokens.max()) >= teacher.vocab_size:
+            expected = f"a model with the id {int(tokens.max())}, which is in {row}; it has {teacher.vocab_size} ids"
+            raise ConfigError.of("--model", str(folder), expected)
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        exact = teacher.logprobs(tokens, positions, report.temperature or 1.0)
+        differences = np.abs(stored[positions] - exact)
+        first = 0
+        for span in spans:
+            of = reports[span.version]
+            part = differences[first : first + span.stop - span.start]
+            at = int(part.argmax())  # of NaN, if there is one
+            of.tokens += len(part)
+            of.sum += float(part.sum())
+            of.beyond += int(np.count_nonzero(~(part <= report.tolerance)))
+            if not part[at] <= of.largest:
+                of.largest = float(part[at])
+                position = span.start + at
+                worst[of.version] = Violation(
+                    8,
+                    f"{row} (group {sample.group_index} · index {sample.index}), position {position}",
+                    f"logprob {float(stored[position]):.6g} of version {of.version!r}",
+                    f"{float(exact[first + at]):.6g}, that of {folder}",
+                )
+            first += len(part)
+    report.violations += [worst[name] for name, of in reports.items() if name in worst and of.beyond]
+
+
+def _temperature(run: Path) -> float:
+    """The temperature of the run's logprobs: that of its sampling; greedy tokens have that of 1.
+
+    Raises:
+        ConfigError: the run does not name it, was resumed with another one, or its server is not SGLang.
+    """
+    info = read_info(run)
+    endpoint = info.get("endpoint") or {}
+    provider = endpoint.get("provider", "sglang")
+    if provider != "sglang":
+        raise ConfigError.of(f"{run / 'run.json'}, endpoint.provider", provider, "sglang, whose logprobs are known")
+    settings = [start.get("settings") or {} for start in _starts(run)] or [info.get("settings") or {}]
+    samplings = [start.get("sampling") or recorded_settings(info).get("sampling") or {} for start in settings]
+    found = {0.0 if sampling.get("top_k") == 1 else sampling.get("temperature") for sampling in samplings}
+    value = found.pop() if len(found) == 1 else sorted(map(str, found))
+    if not isinstance(value, int | float):
+        raise ConfigError.of(
+            f"{run / 'run.json'}, settings.sampling.temperature", value, "one number for the whole run"
+        )
+    return float(value)
+
+
+def _starts(run: Path) -> list[dict[str, Any]]:
+    """What the journal has of each start of the run."""
+    return list(RunHistory.read(run / JOURNAL).runs) if (run / JOURNAL).is_dir() else []

@@ -1,0 +1,189 @@
+"""Law 8: the stored logprobs are those of the weights that the tokens name, and faults of servers are found."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from rich.console import Console
+
+from rollouts.commands import main
+from rollouts.commands.run import launch
+from rollouts.commands.target import RunTarget
+from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
+from rollouts.engine import DEMO_MODEL, running_server
+from rollouts.errors import ConfigError
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.inference.weights import WhileRunning, update_weights
+from rollouts.runs.logprobs import check_logprobs
+from rollouts.runs.verify import verify_run
+from tests.stored_runs import edit_info, store_run
+
+pytest.importorskip("torch")
+
+RECIPE = """
+from rollouts.environments import CalculatorEnvironment
+from rollouts.recipe import agent_recipe
+
+def length(sample):
+    return float(len(sample.response))
+
+def recipe(endpoint, *, temperature: float = 1.0):
+    prompts = [f"What is {number} + 3?" for number in range(20)]
+    sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 12}
+    sizes["temperature"] = temperature
+    return agent_recipe("small", endpoint, CalculatorEnvironment, prompts, reward_fn=length, keep="all", **sizes)
+"""
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with weights that are a little different."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(DEMO_MODEL, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    moved = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "small.py").write_text(RECIPE)
+    return tmp_path / "small.py"
+
+
+async def play(out: Path, *, resume: bool = False, **target: Any) -> None:
+    console = Console(file=io.StringIO())
+    target = {"recipe": None, "batches": 1, **target}
+    result = await launch(RunTarget(**target), out, "jsonl", False, console, resume=resume)
+    assert result is not None
+    assert result.error is None, result.error
+
+
+@contextlib.asynccontextmanager
+async def busy(url: str) -> AsyncIterator[None]:
+    """A long request runs, so that an update in place cannot flush."""
+    async with SGLangPolicy(Endpoint(base_url=url)) as policy, anyio.create_task_group() as tasks:
+        long = SamplingParams(max_new_tokens=900)
+        tasks.start_soon(lambda: policy.complete(packed_tokens([5, 6, 7]), long))
+        with anyio.fail_after(10):
+            while not policy.totals.requests:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def updated_run(path: Path, recipe: Path, weights: Path, while_running: WhileRunning, **faults: bool) -> Path:
+    """A run under the version ``v1``, of a server whose cache has the same prompts from a run before the update."""
+    async with running_server(DEMO_MODEL, **faults) as url, contextlib.AsyncExitStack() as stack:
+        await play(path / "before", recipe=recipe, urls=(url,))
+        if while_running == "in_place":
+            await stack.enter_async_context(busy(url))
+        await update_weights(Endpoint(base_url=url), weights, "v1", while_running=while_running)
+        await play(path / "run", recipe=recipe, urls=(url,))
+    return path / "run"
+
+
+@pytest.mark.parametrize(
+    ("while_running", "faults", "code"),
+    [
+        ("retract", {}, 0),
+        ("in_place", {}, 0),
+        pytest.param("retract", {"stale_cache": True}, 1, id="stale cache after an update"),
+        pytest.param("in_place", {"shared_prefixes": True}, 1, id="prefixes that an update in place poisoned"),
+    ],
+)
+async def test_a_run_after_an_update(
+    other: Path, recipe: Path, tmp_path: Path, while_running: WhileRunning, faults: dict[str, bool], code: int
+) -> None:
+    """An honest run passes; one whose conversations read K/V of the old weights keeps laws 1 to 5, and breaks law 8."""
+    run = await updated_run(tmp_path, recipe, other, while_running, **faults)
+    assert verify_run(run).ok
+    assert main(["verify", str(run), "--model", f"v1={other}"]) == code
+
+
+@pytest.mark.parametrize(("weights", "code"), [("other", 0), ("demo", 1)])
+async def test_a_run_that_goes_on_elsewhere(
+    other: Path, recipe: Path, tmp_path: Path, weights: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run on a server that names the run's model and serves the demo model breaks law 8 from there on."""
+    run = tmp_path / "run"
+    async with running_server(other) as url:
+        await play(run, recipe=recipe, urls=(url,))
+    port = int(url.rpartition(":")[2])
+    served = other if weights == "other" else DEMO_MODEL
+    async with running_server(served, port=port, reported_model=other):
+        await play(run, resume=True, batches=2)
+    assert verify_run(run).ok
+    assert main(["verify", str(run), "--model", str(other)]) == code
+    out, err = capsys.readouterr()
+    assert "law 8 (logprobs): " in out
+    assert f"version 'default' against {other}: " in out
+    assert ("law 8 (logprobs) broken: " in err) == bool(code)
+    if code:
+        assert "batch-000001.jsonl, line " in err
+        assert main(["verify", str(run), "--model", str(other), "--tolerance", "9"]) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+async def test_the_temperature_is_that_of_the_record(recipe: Path, tmp_path: Path, temperature: float) -> None:
+    """Logprobs are tempered as the run names it; greedy ones are those of temperature 1."""
+    async with running_server(DEMO_MODEL) as url:
+        await play(tmp_path / "run", recipe=recipe, urls=(url,), options={"temperature": str(temperature)})
+    report = check_logprobs(tmp_path / "run", {None: DEMO_MODEL})
+    assert report.ok, report.violations
+    assert report.versions[0].largest < 1e-4
+    if temperature:
+        edit_info(tmp_path / "run", lambda info: info["settings"]["sampling"].update(temperature=1.0))
+        shutil.rmtree(tmp_path / "run" / "journal")
+        assert not check_logprobs(tmp_path / "run", {None: DEMO_MODEL}).ok
+
+
+async def test_long_sequences_are_computed_in_parts() -> None:
+    """The parts of a sequence share one cache: the result is that of a single pass."""
+    import numpy as np
+
+    from rollouts.engine import teacher
+
+    tokens = packed_tokens([(7 * number) % 500 for number in range(90)])
+    positions = np.array([1, 5, 31, 32, 33, 34, 64, 65, 89])
+    model = teacher.Teacher(DEMO_MODEL, "float32")
+    whole = model.logprobs(tokens, positions, 0.7)
+    parts = model.logprobs(tokens, positions, 0.7, chunk=32)
+    assert whole == pytest.approx(parts, abs=1e-5)
+
+
+async def test_every_version_needs_a_folder(tmp_path: Path) -> None:
+    """A version without weights is refused by name, before any weights load."""
+    await store_run(tmp_path / "run")
+    edit_info(tmp_path / "run", lambda info: info.update(settings={"sampling": {"temperature": 1.0}}))
+    with pytest.raises(ConfigError, match=r"--model: got \['v1=.*'\]; expected a folder .*, also for v2=DIR"):
+        check_logprobs(tmp_path / "run", {"v1": DEMO_MODEL})
+    edit_info(tmp_path / "run", lambda info: info.pop("settings"))
+    with pytest.raises(ConfigError, match=r"settings\.sampling\.temperature: got None; expected one number"):
+        check_logprobs(tmp_path / "run", {None: DEMO_MODEL})
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        (["nowhere"], "--model: got 'nowhere'; expected a folder with a model"),
+        (["v1=nowhere"], "--model: got 'v1=nowhere'; expected a folder with a model"),
+        ([str(DEMO_MODEL), str(DEMO_MODEL)], "expected one folder for each version"),
+    ],
+)
+def test_a_wrong_model_is_refused(capsys: pytest.CaptureFixture[str], models: list[str], named: str) -> None:
+    """The message quotes the argument; the exit code is that of bad input."""
+    assert main(["verify", "runs/none", "--model", *models]) == 2
+    assert named in capsys.readouterr().err
