@@ -266,11 +266,12 @@ class Sample:
     def identity(self) -> Identity:
         """Group index, index, rollout id, completions and columns of a packed sample, to compare later.
 
-        Compact completions are not decoded. The columns are ``None`` without completions: they are then the user's.
+        Compact completions are not decoded. The columns are ``None`` without a record of replies: they are the user's.
         """
         stored = self._completions
         completions = stored if type(stored) is CompactRecord else [*stored]
-        columns = (self._tokens, self._loss_mask, self._rollout_log_probs) if self.turns else None
+        recorded = self.turns or self._compact is not None  # an episode may end before its first reply
+        columns = (self._tokens, self._loss_mask, self._rollout_log_probs) if recorded else None
         return self.group_index, self.index, self.rollout_id, completions, columns
 
     @identity.setter

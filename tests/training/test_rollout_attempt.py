@@ -174,6 +174,17 @@ async def test_hardening_07_no_column_of_the_replies_is_changed(place: str, colu
     assert [list(getattr(sample, column)) for sample in bad.samples][: len(before)] == before
 
 
+async def test_hardening_07_a_prompt_without_a_reply_stays_masked() -> None:
+    """H7: an episode whose prompt does not fit has no reply; no reward makes its tokens trainable."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        return [some_sample(prompt, 0, turns=0) for prompt in prompts]
+
+    hostile = in_reward(lambda sample: sample.loss_mask.__setitem__(0, 1))
+    assert "Sample.loss_mask: got values that it changed" in await failure_of(generate_fn=generate, **hostile)
+
+
 @pytest.mark.parametrize("place", [*PLACES, "generation"])
 @pytest.mark.parametrize(
     "error",
