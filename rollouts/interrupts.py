@@ -8,6 +8,7 @@ imported.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -22,7 +23,11 @@ INTERRUPTED = 130
 
 
 def exit_on_interrupt() -> None:
-    """End the process at the first Ctrl-C, while there is nothing to clean up."""
+    """End the process at the first Ctrl-C, while there is nothing to clean up, and after the command has ended.
+
+    At the very end the interpreter restores the default action, with which a signal would replace the exit code.
+    """
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first callback is called last
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 

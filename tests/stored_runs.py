@@ -25,6 +25,8 @@ def some_sample(prompt: Prompt, seed: int, *, turns: int = 2) -> Sample:
     """A sound sample of random tokens; its reward is 0 or 1, and a third of the replies change version half way."""
     rng = random.Random(f"{seed}/{prompt.index}")
     trajectory = Trajectory()
+    if not turns:
+        trajectory.add_context(_ids(rng), [Message("user", "too long")])
     for turn in range(turns):
         shown = Message("tool" if turn else "user", f"text {turn}")
         trajectory.add_context(_ids(rng), [shown])

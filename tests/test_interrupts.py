@@ -23,7 +23,7 @@ except BaseException:  # as the import system, a weak reference's callback or fo
 
 def test_ctrl_c_works_while_the_packages_are_imported(tmp_path: Path) -> None:
     """Hardening 17: the first signal during the start ends the command, without a traceback, and cannot be lost."""
-    (tmp_path / "rich.py").write_text(LOST)
+    (tmp_path / "argparse.py").write_text(LOST)  # the first import of the command
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     line = [sys.executable, "-m", "rollouts", "--version"]
     done = subprocess.run(line, env=environment, text=True, capture_output=True, timeout=SECONDS, check=False)
@@ -44,9 +44,10 @@ WAITS = "await anyio.sleep_forever()"
 def test_ctrl_c_ends_a_command_in_its_event_loop(body: str, signals: int) -> None:
     """Hardening 15: the first cancels; the second ends the process, also with a blocked loop or a stuck thread."""
     script = f"""
+from rollouts.interrupts import INTERRUPTED, exit_on_interrupt
+exit_on_interrupt()
 import anyio, anyio.to_thread, sys, threading
 from rollouts.commands.arguments import in_loop
-from rollouts.interrupts import INTERRUPTED
 async def main():
     print("ready", flush=True)
     {body}
@@ -64,6 +65,43 @@ except KeyboardInterrupt:
         while signals == 2 and process.poll() is None:  # two signals at once would count as one
             process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=SECONDS)
-    assert errors == ""
-    # A shell shows 130 for both; a further signal may reach a process that is already exiting.
-    assert process.returncode in ((130, -signal.SIGINT) if signals == 2 else (130,))
+    assert (process.returncode, errors) == (130, ""), "also if further signals reach a process that is exiting"
+
+
+def test_17_the_exit_code_survives_signals_while_the_interpreter_ends() -> None:
+    """Hardening 17: the interpreter restores SIGINT's default action at its end, which would kill it with -2."""
+    script = """
+import atexit, os, signal
+from rollouts.interrupts import exit_on_interrupt
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+exit_on_interrupt()
+import sys
+sys.last = Last()  # deleted after the handlers
+raise SystemExit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=SECONDS, check=False)
+    assert done.returncode == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_26_a_closed_terminal_cancels_a_command(number: signal.Signals) -> None:
+    """Hardening 26: ``eval``, ``play`` and others clean up on SIGHUP and SIGTERM as on Ctrl-C; the second ends them."""
+    script = """
+import sys
+from rollouts.commands.arguments import in_loop
+import anyio
+async def main():
+    print("ready", flush=True)
+    try: await anyio.sleep_forever()
+    finally: print("cleaned up", flush=True)
+try: in_loop(main)
+except KeyboardInterrupt: sys.exit(130)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=SECONDS)
+    assert (process.returncode, said) == (130, "cleaned up\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import signal
 import sys
@@ -58,13 +59,21 @@ def tell(error: RolloutsError, *, debug: bool) -> None:
 
 
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-    """Run a coroutine function to completion, on uvloop where that is installed. Ctrl-C cancels it."""
+    """Run a coroutine function to completion, on uvloop where that is installed.
+
+    Ctrl-C, SIGTERM and a closed terminal cancel it; a second signal ends the process.
+
+    Raises:
+        KeyboardInterrupt: it was cancelled by a signal.
+    """
     uvloop = importlib.util.find_spec("uvloop") is not None
 
     async def interruptible() -> Result:
         loop = asyncio.get_running_loop()
-        with anyio.CancelScope() as scope, handling_interrupts(lambda: loop.call_soon_threadsafe(scope.cancel)):
-            return await function(*arguments)
+        with anyio.CancelScope() as scope:
+            cancel = functools.partial(loop.call_soon_threadsafe, scope.cancel)
+            with handling_interrupts(cancel, signals=stop_signals()):
+                return await function(*arguments)
         raise KeyboardInterrupt
 
     return anyio.run(interruptible, backend_options={"use_uvloop": uvloop})

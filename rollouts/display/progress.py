@@ -99,6 +99,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     text = Text()
     text.append(f"{result.status}", colour)
     text.append(f" after {result.seconds:.1f} s: {result.accounting}\n")
+    earlier = result.batches - len(result.batch_metrics)
+    if earlier > 0:
+        text.append(visible(f"{earlier} earlier batches: {writer.path / 'metrics.jsonl'}\n"))
     for batch in result.batch_metrics:
         text.append(
             f"batch {batch.get('batch', 0):g}: mean reward {batch.get('reward/mean', 0):.3f} (std "

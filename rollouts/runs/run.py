@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeAlias
 
@@ -52,6 +53,9 @@ class Stop:
         await self._asked.wait()
 
 
+_KEPT_METRICS = 100
+
+
 @attrs.frozen
 class RunResult:
     """The result of a run."""
@@ -63,6 +67,7 @@ class RunResult:
     run_metrics: RunMetrics
     batches: int
     batch_metrics: tuple[Mapping[str, float], ...]
+    """Metrics of the last 100 batches; ``metrics.jsonl`` has all."""
     seconds: float
     error: RolloutsError | None = None
     """Why it ended early; ``None`` if it finished or was stopped."""
@@ -136,7 +141,7 @@ async def _run(
     began = anyio.current_time()
     error: BaseException | None = None
     finished = False
-    metrics: list[Mapping[str, float]] = []
+    metrics: deque[Mapping[str, float]] = deque(maxlen=_KEPT_METRICS)
     manager = AsyncRolloutManager(recipe.config, recipe.data_buffer, on_group=writer.on_group, rollout_log=run_journal)
     if state is not None:
         manager.restore(state)

@@ -140,5 +140,5 @@ class FailureStats:
                 for sound, what in ((True, "sound"), (False, "lost")):
                     if columns[sound]:
                         numbers[f"{name}/{what}"] = statistics.fmean(columns[sound])
-                    columns[sound] = []
+            columns[True], columns[False] = [], []
         return numbers

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -45,6 +45,7 @@ from rollouts.training.rollout_attempt import (
     pack_or_fail,
     share_rewards,
     undo_changes,
+    without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.types import FilterFn, Group, Identity, Outcome, Sample, Status
@@ -159,11 +160,11 @@ class GroupRunner:
         try:
             if config.group_rm and config.reward_fn is not None:
                 name = f"group reward {function_name(config.reward_fn)}"
-                with _unchanged(samples, known, RewardFailure, name):
+                async with _checked(samples, known, RewardFailure, name):
                     await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
                     share_rewards(samples)
             if config.filter_fn is not None:
-                with _unchanged(samples, known, FilterFailure, f"filter {function_name(config.filter_fn)}"):
+                async with _checked(samples, known, FilterFailure, f"filter {function_name(config.filter_fn)}"):
                     kept, why = await self._apply_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
@@ -230,13 +231,14 @@ class GroupRunner:
         return samples, sound
 
 
-@contextlib.contextmanager
-def _unchanged(
+@contextlib.asynccontextmanager
+async def _checked(
     samples: Sequence[Sample], known: Sequence[Identity], failure: type[RolloutsError], name: str
-) -> Iterator[None]:
+) -> AsyncIterator[None]:
     """Run a user's function on samples; afterwards, check that they can be stored and are still those of ``known``."""
     try:
-        yield
+        async with without_own_cancellation(failure, f"the group in {name}"):
+            yield
     finally:
         change = undo_changes(samples, known)
     if change:

@@ -55,6 +55,10 @@ class Accounting:
 _TOTALS = ("sampled_tokens", "rollouts", "reward_sum", "rewarded")
 
 
+_MOST_REASONS = 200
+_OTHER_REASONS = "other reasons"
+
+
 class RunMetrics:
     """Totals over the settled groups of a run, for the live display and ``metrics.jsonl``."""
 
@@ -65,7 +69,7 @@ class RunMetrics:
         self.reward_sum = 0.0
         self.rewarded = 0
         self.reasons: Counter[str] = Counter()
-        """Number of dropped or failed groups by reason."""
+        """Number of dropped or failed groups by reason; rare ones are joined once there are ``_MOST_REASONS``."""
         self._lengths: dict[str, list[int]] = {}
 
     @property
@@ -87,6 +91,10 @@ class RunMetrics:
         """Count a settled group by its samples' sampled tokens and rewards."""
         if outcome != "kept":
             self.reasons[reason] += 1
+            if len(self.reasons) > _MOST_REASONS:  # texts with an id or a value of the group are all different
+                kept = Counter(dict(self.reasons.most_common(_MOST_REASONS // 2)))
+                kept[_OTHER_REASONS] += self.reasons.total() - kept.total()
+                self.reasons = kept
         self.sampled_tokens += sum(lengths)
         self.rollouts += len(lengths)
         self._lengths.setdefault(outcome, []).extend(lengths)

@@ -11,11 +11,13 @@ This module does not know groups, retries or the journal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import anyio.lowlevel
+import numpy as np
 
 from rollouts.agent.turn_log import TurnLog, keeping_turns
 from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
@@ -43,6 +45,7 @@ __all__ = [
     "pack_or_fail",
     "share_rewards",
     "undo_changes",
+    "without_own_cancellation",
 ]
 
 _CLEANING_SECONDS = 300.0
@@ -66,25 +69,11 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
         TokenMismatchError: a law is broken.
     """
     samples: list[Sample] = []
-    task = asyncio.current_task()
-    assert task is not None, "an attempt runs in a task"
-    before = task.cancelling()
     try:
-        try:
+        async with without_own_cancellation(GenerateFailure, "the rollout"):
             samples = await _generate(config, request, log)
             if not config.group_rm and not is_lost(samples):
                 await _score(samples, config)
-            if task.cancelling() > before:
-                await anyio.lowlevel.checkpoint()  # raises a cancellation that no await has raised yet
-        except asyncio.CancelledError as error:
-            if is_cancelled() or task.cancelling() <= before:
-                raise
-            while task.cancelling() > before:
-                task.uncancel()
-            text = (
-                "the task of the rollout was cancelled, by none of its scopes; expected no cancel() of current_task()"
-            )
-            raise GenerateFailure(text) from error
     except (TokenMismatchError, ConfigError, EndpointAway):
         raise
     except RolloutsError as error:
@@ -96,6 +85,25 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
         if sample.status in _LOST and not isinstance(sample.failure, Failure):
             sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
     return samples
+
+
+@contextlib.asynccontextmanager
+async def without_own_cancellation(failure: type[RolloutsError], what: str) -> AsyncIterator[None]:
+    """Run user code; raise ``failure`` if it cancelled its own task, which no enclosing scope asked for."""
+    task = asyncio.current_task()
+    assert task is not None, "user code is awaited in a task"
+    before = task.cancelling()
+    try:
+        yield
+        if task.cancelling() > before:
+            await anyio.lowlevel.checkpoint()  # raises a cancellation that no await has raised yet
+    except asyncio.CancelledError as error:
+        if is_cancelled() or task.cancelling() <= before:
+            raise
+        while task.cancelling() > before:
+            task.uncancel()
+        text = f"the task of {what} was cancelled, by none of its scopes; expected no cancel() of current_task()"
+        raise failure(text) from error
 
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
@@ -166,18 +174,37 @@ def undo_changes(samples: Sequence[Sample], known: Sequence[Identity]) -> str:
     """Restore what identifies samples that a user's function had; describe the first change, empty if there is none."""
     change = ""
     for sample, before in zip(samples, known, strict=True):
-        now = sample.identity
-        for name, value, expected in zip(_IDENTITY, now, before, strict=True):
-            if name == "completions" and not _same_completions(value, expected):
-                count = len(value if isinstance(value, list) else value.completions())
-                change = change or f"Sample.completions: got {count} that it changed; expected those of the replies"
-            elif name != "completions" and value != expected:
+        *numbers, completions, _ = sample.identity
+        *known_numbers, known_completions, columns = before
+        for name, value, expected in zip(_NUMBERS, numbers, known_numbers, strict=True):
+            if value != expected:
                 change = change or f"Sample.{name}: got {shortened(value)}; expected {expected}, unchanged"
+        if not _same_completions(completions, known_completions):
+            count = len(completions if isinstance(completions, list) else completions.completions())
+            change = change or f"Sample.completions: got {count} that it changed; expected those of the replies"
+        if columns is not None:
+            change = change or _changed_column(sample, columns)
         sample.identity = before
     return change
 
 
-_IDENTITY = ("group_index", "index", "rollout_id", "completions")
+_NUMBERS = ("group_index", "index", "rollout_id")
+
+
+def _changed_column(sample: Sample, columns: Sequence[Any]) -> str:
+    """Describe the first column that differs from those of before, which are packed."""
+    for name, before in zip(("tokens", "loss_mask", "rollout_log_probs"), columns, strict=True):
+        try:
+            now = getattr(sample, _COLUMNS[name])
+        except ConfigError as error:
+            return str(error)
+        if now is before or np.array_equal(now, before):
+            continue
+        return f"Sample.{name}: got values that it changed; expected those of the replies"
+    return ""
+
+
+_COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
 
 
 def _same_completions(one: Any, other: Any) -> bool:

@@ -107,7 +107,7 @@ _CONTENTS: dict[type, str] = {
 }
 
 
-Identity: TypeAlias = tuple[int | None, int | None, int | None, Any]
+Identity: TypeAlias = tuple[int | None, int | None, int | None, Any, tuple[Any, Any, Any] | None]
 """Value of :attr:`Sample.identity`."""
 
 
@@ -264,13 +264,21 @@ class Sample:
 
     @property
     def identity(self) -> Identity:
-        """Group index, index, rollout id and completions, to compare later; compact completions are not decoded."""
+        """Group index, index, rollout id, completions and columns of a packed sample, to compare later.
+
+        Compact completions are not decoded. The columns are ``None`` without a record of replies: they are the user's.
+        """
         stored = self._completions
-        return self.group_index, self.index, self.rollout_id, stored if type(stored) is CompactRecord else [*stored]
+        completions = stored if type(stored) is CompactRecord else [*stored]
+        recorded = self.turns or self._compact is not None  # an episode may end before its first reply
+        columns = (self._tokens, self._loss_mask, self._rollout_log_probs) if recorded else None
+        return self.group_index, self.index, self.rollout_id, completions, columns
 
     @identity.setter
     def identity(self, value: Identity) -> None:
-        self.group_index, self.index, self.rollout_id, self._completions = value
+        self.group_index, self.index, self.rollout_id, self._completions, columns = value
+        if columns is not None:
+            self._tokens, self._loss_mask, self._rollout_log_probs = columns
 
     @property
     def weight_versions(self) -> list[str]:

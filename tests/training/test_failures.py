@@ -29,7 +29,7 @@ from rollouts.errors import (
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
-from rollouts.training.failures import FailurePolicy
+from rollouts.training.failures import FailurePolicy, FailureStats
 from tests.stored_runs import some_sample
 
 
@@ -160,6 +160,17 @@ async def test_a_run_that_fails_too_often_stops_and_says_the_top_causes() -> Non
     with pytest.raises(GenerateFailure, match=r"of the last 20 attempts were lost, more than 50%: \d+ × generate"):
         await go_on()
     manager.accounting.check()
+
+
+def test_lengths_are_kept_until_the_next_batch_only() -> None:
+    """Also where nothing is lost."""
+    stats = FailureStats(None, 1)
+    sample = some_sample(Prompt("?", index=0), seed=1)
+    stats.add([sample], sound=True)
+    assert stats.metrics() == {}
+    stats.add([sample, sample], sound=True)
+    stats.add([sample], sound=False)
+    assert stats.metrics()["turns/sound"] == 2 * sample.turns
 
 
 async def test_the_lost_are_compared_with_the_sound() -> None:

@@ -78,6 +78,17 @@ def test_a_failed_group_does_not_spoil_the_mean(reward: Any) -> None:
     assert metrics.mean_reward == 0.5
 
 
+def test_reasons_that_all_differ_take_no_room() -> None:
+    """The frequent ones keep their count, and the total is that of all."""
+    metrics = RunMetrics()
+    for number in range(2000):
+        metrics.count("failed", f"got {number}", [1], [None])
+        metrics.count("dropped", "no spread", [1], [0.0])
+    assert len(metrics.reasons) <= 200
+    assert metrics.reasons["no spread"] == 2000
+    assert metrics.reasons.total() == 4000
+
+
 def test_resumed_rollouts_are_counted_as_continued_or_restarted() -> None:
     """Rollouts continued from their last turn, and rollouts restarted."""
     samples = [

@@ -156,6 +156,35 @@ async def test_hardening_07_what_identifies_a_sample_is_not_changed(place: str, 
     assert (await failure_of(**hostile(change))).startswith(f"{who}: {message}")
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("column", "value"), [("tokens", 7), ("loss_mask", 1), ("rollout_log_probs", -9.0)], ids=lambda value: str(value)
+)
+async def test_hardening_07_no_column_of_the_replies_is_changed(place: str, column: str, value: Any) -> None:
+    """H7: also by values of the same number, of a prompt token too; the failed group is stored with the true ones."""
+    hostile, who = PLACES[place]
+    before: list[list[float]] = []
+
+    def act(sample: Sample) -> None:
+        before.append(list(getattr(sample, column)))
+        getattr(sample, column)[0] = value
+
+    (bad,) = [group for group in await settled(**hostile(act)) if group.outcome == "failed"]
+    assert bad.reason == f"{who}: Sample.{column}: got values that it changed; expected those of the replies"
+    assert [list(getattr(sample, column)) for sample in bad.samples][: len(before)] == before
+
+
+async def test_hardening_07_a_prompt_without_a_reply_stays_masked() -> None:
+    """H7: an episode whose prompt does not fit has no reply; no reward makes its tokens trainable."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        return [some_sample(prompt, 0, turns=0) for prompt in prompts]
+
+    hostile = in_reward(lambda sample: sample.loss_mask.__setitem__(0, 1))
+    assert "Sample.loss_mask: got values that it changed" in await failure_of(generate_fn=generate, **hostile)
+
+
 @pytest.mark.parametrize("place", [*PLACES, "generation"])
 @pytest.mark.parametrize(
     "error",
@@ -252,7 +281,7 @@ def cancel_own_task(*_: Any) -> None:
     task.cancel()
 
 
-@pytest.mark.parametrize("hostile", [in_reward, in_generation])
+@pytest.mark.parametrize("hostile", [in_reward, partial(in_reward, whole=True), in_filter, in_generation])
 async def test_hardening_13_cancelling_its_own_task_costs_one_group(hostile: Any) -> None:
     """H13: ``current_task().cancel()`` ends the attempt, in whichever function; the run goes on."""
     reason = await failure_of(**hostile(cancel_own_task))
