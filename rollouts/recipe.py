@@ -107,6 +107,26 @@ class Recipe:
         bound = functools.partial(generate_fn, **options) if options else generate_fn
         return attrs.evolve(self, config=attrs.evolve(self.config, generate_fn=bound))
 
+    def with_sampling(self, **changes: Any) -> Recipe:
+        """The recipe with other sampling parameters, e.g. ``temperature=0.0`` for greedy replies.
+
+        Raises:
+            ConfigError: the generate function is not bound to an endpoint, or a parameter is wrong.
+        """
+        bound = {name: value for name, value in self.bound.items() if isinstance(value, Endpoint)}
+        if not bound:
+            function = function_name(self.config.generate_fn)
+            raise ConfigError.of("generate_fn", function, "a functools.partial that is bound to an Endpoint")
+
+        def changed(endpoint: Endpoint) -> Endpoint:
+            return attrs.evolve(endpoint, sampling=attrs.evolve(endpoint.sampling, **changes))
+
+        generate_fn = functools.partial(
+            self.config.generate_fn, **{name: changed(value) for name, value in bound.items()}
+        )
+        config = attrs.evolve(self.config, generate_fn=generate_fn)
+        return attrs.evolve(self, config=config, endpoint=changed(self.endpoint))
+
     @property
     def bound(self) -> Mapping[str, Any]:
         """The keyword arguments that the generate function is bound to."""

@@ -426,6 +426,18 @@ async def test_a_renderer_may_stand_for_the_tokenizer() -> None:
         await preflight(twice)
 
 
+def test_the_sampling_of_a_recipe_is_changed_where_it_is_used() -> None:
+    """In the endpoint of the generate function and in that of the recipe; the original recipe stays."""
+    recipe = build(load_recipe(CALCULATOR), Endpoint(), {})
+    greedy = recipe.with_sampling(temperature=0.0)
+    assert greedy.endpoint == greedy.bound["endpoint"]
+    assert greedy.endpoint.sampling.temperature == 0
+    assert greedy.endpoint.sampling.max_new_tokens == recipe.endpoint.sampling.max_new_tokens
+    assert recipe.endpoint.sampling.temperature == recipe.bound["endpoint"].sampling.temperature == 1
+    with pytest.raises(ConfigError, match=r"generate_fn: got .* that is bound to an Endpoint"):
+        a_recipe().with_sampling(temperature=0.0)
+
+
 async def test_a_prompt_may_set_variables_of_the_template() -> None:
     """Its metadata override those of the run, for this prompt only."""
     prompts = [Prompt("Hi"), Prompt("Hi", metadata={"template_kwargs": {"enable_thinking": False}})]

@@ -1,6 +1,7 @@
 """``rollouts eval``: score a recipe's tasks, resume a stored evaluation, and compare two of them.
 
     rollouts.jsonl    one line per finished rollout
+    greedy.jsonl      the same for the greedy rollout of each task
     eval.json         settings and estimates
 
 Invariant: a finished rollout is on disk and is never played again; a stopped evaluation, started again with the same
@@ -64,6 +65,8 @@ class EvalOptions:
     """Evaluate the first ``tasks`` prompts of the recipe; ``None`` for all."""
     threshold: float = 1.0
     """A rollout passes if its reward is at least this."""
+    greedy: bool = True
+    """Also play one rollout of each task at temperature 0, unless the recipe's temperature is 0."""
     shown: int = 40
     """Rows of the table."""
 
@@ -90,20 +93,39 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
         settings = _settings(recipe)
         _check_same(options.out, settings)
         _write(options.out / "eval.json", {**settings, "rollouts": options.rollouts, "threshold": options.threshold})
-        done = Counter({score.key: score.rollouts for score in task_scores(_stored(options.out))})
-        writer = _Writer(options.out / "rollouts.jsonl", done.total(), options.rollouts * len(prompts))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(observe, writer.watch, console)
-            await run_evaluation(recipe.config, prompts, options.rollouts, done=done, on_group=writer.add)
-            tasks.cancel_scope.cancel()
+        games = {"rollouts.jsonl": (recipe, options.rollouts)}
+        if options.greedy and recipe.endpoint.sampling.temperature > 0:
+            try:
+                games["greedy.jsonl"] = (recipe.with_sampling(temperature=0.0), 1)
+            except ConfigError as error:  # the recipe's own generate function samples as it likes
+                console.print(Text(visible(f"no greedy rollouts: {error}")), soft_wrap=True)
+        for name, (player, rollouts) in games.items():
+            done = Counter({score.key: score.rollouts for score in task_scores(_stored(options.out / name))})
+            writer = _Writer(options.out / name, done.total(), rollouts * len(prompts))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(observe, writer.watch, console)
+                await run_evaluation(player.config, prompts, rollouts, done=done, on_group=writer.add)
+                tasks.cancel_scope.cancel()
     wanted = {task_key(prompt.prompt, prompt.label) for prompt in prompts}
-    scores = [score for score in task_scores(_stored(options.out), threshold=options.threshold) if score.key in wanted]
+    scores, greedy = (
+        [
+            score
+            for score in task_scores(_stored(options.out / name), threshold=options.threshold)
+            if score.key in wanted
+        ]
+        for name in ("rollouts.jsonl", "greedy.jsonl")
+    )
     estimates = {f"pass@{k}": attrs.asdict(estimate_pass_at_k(scores, k)) for k in options.ks}
     estimates["reward"] = attrs.asdict(estimate_mean(scores))
+    if greedy:
+        estimates["greedy pass@1"] = attrs.asdict(estimate_pass_at_k(greedy, 1))
+        estimates["greedy reward"] = attrs.asdict(estimate_mean(greedy))
     summary = {**settings, "rollouts": options.rollouts, "threshold": options.threshold, "estimates": estimates}
     _write(options.out / "eval.json", summary)
     console.print(_scores_table(scores, options))
-    console.print(_summary(scores, options), soft_wrap=True, highlight=False)
+    console.print(_counts(scores, options), soft_wrap=True, highlight=False)
+    console.print(_estimates_table(scores, greedy, options.ks, recipe.endpoint.sampling.temperature))
+    console.print(Text(visible(f"files: {options.out}")), soft_wrap=True)
     return scores
 
 
@@ -115,7 +137,7 @@ def load_evaluation(path: Path, *, threshold: float | None = None) -> list[TaskS
     """
     if threshold is None:
         threshold = float(_read(path).get("threshold", 1.0))
-    return task_scores(_stored(path), threshold=threshold)
+    return task_scores(_stored(path / "rollouts.jsonl"), threshold=threshold)
 
 
 def compare_evaluations(before: Path, after: Path, ks: Sequence[int], console: Console) -> None:
@@ -172,9 +194,8 @@ class _Writer:
             console.print(f"{self._count}/{self._wanted} rollouts · mean reward {mean:.3f}", highlight=False)
 
 
-def _stored(path: Path) -> Iterator[Sample]:
+def _stored(file: Path) -> Iterator[Sample]:
     """The rollouts on disk. A last line that a crash cut off is removed; its rollout is played again."""
-    file = path / "rollouts.jsonl"
     if not file.exists():
         return
     text = file.read_bytes()
@@ -246,19 +267,29 @@ def _scores_table(scores: Sequence[TaskScore], options: EvalOptions) -> Table:
     return table
 
 
-def _summary(scores: Sequence[TaskScore], options: EvalOptions) -> Text:
+def _counts(scores: Sequence[TaskScore], options: EvalOptions) -> Text:
     text = Text()
     left = len(scores) - options.shown
     if left > 0:
         text.append(f"... and {left} more tasks, with higher scores\n", "dim")
     every = sum(score.rollouts for score in scores)
     failed = sum(score.failed for score in scores)
-    text.append(f"{len(scores)} tasks, {every} rollouts" + (f", {failed} failed" if failed else "") + "\n")
-    for k in options.ks:
-        text.append(f"pass@{k} {estimate_pass_at_k(scores, k)}\n", "bold")
-    text.append(f"reward {estimate_mean(scores)}\n")
-    text.append(visible(f"files: {options.out}"))
+    text.append(f"{len(scores)} tasks, {every} rollouts" + (f", {failed} failed" if failed else ""))
     return text
+
+
+def _estimates_table(
+    scores: Sequence[TaskScore], greedy: Sequence[TaskScore], ks: Sequence[int], temperature: float
+) -> Table:
+    """The estimates, sampled and greedy side by side; a greedy rollout is one a task, so it has no pass@2."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("", f"temperature {temperature:g}", *(["greedy"] if greedy else [])):
+        table.add_column(name)
+    for k in ks:
+        other = [str(estimate_pass_at_k(greedy, 1)) if k == 1 else ""] if greedy else []
+        table.add_row(f"pass@{k}", str(estimate_pass_at_k(scores, k)), *other, style="bold")
+    table.add_row("reward", str(estimate_mean(scores)), *([str(estimate_mean(greedy))] if greedy else []))
+    return table
 
 
 def add(verbs: Any) -> None:
@@ -270,6 +301,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--rollouts", type=positive, metavar="N", help="rollouts of each task (default: the largest k)")
     parser.add_argument("--tasks", type=positive, metavar="N", help="play only the first N prompts (default: all)")
     parser.add_argument("--threshold", type=float, default=1.0, help="lowest reward that passes (default: 1)")
+    parser.add_argument("--no-greedy", action="store_true", help="no rollout of each task at temperature 0")
     parser.add_argument("--limit", type=positive, default=40, metavar="N", help="tasks in the table (default: 40)")
     parser.add_argument("--against", type=Path, metavar="DIR", help="folder of an earlier evaluation to compare with")
 
@@ -281,6 +313,7 @@ def _eval(args: argparse.Namespace) -> int:
         rollouts=max(args.k) if args.rollouts is None else args.rollouts,
         tasks=args.tasks,
         threshold=args.threshold,
+        greedy=not args.no_greedy,
         shown=args.limit,
     )
     in_loop(evaluate, target_of(args), options, SafeConsole())

@@ -6,10 +6,11 @@ The model may calculate in several steps. A reply without a tool call is its fin
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rollouts.dtypes import Prompt
 from rollouts.environments.base import ToolEnvironment, tool
+from rollouts.errors import ConfigError
 
 __all__ = ["CalculatorEnvironment", "calculator_prompts"]
 
@@ -73,33 +74,56 @@ _PHRASES = {
         "What is {a} multiplied by {b}?",
     ),
 }
+_PAIRS = {first + second for first in _PHRASES for second in _PHRASES}
 _APPLY = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-def calculator_prompts(seed: int, *, two_step_share: float = 0.5) -> Iterator[Prompt]:
+def calculator_prompts(
+    seed: int,
+    *,
+    two_step_share: float = 0.5,
+    numbers: tuple[int, int] = (1, 99),
+    pairs: Collection[str] | None = None,
+) -> Iterator[Prompt]:
     """Yield problems of one or two steps without end; the same seed yields the same problems.
+
+    ``numbers`` are the least and the greatest number in the text of a problem. ``pairs`` are the operators of problems
+    of two steps in the order of calculation, such as ``"+*"``; ``None`` for all of them.
 
     ``label`` and ``metadata["ground_truth"]`` are the answer as text. ``metadata["steps"]`` lists the operations as
     ``(operator, a, b)``, in the order of calculation.
     """
+    low, high = numbers
+    if not 1 <= low <= high <= 99:
+        raise ConfigError.of(
+            "calculator_prompts(numbers)", numbers, "the least and the greatest number, within 1 to 99"
+        )
+    if pairs is not None and not (pairs and _PAIRS.issuperset(pairs)):
+        raise ConfigError.of("calculator_prompts(pairs)", pairs, f"some of {', '.join(sorted(_PAIRS))}, or None")
     rng = random.Random(seed)
     while True:
-        yield _two_steps(rng) if rng.random() < two_step_share else _one_step(rng)
+        two = rng.random() < two_step_share
+        yield _two_steps(rng, numbers, _PAIRS if pairs is None else pairs) if two else _one_step(rng, numbers)
 
 
-def _operand(rng: random.Random) -> int:
-    return rng.randint(1, 9) if rng.random() < 0.3 else rng.randint(10, 99)
+def _operand(rng: random.Random, numbers: tuple[int, int]) -> int:
+    while True:  # drawn again if it is outside: a seed without limits yields what it always yielded
+        number = rng.randint(1, 9) if rng.random() < 0.3 else rng.randint(10, 99)
+        if numbers[0] <= number <= numbers[1]:
+            return number
 
 
-def _one_step(rng: random.Random) -> Prompt:
+def _one_step(rng: random.Random, numbers: tuple[int, int]) -> Prompt:
     operator = rng.choice("+-*")
-    a, b = _operand(rng), _operand(rng)
+    a, b = _operand(rng, numbers), _operand(rng, numbers)
     return _prompt(rng.choice(_PHRASES[operator]).format(a=a, b=b), [(operator, a, b)])
 
 
-def _two_steps(rng: random.Random) -> Prompt:
+def _two_steps(rng: random.Random, numbers: tuple[int, int], pairs: Collection[str]) -> Prompt:
     first, second = rng.choice("+-*"), rng.choice("+-*")
-    a, b, c = _operand(rng), _operand(rng), _operand(rng)
+    while first + second not in pairs:
+        first, second = rng.choice("+-*"), rng.choice("+-*")
+    a, b, c = _operand(rng, numbers), _operand(rng, numbers), _operand(rng, numbers)
     inner = _APPLY[first](a, b)
     if rng.random() < 0.5:
         return _prompt(f"What is ({a} {first} {b}) {second} {c}?", [(first, a, b), (second, inner, c)])

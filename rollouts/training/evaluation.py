@@ -124,7 +124,9 @@ def _estimate(values: Sequence[float]) -> Estimate:
     spread = _Z95**2 / trials
     centre = (mean + spread / 2) / (1 + spread)
     half = _Z95 / (1 + spread) * math.sqrt(max(mean * (1 - mean), 0.0) / trials + spread / (4 * trials))
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), len(values))
+    # Rounding puts the limit of a mean of 0 or 1 on the wrong side of it.
+    low, high = min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half))
+    return Estimate(mean, low, high, len(values))
 
 
 def task_key(prompt: object, label: object) -> str:

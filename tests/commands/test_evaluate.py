@@ -35,7 +35,37 @@ def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
     assert rows(out)[:3] == first[:3]
     assert len(rows(out)) == 12
     assert {score.rollouts for score in load_evaluation(out)} == {4}
-    assert set(msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]) == {"pass@1", "pass@2", "reward"}
+    assert set(msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]) == {
+        "pass@1", "pass@2", "reward", "greedy pass@1", "greedy reward",
+    }  # fmt: skip
+
+
+def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
+    engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rollout a task at temperature 0, in a file of its own; a resumed evaluation does not play it again."""
+    out = tmp_path / "exam"
+    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2", "--out", str(out)]
+    assert main(line) == 0
+    heads, ones, twos, rewards = capsys.readouterr().out.splitlines()[-5:-1]
+    assert heads.split() == ["temperature", "1", "greedy"]
+    assert [len(row.split("[")) for row in (ones, twos, rewards)] == [3, 2, 3]
+    first = (out / "greedy.jsonl").read_bytes()
+    samples = [Sample.from_dict(msgspec.json.decode(row)) for row in first.splitlines()]
+    assert len({sample.prompt for sample in samples}) == len(samples) == 3
+    estimates = msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]
+    assert estimates["greedy reward"]["value"] == sum(sample.reward or 0 for sample in samples) / 3
+    assert main(line) == 0
+    assert (out / "greedy.jsonl").read_bytes() == first
+
+
+@pytest.mark.parametrize("arguments", [["--no-greedy"], ["--set", "temperature=0"]])
+def test_an_evaluation_is_greedy_once_or_not_at_all(engine_url: str, tmp_path: Path, arguments: list[str]) -> None:
+    """``--no-greedy`` omits the greedy rollouts; at temperature 0 the sampled ones are greedy."""
+    out = tmp_path / "exam"
+    assert main(["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "1", "--out", str(out), *arguments]) == 0
+    assert not (out / "greedy.jsonl").exists()
+    assert set(msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]) == {"pass@1", "reward"}
 
 
 def test_another_sampling_is_another_evaluation(

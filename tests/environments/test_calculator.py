@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 
 from rollouts.dtypes import Message, Prompt, ToolCall
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
+from rollouts.errors import ConfigError
 
 
 async def calculated(name: str, a: Any, b: Any) -> str:
@@ -83,3 +85,22 @@ async def test_the_answer_of_each_problem_is_what_its_steps_give() -> None:
     assert counts == {1, 2}
     only_one = itertools.islice(calculator_prompts(3, two_step_share=0), 50)
     assert {len(prompt.metadata["steps"]) for prompt in only_one} == {1}
+
+
+@pytest.mark.parametrize("pairs", [None, ("+*", "-+")])
+def test_problems_have_only_the_numbers_and_operators_that_are_asked_for(pairs: tuple[str, ...] | None) -> None:
+    """Numbers of the text within the limits; operators of two steps in the order of calculation."""
+    problems = itertools.islice(calculator_prompts(5, numbers=(60, 70), pairs=pairs), 200)
+    seen = set()
+    for prompt in problems:
+        assert all(60 <= int(number) <= 70 for number in re.findall(r"\d+", str(prompt.prompt)))
+        seen.add("".join(operator for operator, _, _ in prompt.metadata["steps"]))
+    assert {each for each in seen if len(each) == 2} == set(pairs or map("".join, itertools.product("+-*", repeat=2)))
+
+
+@pytest.mark.parametrize("limits", [{"numbers": (0, 9)}, {"numbers": (9, 5)}, {"pairs": ()}, {"pairs": ["/+"]}])
+def test_problems_that_cannot_be_are_refused(limits: dict[str, Any]) -> None:
+    """Instead of drawing numbers for ever."""
+    (name,) = limits
+    with pytest.raises(ConfigError, match=rf"calculator_prompts\({name}\): got"):
+        next(calculator_prompts(0, **limits))

@@ -74,6 +74,14 @@ def test_tasks_that_all_agree_leave_doubt() -> None:
     assert result.low == pytest.approx(0.722, abs=1e-3)
 
 
+@pytest.mark.parametrize("passed", [0, 4])
+def test_the_interval_of_equal_scores_contains_the_value(passed: int) -> None:
+    """All tasks pass, or none: low <= value <= high for every number of tasks, so that error bars have a length."""
+    for tasks in range(1, 257):
+        result = estimate_pass_at_k([score(str(task), passed) for task in range(tasks)], 1)
+        assert 0 <= result.low <= result.value <= result.high <= 1, tasks
+
+
 def test_a_task_key_identifies_prompt_and_label() -> None:
     """The same messages and label are the same task in every run; another label is another."""
     assert task_key("What?", 1) == task_key([{"role": "user", "content": "What?"}], 1)
