@@ -23,7 +23,7 @@ from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe import Recipe
-from rollouts.renderer.special_text import SpecialText
+from rollouts.renderer import SpecialText
 
 __all__ = [
     "GENERATE_OPTIONS",

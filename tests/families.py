@@ -53,6 +53,8 @@ GLM = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "[gMASK]", 
 GLM += ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+MARKS = (*GLM, *GRANITE, *PHI)
+"""Of the families that replace their tokenizer with Qwen3's: loaded once for all of them."""
 
 
 def _real(name: str, tokenizer: str = "qwen3", marks: tuple[str, ...] = (), stops: tuple[str, ...] = ()) -> Any:
@@ -106,7 +108,7 @@ REAL = {
         text_and_calls=False,
     ),
     "GLM-4.6": Family(
-        _real("GLM-4.6", "qwen3", GLM, ("<|endoftext|>", "<|user|>", "<|observation|>")),
+        _real("GLM-4.6", "qwen3", MARKS, ("<|endoftext|>", "<|user|>", "<|observation|>")),
         (E, E, E, F, F),
         "glm",
         "no closing mark: the stop token is the next turn's first",
@@ -131,11 +133,9 @@ REAL = {
     "SmolLM3": Family(
         _real("HuggingFaceTB-SmolLM3-3B"), (E, F, F, E, E), "plain", "leaves calls out, tells of no tools", calls=False
     ),
-    "Granite 4": Family(
-        _real("ibm-granite-granite-4.0", "qwen3", GRANITE, ("<|end_of_text|>",)), (E,) * 5, "hermes", ""
-    ),
+    "Granite 4": Family(_real("ibm-granite-granite-4.0", "qwen3", MARKS, ("<|end_of_text|>",)), (E,) * 5, "hermes", ""),
     "Phi-3.5": Family(
-        _real("microsoft-Phi-3.5-mini-instruct", "qwen3", PHI, ("<|end|>",)),
+        _real("microsoft-Phi-3.5-mini-instruct", "qwen3", MARKS, ("<|end|>",)),
         (E, R, R, E, E),
         "plain",
         "leaves tool messages out",

@@ -47,7 +47,7 @@ class World:
     def __init__(self, family: Family, renderer: Renderer, tools: Sequence[Tool], seed: int, *, cuts: bool) -> None:
         self.family, self.renderer, self._tools = family, renderer, tuple(tools)
         self.rng = random.Random(seed)
-        self.cut_share = 0.15 if cuts else 0.0
+        self.longest = self.rng.randint(4, 40) if cuts else 4096
         self.left = self.rng.randint(1, 4)
         self.shown: list[Message] = []
         self.replies: list[list[int]] = []
@@ -81,9 +81,8 @@ class World:
         reply, new = self.next_reply()
         ids = speak(self.renderer, self.shown, reply, new, self._tools).tolist()
         ids = self.respelled(ids[:-1]) + ids[-1:]
-        cut = self.rng.random() < self.cut_share
-        self.replies.append(ids[: self.rng.randint(1, len(ids) - 1)] if cut and len(ids) > 1 else ids)
-        return Reply(self.replies[-1], "length" if self.replies[-1] is not ids else "stop")
+        self.replies.append(ids[: self.longest])
+        return Reply(self.replies[-1], "length" if len(ids) > self.longest else "stop")
 
     def next_reply(self) -> tuple[Message, list[Message]]:
         calls = self.rng.choice([0, 0, 1, 1, 2, 3]) if self._tools else 0
@@ -126,7 +125,7 @@ def play(family: Family, renderer: Renderer, seed: int, history: Any) -> tuple[W
             lambda: world,
             policy,
             renderer,
-            sampling=SamplingParams(max_new_tokens=4096),
+            sampling=SamplingParams(max_new_tokens=world.longest),
             limits=Limits(max_turns=8, on_cut="continue"),
             history=history,
             on_step=world.observe,

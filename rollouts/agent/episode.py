@@ -32,7 +32,6 @@ from rollouts.dtypes import (
     Prompt,
     SamplingParams,
     StopReason,
-    TokenColumn,
     Tool,
     ToolCall,
     as_messages,
@@ -55,7 +54,7 @@ from rollouts.errors import (
     shortened,
 )
 from rollouts.inference.base import Policy
-from rollouts.renderer import CHECKED_BRIDGES, Renderer
+from rollouts.renderer import BridgeMemory, Renderer
 from rollouts.trajectory import Trajectory
 
 __all__ = ["Episode", "OnStep", "Past"]
@@ -69,6 +68,9 @@ _PROMPT_END = 16
 
 _LONG_TEXT = 8000
 """Characters from which rendering runs in a worker thread: some 2,000 tokens, 1 to 4 ms."""
+
+_MANY_MESSAGES = 100
+"""Number of messages from which a comparison of all of them counts as rendering them; long texts are shortened."""
 
 _UNPARSED = Message("assistant")
 
@@ -127,8 +129,8 @@ class Episode:
     """Numbers of tokens, completions and messages that the turn log contains."""
     earlier: Trajectory | None = attrs.field(init=False, default=None)
     """The trajectory of the logged turns, if the episode can resume after them."""
-    bridges: int = attrs.field(init=False, default=0)
-    """Number of bridges that this process has appended."""
+    memory: BridgeMemory = attrs.field(init=False, factory=BridgeMemory)
+    """What the bridges of the current branch depend on, so that each costs what is new."""
     seconds_before: float = attrs.field(init=False, default=0.0)
     """Wall time of the logged turns."""
 
@@ -459,18 +461,16 @@ class Episode:
         """
         try:
             if self.history == "append" or not await self._fork_if_rewritten(new, tools):
+                history = self.trajectory.messages
+                bridge_of = functools.partial(self.renderer.bridge, tools=tools, memory=self.memory)
                 tail = self.trajectory.tokens[self.reply_start :]
-                bridge = await _render(new, self._bridge, self.trajectory.messages, new, tools, tail)
+                compared = self.memory.compares_next and len(history) > _MANY_MESSAGES
+                rendered = [*history, *new] if compared else new
+                bridge = await _render(rendered, functools.partial(bridge_of, tail=tail), history, new)
                 self.trajectory.add_context(bridge, new)
         except ConfigError as error:
             raise GenerateFailure(f"the template cannot render the next turn: {error}") from error
         self._observe()
-
-    def _bridge(
-        self, history: Sequence[Message], new: Sequence[Message], tools: tuple[Tool, ...], tail: TokenColumn
-    ) -> TokenColumn:
-        self.bridges += 1
-        return self.renderer.bridge(history, new, tools=tools, tail=tail, check=self.bridges <= CHECKED_BRIDGES)
 
     async def _fork_if_rewritten(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
         """Render the whole conversation; open a branch with it if the template rewrites the history.

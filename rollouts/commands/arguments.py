@@ -24,6 +24,7 @@ from rollouts.dtypes import OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
+from rollouts.renderer import SpecialText
 from rollouts.terminal import say
 
 __all__ = [
@@ -182,6 +183,11 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--stop", type=int, action="append", metavar="ID", help="token id that ends a turn (default: the model's)"
     )
+    verb.add_argument(
+        "--special-text",
+        choices=get_args(SpecialText),
+        help="special tokens in the text of users and tools: their ids, plain text, or refused (default: as_ids)",
+    )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
@@ -206,7 +212,8 @@ def all_options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def generate_options_of(args: argparse.Namespace) -> dict[str, str]:
     """The recipe options of :func:`add_generate_options`."""
-    given = {name: getattr(args, name, None) for name in ("history", "template_kwargs", "chat_template", "dialect")}
+    names = ("history", "template_kwargs", "chat_template", "dialect", "special_text")
+    given = {name: getattr(args, name, None) for name in names}
     given["stop_token_ids"] = getattr(args, "stop", None)
     return {name: str(value) for name, value in given.items() if value is not None}
 

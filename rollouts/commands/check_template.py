@@ -49,6 +49,11 @@ _POLICIES = {
     "fork": "opens a branch where the template rewrites",
     "error": "fails the rollout where the template rewrites",
 }
+_SPECIAL_TEXT = {
+    "as_ids": "special tokens in the text of users and tools become their ids",
+    "as_text": "special tokens in the text of users and tools are encoded as plain text",
+    "error": "special tokens in the text of users and tools are refused",
+}
 _TOOLS = (
     Tool(
         "weather",
@@ -70,7 +75,7 @@ class TemplateCheckOptions:
     options: Mapping[str, str] = attrs.field(factory=dict)
     """Options of the recipe."""
     generate: Mapping[str, Any] = attrs.field(factory=dict)
-    """Values of ``GENERATE_OPTIONS``: history policy, template and its variables, dialect, stop ids."""
+    """Values of ``GENERATE_OPTIONS``: history policy, template and its variables, dialect, stop ids, special text."""
 
 
 async def check(options: TemplateCheckOptions, console: Console) -> bool:
@@ -91,6 +96,7 @@ async def check(options: TemplateCheckOptions, console: Console) -> bool:
         renderer, tools, history = await _recipe_settings(options, options.recipe, model)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history} ({_POLICIES[history]})"
+    about += f"\nspecial_text: {renderer.special_text} ({_SPECIAL_TEXT[renderer.special_text]})"
     console.print(Text(visible(about), "bold"))
     console.print(steps_table(test))
     if test.calls is not None:

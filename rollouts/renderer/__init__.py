@@ -2,18 +2,21 @@
 
 from rollouts.renderer.bridge import STRATEGIES
 from rollouts.renderer.example import ExamplePart, conversation, speak
+from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.options import RendererOptions, with_prompt_options
-from rollouts.renderer.renderer import CHECKED_BRIDGES, Renderer, renderer_for
+from rollouts.renderer.renderer import Renderer, renderer_for
 from rollouts.renderer.selftest import SelfTest, Step
+from rollouts.renderer.special_text import SpecialText
 from rollouts.renderer.tokenizer import load_tokenizer
 
 __all__ = [
-    "CHECKED_BRIDGES",
     "STRATEGIES",
+    "BridgeMemory",
     "ExamplePart",
     "Renderer",
     "RendererOptions",
     "SelfTest",
+    "SpecialText",
     "Step",
     "conversation",
     "load_tokenizer",

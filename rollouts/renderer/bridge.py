@@ -14,11 +14,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+import attrs
+
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["STRATEGIES", "Strategy", "bridge_text", "closes_turns", "whole", "with_kept"]
+__all__ = ["STRATEGIES", "Kept", "Strategy", "bridge_text", "closes_turns", "is_system", "whole", "with_kept"]
 
 _SENTINEL = "qz7sentinelqz7"
 _USER_TURN = Message("user", "U")
@@ -47,32 +49,44 @@ def one_round(history: Sequence[Message]) -> list[Message]:
 
 def whole(history: Sequence[Message]) -> list[Message]:
     """The real history without its last turn."""
-    return list(itertools.dropwhile(_is_system, history[:-1]))
+    return list(itertools.dropwhile(is_system, history[:-1]))
 
 
-def with_kept(strategy: Strategy, kept: Callable[[Sequence[Message]], Sequence[int]]) -> Strategy:
-    """Add messages of the history to a strategy, in their order, with the turns that templates expect around them.
+@attrs.frozen
+class Kept:
+    """The messages of a history that a dummy depends on."""
 
-    Args:
-        strategy: builds the rest of the dummy.
-        kept: returns the positions of the messages to add.
-    """
+    messages: tuple[tuple[int, Message], ...]
+    """Messages to add to the dummy, with their positions in the history."""
+    last_user: int | None
+    """The position of the last user message before the reply."""
+    results: tuple[Message, ...]
+    """The first tool message, if there is one."""
+
+
+def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
+    """Add messages of the history to a strategy, in their order, with the turns that templates expect around them."""
 
     def build(history: Sequence[Message]) -> list[Message]:
-        earlier = whole(history)
-        positions = kept(earlier)
-        if not positions:
-            return strategy(history)
-        last_user = next((at for at in reversed(range(len(earlier))) if earlier[at].role == "user"), positions[0])
+        short_history = strategy(kept.results)
+        if not kept.messages:
+            return short_history
+        by_position: dict[int, Message | None] = {} if kept.last_user is None else {kept.last_user: None}
+        by_position.update(kept.messages)
         built: list[Message] = []
-        for at in sorted({*positions, last_user}):
-            built += _before(earlier[at], built)
-            built.append(earlier[at] if at in positions else _USER_TURN)
+        for _, message in sorted(by_position.items(), key=_position):
+            message = message or _USER_TURN
+            built += _before(message, built)
+            built.append(message)
         if built[-1].role in ("assistant", "system"):
             built.append(_USER_TURN)
-        return [*built, *strategy(history)[1:]]
+        return [*built, *short_history[1:]]
 
     return build
+
+
+def _position(item: tuple[int, object]) -> int:
+    return item[0]
 
 
 def _before(message: Message, built: Sequence[Message]) -> list[Message]:
@@ -89,7 +103,8 @@ def _before(message: Message, built: Sequence[Message]) -> list[Message]:
     return []
 
 
-def _is_system(message: Message) -> bool:
+def is_system(message: Message) -> bool:
+    """Whether a message is a system message."""
     return message.role == "system"
 
 
@@ -121,7 +136,7 @@ def bridge_text(
     Raises:
         ConfigError: the template raises on these messages, or no dummy produces a bridge.
     """
-    system = itertools.takewhile(_is_system, history)
+    system = itertools.takewhile(is_system, history)
     opening = [*system, *strategy(history)]
     sentinel = _SENTINEL
     while any(sentinel in message.content for message in new):

@@ -13,7 +13,6 @@ import collections
 import concurrent.futures
 import datetime
 import functools
-import itertools
 import operator
 import threading
 import weakref
@@ -28,6 +27,7 @@ from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
 from rollouts.renderer.history_diff import rewriting, shared
+from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.prefill import goes_on, open_turn, turn_start
 from rollouts.renderer.reply_text import opens_thought
 from rollouts.renderer.selftest import SelfTest, run_self_test
@@ -37,13 +37,11 @@ from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
 from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect, thought_marks
 
-__all__ = ["CHECKED_BRIDGES", "Renderer", "renderer_for"]
+__all__ = ["Renderer", "renderer_for"]
 
 _OPENINGS_KEPT = 512
 _RESULTS_KEPT = 1024
 """Results of self-tests: an environment may have other tools for each prompt."""
-CHECKED_BRIDGES = 2
-"""The first bridges of a conversation are compared with the rendering of the whole conversation."""
 _CHECKED_TEXT = 1000
 """Characters at each end of a long text that are rendered when a bridge is checked."""
 _PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
@@ -112,6 +110,7 @@ class Renderer:
         self.dialect: Dialect = get_dialect(name) if isinstance(name, str) else name
         if special_text not in get_args(SpecialText):
             raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
+        self.special_text: SpecialText = special_text
         self._marks = Marks(_marks_of(tokenizer, source, self._stops), special_text)
         if strategy is not None and strategy not in STRATEGIES:
             raise ConfigError.of("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
@@ -233,15 +232,16 @@ class Renderer:
         *,
         tools: Sequence[Tool] = (),
         tail: Sequence[int] | TokenColumn,
-        check: bool = False,
+        memory: BridgeMemory | None = None,
     ) -> TokenColumn:
         """Return the ids between a reply and the next one; int32, read-only.
 
         They begin with the turn's closing mark only if the model sampled no stop token (the reply was cut). If the
         model sampled another stop token than the template writes, the sampled one stays.
 
-        The first two bridges of a conversation, and each one after a message that contains a switch of the template
-        (such as ``/no_think``), are compared with the template's rendering of the whole conversation.
+        The bridges 1, 2, 4, 8, … of a conversation, and those after a message that contains a switch of the template
+        (such as ``/no_think``), are compared with the template's rendering of the whole conversation, in which long
+        texts are shortened. Of many messages with the same switches, the 1st, 2nd, 4th, 8th, … count.
 
         Args:
             history: the conversation so far, ending with the reply. Of the earlier messages, only system messages and
@@ -249,7 +249,8 @@ class Renderer:
             new: all messages since the reply: the tool results of the step, or user messages.
             tools: the tools of the opening.
             tail: the reply's sampled ids; the last one is enough.
-            check: whether to compare this bridge in any case.
+            memory: what earlier bridges of the same ``history``, a list that grows, have found; without it, the whole
+                history is searched for switches, and the bridge's number is that of its replies.
 
         Raises:
             ConfigError: ``new`` is empty, the template cannot render it, or the whole conversation is rendered with
@@ -258,8 +259,11 @@ class Renderer:
         if not new:
             raise ConfigError.of("bridge.new", (), "at least one message; without one there is nothing to reply to")
         new = self._marks.guarded(new)
-        text = self._bridge_text(history, new, tools)
-        if check or self._needs_check(history, new):
+        if memory is None:
+            memory = BridgeMemory()
+            memory.bridges = sum(message.role == "assistant" for message in history) - 1
+        text = self._bridge_text(history, new, tools, memory)
+        if memory.compares(history[-1] if history else None, new, self._switches):
             self._check_bridge(text, history, new, tools)
         for message in new:
             # Some templates move system messages to the start of the conversation, which is already sampled from.
@@ -271,22 +275,11 @@ class Renderer:
         last = int(tail[-1]) if len(tail) else None
         return ids[1:] if self._replaces_first(last, ids) else ids
 
-    def _bridge_text(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
-        strategy = STRATEGIES[self._strategy]
-        if self._switches.texts:
-            strategy = with_kept(strategy, self._switches.positions)
+    def _bridge_text(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool], memory: BridgeMemory
+    ) -> str:
+        strategy = with_kept(STRATEGIES[self._strategy], memory.read(history, self._switches, self._marks))
         return bridge_text(self._template, strategy, history, new, tools, self._stops)
-
-    def _needs_check(self, history: Sequence[Message], new: Sequence[Message]) -> bool:
-        """Whether this is one of the first two bridges, or there is a switch since the last bridge but one."""
-        replies = 0
-        for message in itertools.chain(reversed(new), reversed(history)):
-            replies += message.role == "assistant"
-            if replies > CHECKED_BRIDGES:
-                return False
-            if replies < 2 and self._switches.in_message(message):
-                return True
-        return True
 
     def _check_bridge(
         self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
@@ -297,7 +290,7 @@ class Renderer:
             ConfigError: they differ in more than the mark that ends the reply, or the template raises.
         """
         reply = history[-1]
-        shown = [self._shortened(message) for message in history]
+        shown = self._marks.guarded([self._shortened(message) for message in history])
         if reply.role == "assistant" and not reply.content.strip() and not reply.tool_calls:
             self._template.render([*shown, *new], tools)  # some templates refuse an empty turn
         written = bridge_text(self._template, whole, shown, new, tools, self._stops)
@@ -312,7 +305,7 @@ class Renderer:
     def _shortened(self, message: Message) -> Message:
         """The message without the middle of a long text, unless it contains a switch."""
         content = message.content
-        if len(content) <= 2 * _CHECKED_TEXT or self._switches.in_message(message):
+        if len(content) <= 2 * _CHECKED_TEXT or self._switches.found(message):
             return message
         return attrs.evolve(message, content=content[:_CHECKED_TEXT] + content[-_CHECKED_TEXT:])
 
@@ -372,7 +365,7 @@ class Renderer:
             The reason, ``""`` if nothing is rewritten; and the number of ids of ``new`` with marks and next header.
         """
         new = self._marks.guarded(new)
-        text = self._bridge_text(history, new, tools)
+        text = self._bridge_text(history, new, tools, BridgeMemory())
         ids = self._encode(text, counted=False)
         text = text.replace(GUARD, "")
         if not after.endswith(text):

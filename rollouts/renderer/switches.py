@@ -7,12 +7,11 @@ and is a switch if the text after a later reply changes. This module does not kn
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridge import bridge_text, whole
+from rollouts.renderer.bridge import Kept, bridge_text, short, whole, with_kept
 from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["Switches"]
@@ -20,6 +19,7 @@ __all__ = ["Switches"]
 _TOOL = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
 _CALL = ToolCall("probe", {"x": "1"}, id="call00000")
 _CALLING = Message("assistant", tool_calls=(_CALL,))
+_SAID = Message("assistant", "A")
 _PLAIN = "U"
 
 
@@ -34,36 +34,18 @@ class Switches:
     def __init__(self, template: ChatTemplate, stops: Sequence[str]) -> None:
         self._template = template
         self._stops = tuple(stops)
-        self._searched: dict[int, tuple[weakref.ref[Message], bool]] = {}
-        self._clean: set[int] = set()
-        """The ``id`` of each living message that was searched and contains no switch."""
 
-    def in_message(self, message: Message) -> bool:
-        """Whether a message contains a switch; each message is searched once."""
-        if not self.texts or id(message) in self._clean:
-            return False
-        searched = self._searched.get(id(message))
-        return self._search(message) if searched is None else searched[1]
+    def found(self, message: Message) -> tuple[str, ...]:
+        """The switches that a message contains."""
+        return tuple(text for text in self.texts if text in message.content)
 
-    def positions(self, messages: Sequence[Message]) -> list[int]:
-        """The positions of the messages that contain a switch."""
-        if not self.texts or self._clean.issuperset(map(id, messages)):
-            return []
-        return [
-            at for at, message in enumerate(messages) if id(message) not in self._clean and self.in_message(message)
-        ]
-
-    def _search(self, message: Message) -> bool:
-        key = id(message)
-        held = any(text in message.content for text in self.texts)
-        self._searched[key] = (weakref.ref(message, lambda _: self._forget(key)), held)
-        if not held:
-            self._clean.add(key)
-        return held
-
-    def _forget(self, key: int) -> None:
-        self._searched.pop(key, None)
-        self._clean.discard(key)
+    def probes(self, system: Sequence[Message], kept: Kept) -> list[str | None]:
+        """The texts after later replies in a conversation with these messages; ``None`` where the template raises."""
+        history = [*system, *with_kept(short, kept)(())]
+        later = [*history, _SAID, Message("user", _PLAIN)]
+        user, result = _NEWS
+        asked = [(user, ()), (user, (_TOOL,)), (result, (_TOOL,))]
+        return [self._bridge(start, new, tools) for start in (history, later) for new, tools in asked]
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:
@@ -82,13 +64,13 @@ class Switches:
     def _effects(self, text: str, earlier: Sequence[str]) -> list[str | None]:
         """The texts after a reply in conversations with this text; ``None`` where the template raises."""
         start = [turn for each in earlier for turn in (Message("user", each), Message("assistant", "A"))]
-        return [self._bridge([*start, *history], new) for history in _histories(text) for new in _NEWS]
+        news = [(new, (_TOOL,) if new.role == "tool" else ()) for new in _NEWS]
+        return [self._bridge([*start, *history], *new) for history in _histories(text) for new in news]
 
-    def _bridge(self, history: Sequence[Message], new: Message) -> str | None:
-        calls = new.role == "tool"
-        reply = _CALLING if calls else Message("assistant", "A")
+    def _bridge(self, history: Sequence[Message], new: Message, tools: Sequence[Tool]) -> str | None:
+        reply = _CALLING if new.role == "tool" else _SAID
         try:
-            return bridge_text(self._template, whole, [*history, reply], [new], (_TOOL,) if calls else (), self._stops)
+            return bridge_text(self._template, whole, [*history, reply], [new], tools, self._stops)
         except ConfigError:
             return None
 

@@ -50,6 +50,18 @@ async def test_an_exact_model_passes_with_an_example() -> None:
     assert "mask 0" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([], "as_ids (special tokens in the text of users and tools become"), (["--special-text", "error"], "error (")],
+)
+def test_the_treatment_of_special_tokens_is_shown(
+    given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default, and that of ``--special-text``."""
+    assert main(["check", "--model", DEMO, *given]) == 0
+    assert f"special_text: {words}" in " ".join(capsys.readouterr().out.split())
+
+
 UNREAD = FORKS.replace(
     "<|im_end|>", "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>", 1
 )

@@ -25,6 +25,8 @@ from tests.structures import STRUCTURES
 from tests.test_families import World
 
 FAMILIES = {**REAL_AND_SMALL, **STRUCTURES}
+ALONE = ("Qwen2.5", "gpt-oss")
+"""Families that load a tokenizer of their own, for seconds: played with ``--long``, and by ``test_families.py``."""
 WRITTEN = ("/no_think", "/think", "<think>", "</think>", "detailed thinking off", "<tool_response>", "/nothink")
 
 
@@ -83,6 +85,8 @@ def test_each_bridge_ends_the_rendering_of_the_real_history(
     name: str, request: pytest.FixtureRequest, conversations: int
 ) -> None:
     """The opening is the whole text; a bridge is its end, without the stop token that was sampled."""
+    if name in ALONE and not request.config.getoption("--long"):
+        pytest.skip("its tokenizer takes seconds to load; --long plays it")
     family = FAMILIES[name]
     renderer = family.make(request)
     for seed in range(conversations // 20):

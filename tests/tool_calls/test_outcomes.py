@@ -4,7 +4,7 @@ Played through the agent loop, with the dialect's own marks.
 
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -43,9 +43,18 @@ class World(ToolEnvironment):
         return "noon"
 
 
+@cache
+def renderer_of(name: str) -> Renderer:
+    """The renderer of a dialect: its first self-test costs more than the conversations."""
+    return Renderer(_tokenizer(), chat_template=TEMPLATES[name], dialect=name)
+
+
+_tokenizer = cache(partial(load_tokenizer, DEMO_MODEL))
+
+
 async def play(name: str, text: str, **options: Any) -> tuple[list[Any], Trajectory]:
     """Play one reply in a dialect, and a last one without calls."""
-    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=TEMPLATES[name], dialect=name)
+    renderer = renderer_of(name)
     ran: list[Any] = []
     policy = ScriptedPolicy([renderer.encode(f"{reply}<|im_end|>").tolist() for reply in (text, "Done.")])
     trajectory = await run_agent(
@@ -135,7 +144,7 @@ async def test_a_malformed_call_is_answered_with_an_error_and_counted_by_its_fau
 @pytest.mark.parametrize("name", CALLING)
 async def test_a_reply_that_is_cut_in_a_call_runs_nothing(name: str) -> None:
     """By default the episode ends; with ``on_cut="continue"`` the unclosed call is answered with an error."""
-    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=TEMPLATES[name], dialect=name)
+    renderer = renderer_of(name)
     text = WRITTEN[name][: WRITTEN[name].index("2")]
     for on_cut, reason in (("stop", StopReason.MAX_TOKENS), ("continue", StopReason.TASK_COMPLETED)):
         ran: list[Any] = []
