@@ -8,7 +8,7 @@ import pytest
 
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
-from rollouts.inference.aborts import abort_generation
+from rollouts.inference.aborts import abort_generation, abort_until_idle
 from rollouts.testing.server import StubServer
 
 
@@ -52,3 +52,30 @@ async def test_a_router_without_workers_acknowledges_nothing(transport: HttpClie
         with pytest.raises(EndpointUnavailable, match="may still be running"):
             await abort_generation(transport, router.url, "r", {})
         assert healthy.aborted == ["r"]
+
+
+async def test_all_requests_are_aborted_until_none_is_left(transport: HttpClient) -> None:
+    """On every worker behind the router; a request that is still counted is aborted in another round."""
+    counts = [2, 1]
+
+    def load() -> dict[str, float]:
+        return {"num_waiting_reqs": counts.pop() if counts else 0}
+
+    async with (
+        StubServer(loads=load) as busy,
+        StubServer() as plain,
+        StubServer(workers=[busy.url, plain.url]) as router,
+    ):
+        await abort_until_idle(transport, router.url, {}, seconds=5.0, interval=0.0)
+        assert (len(busy.aborted), len(plain.aborted)) == (3, 1)
+
+
+async def test_a_server_that_stays_busy_is_an_error(transport: HttpClient) -> None:
+    """So is one that refuses the abort; one that is gone runs nothing."""
+    async with StubServer(loads=lambda: {"num_running_reqs": 1}) as busy:
+        with pytest.raises(EndpointUnavailable, match="aborting all requests"):
+            await abort_until_idle(transport, busy.url, {}, seconds=0.1, interval=0.0)
+    async with StubServer(workers=[]) as refusing:
+        with pytest.raises(EndpointUnavailable, match="may still be running"):
+            await abort_until_idle(transport, refusing.url, {}, seconds=5.0)
+    await abort_generation(transport, refusing.url, "r", {})
