@@ -40,7 +40,7 @@ def read(payload: bytes, **options: Any) -> Completion:
 
 def test_a_body_is_one_json_object() -> None:
     """It consists of the rid, the ids and the options."""
-    own = {"min_new_tokens": 3, "repetition_penalty": 1.5}
+    own: dict[str, Any] = {"min_new_tokens": 3, "repetition_penalty": 1.5}
     params = loads(request_body("r", IDS, request_options(SamplingParams(**own), ()))[0])["sampling_params"]
     assert own.items() <= params.items()
     body = loads(request_body("abc", IDS, request_options(SamplingParams(), ()))[0])
