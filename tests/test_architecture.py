@@ -93,6 +93,8 @@ LAW_BOOKS = {
     "test_costs.py",
     "test_documents.py",
     "integrations/slime/test_with_slime.py",
+    "integrations/slime/test_parity.py",
+    "integrations/slime/test_examples.py",
     "test_founding_bugs.py",
     "test_families.py",
     "test_fuzz.py",

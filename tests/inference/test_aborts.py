@@ -10,7 +10,7 @@ import pytest
 from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
-from rollouts.inference.aborts import abort_generation, headers_of
+from rollouts.inference.aborts import abort_generation, abort_until_idle, headers_of
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
 
@@ -70,3 +70,30 @@ async def test_an_abort_has_the_admin_key(transport: HttpClient) -> None:
         assert await abort_generation(transport, server.url, "r", headers_of(endpoint, admin=True))
         with pytest.raises(EndpointUnavailable, match=r"status 401: no\. Check Endpoint\.admin_key"):
             await abort_generation(transport, server.url, "r", headers_of(endpoint))
+
+
+async def test_all_requests_are_aborted_until_none_is_left(transport: HttpClient) -> None:
+    """On every worker behind the router; a request that is still counted is aborted in another round."""
+    counts = [2, 1]
+
+    def load() -> dict[str, float]:
+        return {"num_waiting_reqs": counts.pop() if counts else 0}
+
+    async with (
+        StubServer(loads=load) as busy,
+        StubServer() as plain,
+        StubServer(workers=[busy.url, plain.url]) as router,
+    ):
+        await abort_until_idle(transport, router.url, {}, seconds=5.0, interval=0.0)
+        assert (len(busy.aborted), len(plain.aborted)) == (3, 1)
+
+
+async def test_a_server_that_stays_busy_is_an_error(transport: HttpClient) -> None:
+    """So is one that refuses the abort; one that is gone runs nothing."""
+    async with StubServer(loads=lambda: {"num_running_reqs": 1}) as busy:
+        with pytest.raises(EndpointUnavailable, match="aborting all requests"):
+            await abort_until_idle(transport, busy.url, {}, seconds=0.1, interval=0.0)
+    async with StubServer(workers=[]) as refusing:
+        with pytest.raises(EndpointUnavailable, match="may still be running"):
+            await abort_until_idle(transport, refusing.url, {}, seconds=5.0)
+    await abort_generation(transport, refusing.url, "r", {})

@@ -39,7 +39,11 @@ def read(payload: bytes, **options: Any) -> Completion:
 
 def test_a_body_is_one_json_object() -> None:
     """It consists of the rid, the ids and the options."""
+    own: dict[str, Any] = {"min_new_tokens": 3, "repetition_penalty": 1.5}
+    params = loads(request_body("r", IDS, request_options(SamplingParams(**own), ()))[0])["sampling_params"]
+    assert own.items() <= params.items()
     body = loads(request_body("abc", IDS, request_options(SamplingParams(), ()))[0])
+    assert own.keys().isdisjoint(body["sampling_params"])
     assert (body["rid"], body["input_ids"]) == ("abc", [1, 2, 3, 4, 5])
 
 

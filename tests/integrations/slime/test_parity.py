@@ -100,7 +100,7 @@ class Bench:
 
 
 def start_slime(args: Namespace) -> None:
-    """Give slime the state of a new process: it keeps the first namespace, data sets, and one event loop's client."""
+    """Give slime the state of a new process: it keeps a namespace, data sets, and the client of one event loop."""
     module = importlib.import_module("slime.rollout.sglang_rollout")
     type(module.GenerateState)._instances.pop(module.GenerateState, None)
     module.EVAL_PROMPT_DATASET.clear()
