@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from rollouts.agent import run_branches
-from rollouts.dtypes import Message, Prompt, SamplingParams, ToolCall
+from rollouts.dtypes import Endpoint, Message, Prompt, SamplingParams, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SimulatedUser
+from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, load_tokenizer
-from rollouts.testing.policy import ScriptedPolicy
+from rollouts.testing.policy import Reply, ScriptedPolicy
+from rollouts.training import agent_rollout_to_samples, continue_rollout
 from tests.families import FAMILIES
 
 USER = Message("user", "What is 1 + 2?")
@@ -107,3 +110,26 @@ async def test_a_call_that_the_prompt_began_is_read() -> None:
         ("add", {"a": 1, "b": 2}, None)
     ]
     assert result.content == "3"
+
+
+@pytest.mark.parametrize("history", ["append", "fork"])
+async def test_a_cut_reply_in_the_turn_of_the_prompt_is_continued(history: Literal["append", "fork"]) -> None:
+    """The continued reply is parsed with the prompt's part, and only sampled tokens are trained."""
+    prompt = Prompt([USER, Message("assistant", "It is")], index=0, group_index=0)
+    options: dict[str, Any] = {"endpoint": Endpoint(), "tokenizer": DEMO, "history": history}
+    cut = DEMO.encode(" 3, and").tolist()
+    first = ScriptedPolicy([Reply(cut, "length")])
+    (sample,) = await agent_rollout_to_samples(
+        prompt,
+        environment_cls=SingleTurnEnvironment,
+        policy=first,
+        sampling=SamplingParams(max_new_tokens=len(cut)),
+        **options,
+    )
+    second = ScriptedPolicy([DEMO.encode(" no more.<|im_end|>")])
+    (whole,) = await continue_rollout(sample, policy=second, sampling=SAMPLING, **options)
+    assert second.requests[0].tolist() == list(sample.tokens)
+    assert whole.messages[-1]["content"] == "It is 3, and no more."
+    assert [message["role"] for message in whole.messages] == ["user", "assistant"]
+    trained = whole.token_column[np.array(whole.loss_mask, bool)]
+    assert DEMO.decode(trained) == " 3, and no more.<|im_end|>"

@@ -88,3 +88,13 @@ def test_a_prompt_of_a_data_set_is_rendered_as_transformers_renders_it(
     stored = [{**messages[0], "role": "developer"}, messages[1], {**messages[2], "tool_calls": [as_text]}, messages[3]]
     opening = Renderer(plain).opening(as_messages(stored), [Tool.from_chat(tool) for tool in tools])
     assert opening.tolist() == expected
+
+
+def test_results_of_the_self_test_are_kept_for_the_latest_sets_of_tools() -> None:
+    """An environment with other tools for each prompt does not grow the cache; the latest result is in it."""
+    renderer = Renderer(DEMO)
+    found = renderer.self_test()
+    renderer._self_tests.update(dict.fromkeys(range(2000), found))
+    latest = renderer.self_test([Tool("look", "Looks.")])
+    assert len(renderer._self_tests) == 1024
+    assert renderer.self_test([Tool("look", "Looks.")]) is latest
