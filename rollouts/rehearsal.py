@@ -21,7 +21,7 @@ import attrs
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import Environment, EnvironmentFactory
-from rollouts.errors import ConfigError, Failure, GenerateFailure, at
+from rollouts.errors import ConfigError, Failure, GenerateFailure, RewardFailure, at
 from rollouts.recipe import Recipe
 from rollouts.renderer import Renderer
 from rollouts.testing.policy import ScriptedPolicy
@@ -30,7 +30,8 @@ from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats, alike
 from rollouts.training.group_runner import GroupRunner
-from rollouts.training.rollout_attempt import attempt, is_lost, number_sample
+from rollouts.training.rewards.scoring import score, score_group
+from rollouts.training.rollout_attempt import attempt, ends, is_lost, number_sample
 from rollouts.training.types import Sample
 
 __all__ = ["rehearse"]
@@ -45,11 +46,11 @@ async def rehearse(recipe: Recipe) -> None:
 
     Raises:
         GenerateFailure: every episode failed for the same reason; the message has it.
-        ConfigError: a function of the recipe, its template or its tokenizer is invalid.
+        ConfigError: a prompt lacks the label that its reward needs and other prompts have; a function of the recipe, its template or its tokenizer is invalid.
     """
     generate_fn = recipe.config.generate_fn
     if not isinstance(generate_fn, functools.partial) or generate_fn.func is not generate_rollout_batch:
-        return
+        return None
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     prompts = itertools.cycle(recipe.data_buffer.prompts)
     failures: list[Failure] = []
@@ -57,12 +58,12 @@ async def rehearse(recipe: Recipe) -> None:
         for seed, (prompt, calls) in enumerate(zip(prompts, _SHARE_OF_CALLS, strict=False)):
             model = RandomModel(seed, calls=calls)
             config = attrs.evolve(recipe.config, generate_fn=_with_random_replies(generate_fn, renderer, model))
-            failure = await _failure_of(config, attrs.evolve(prompt, group_index=0, index=0))
+            failure, samples = await _played(config, attrs.evolve(prompt, group_index=0, index=0))
             if failure is None:
-                return
+                return await _check_labels(recipe, samples)
             failures.append(failure)
     if limit.cancelled_caught or len({alike(failure) for failure in failures}) > 1:
-        return
+        return None
     first = failures[0]
     raise GenerateFailure(
         f"{len(failures)} of {len(failures)} rehearsals with random replies failed alike: {first.kind}: "
@@ -70,15 +71,37 @@ async def rehearse(recipe: Recipe) -> None:
     )
 
 
-async def _failure_of(config: RolloutConfig, request: Prompt) -> Failure | None:
-    """Play, score and filter one rollout, as a group of copies; return why that failed."""
+async def _check_labels(recipe: Recipe, samples: Sequence[Sample]) -> None:
+    """Score a sound rollout again as that of a prompt without a label, if only some of the prompts have one."""
+    prompts, reward_fn = recipe.data_buffer.prompts, recipe.config.reward_fn
+    missing = [number for number, prompt in enumerate(prompts) if prompt.label is None]
+    if reward_fn is None or not missing or len(missing) == len(prompts):
+        return
+    first = prompts[missing[0]]
+    scored = [copy.deepcopy(sample) for sample in ends(samples)]
+    for sample in scored:
+        sample.label, sample.prompt, sample.metadata = None, first.prompt, dict(first.metadata)
+    try:
+        if recipe.config.group_rm:
+            await score_group(scored, reward_fn, seconds=recipe.config.reward_seconds)
+        else:
+            await score(scored[-1], reward_fn, seconds=recipe.config.reward_seconds)
+    except RewardFailure as error:
+        raise ConfigError(
+            f"prompts[{missing[0]}].label: got None, as {len(missing)} of {len(prompts)} prompts; expected a label: "
+            f"{error}; --no-rehearsal starts the run nevertheless"
+        ) from error
+
+
+async def _played(config: RolloutConfig, request: Prompt) -> tuple[Failure | None, list[Sample]]:
+    """Play, score and filter one rollout, as a group of copies; return why that failed, and the samples."""
     samples = await attempt(config, request, None)
     if not is_lost(samples):
         group = tuple(_copies(samples, config.n_samples_per_prompt))
         runner = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
         await runner.score_and_filter(request, group)
         samples = list(group)
-    return next((sample.failure for sample in samples if sample.failure is not None), None)
+    return next((sample.failure for sample in samples if sample.failure is not None), None), samples
 
 
 def _copies(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -12,10 +12,10 @@ import pytest
 from rollouts.dtypes import Endpoint, Message, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
-from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.rehearsal import rehearse
-from rollouts.training import Sample
+from rollouts.training import DataBuffer, Sample
 
 
 async def zero(sample: Sample) -> float:
@@ -104,6 +104,26 @@ async def test_a_sound_recipe_is_played_once() -> None:
     assert len(scored) == 1
     assert groups == [3]
     assert repr(recipe.data_buffer) == before
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+async def test_20_a_label_that_one_prompt_lacks_is_found(group_rm: bool) -> None:
+    """N20: the prompt is named before work, if the reward needs its label; a reward that needs none accepts it."""
+
+    def needs_it(sample: Sample) -> float:
+        if sample.label is None:
+            raise RewardFailure("label: got None; expected a text, or several")
+        return 1.0
+
+    def needs_all(samples: Sequence[Sample]) -> list[float]:
+        return [needs_it(sample) for sample in samples]
+
+    rows = [{"prompt": "1 + 2?", "label": "3"}, {"prompt": "2 + 2?", "label": None}, {"prompt": "4?", "label": "4"}]
+    recipe = recipe_of(reward_fn=needs_all if group_rm else needs_it, group_rm=group_rm)
+    recipe = attrs.evolve(recipe, data_buffer=DataBuffer(rows))
+    with pytest.raises(ConfigError, match=r"prompts\[1\]\.label: got None, as 1 of 3 prompts; .* expected a text"):
+        await rehearse(recipe)
+    await rehearse(attrs.evolve(recipe, config=attrs.evolve(recipe.config, reward_fn=zero, group_rm=False)))
 
 
 async def test_tools_are_called() -> None:

@@ -183,9 +183,9 @@ def read_completion(
         raise EndpointRefused(f"finish_reason.type: got {finish.type[:80]!r}; expected stop, length or abort")
     if finish.matched == "NaN happened" and "NaN happened" not in stop:
         raise BrokenNumbers("the model computed NaN: its last id was replaced by the server")
-    if isinstance(meta.id, str) and meta.id != rid:
+    if meta.id is not None and meta.id != rid:
         raise EndpointRefused(
-            f"meta_info.id: got {meta.id[:80]!r}; expected {rid!r}: a proxy renames requests,"
+            f"meta_info.id: got {str(meta.id)[:80]!r}; expected {rid!r}: a proxy renames requests,"
             " so that replies cannot be matched and generations cannot be aborted"
         )
     tokens, logprobs = _columns(reply, meta)

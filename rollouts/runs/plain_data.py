@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["to_json", "to_msgpack"]
+__all__ = ["to_json", "to_msgpack", "to_plain"]
+
+_TIMESTAMPS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
+"""Heads of MessagePack's timestamps, which lose the time zone."""
 
 
 def to_json(value: Any) -> bytes:
@@ -21,21 +24,24 @@ def to_json(value: Any) -> bytes:
 
 def to_msgpack(value: Any) -> bytes:
     """Encode a value as MessagePack."""
-    return _encoded(msgspec.msgpack.encode, value)
+    encoded = _encoded(msgspec.msgpack.encode, value)
+    if any(head in encoded for head in _TIMESTAMPS):  # or in a text, where it changes nothing
+        return msgspec.msgpack.encode(to_plain(value))
+    return encoded
 
 
 def _encoded(encode: Callable[..., bytes], value: Any) -> bytes:
     try:
         return encode(value, enc_hook=_foreign)
     except (UnicodeEncodeError, OverflowError, TypeError):
-        return encode(_plain(value), enc_hook=_foreign)
+        return encode(to_plain(value), enc_hook=_foreign)
 
 
 def _foreign(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert to JSON types: keys as text, lone surrogates replaced, integers beyond 64 bits as text."""
     if value is None or isinstance(value, bool | float):
         return value
@@ -44,7 +50,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**64 else str(value)
     if isinstance(value, Mapping):
-        return {_plain(key if isinstance(key, str) else str(key)): _plain(entry) for key, entry in value.items()}
+        return {to_plain(key if isinstance(key, str) else str(key)): to_plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return _plain(_foreign(value))
+        return [to_plain(entry) for entry in value]
+    try:
+        return to_plain(msgspec.to_builtins(value, enc_hook=_foreign))  # as JSON writes it: dates, bytes, UUIDs, sets
+    except (OverflowError, TypeError, ValueError):
+        return to_plain(_foreign(value))

@@ -118,6 +118,14 @@ def test_ids_without_their_logprobs_are_refused(output_ids: list[int]) -> None:
         read(reply(output_ids=output_ids))
 
 
+@pytest.mark.parametrize("rid", ["another", 7, ["r"], ""])
+def test_a_reply_to_another_request_is_refused(rid: Any) -> None:
+    """An id of any type but that of the request; some servers send none."""
+    with pytest.raises(EndpointRefused, match="renames requests"):
+        read(reply(id=rid))
+    assert read(reply(id=None)).request_id == "r"
+
+
 def test_the_server_counts_what_was_sent() -> None:
     """Another count means other tokens; the count of a request aborted in the queue is ignored."""
     with pytest.raises(EndpointRefused, match="5 ids were sent; the server counts 6"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +23,12 @@ from hypothesis import strategies as st
 from rollouts.dtypes import LOGPROB_TOLERANCE, Prompt, StopReason
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
+from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import Report, check_sample, verify_run
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
-from tests.stored_runs import edit_info, edit_line, some_sample, store_run
+from tests.stored_runs import edit_info, edit_line, some_sample, spread, store_run
 
 Row = dict[str, Any]
 FIRST = "batches/batch-000000.jsonl"
@@ -354,3 +358,35 @@ def test_hardening_01_an_id_outside_the_vocabulary_is_found(run: Path) -> None:
     report = verify_run(run)
     assert {violation.law for violation in report.violations} == {1}
     assert all("an id < 3, the size of the vocabulary" in str(violation) for violation in report.violations)
+
+
+_ZONE = datetime.timezone(datetime.timedelta(hours=2))
+_VALUES: dict[str, Any] = {
+    "aware": datetime.datetime(2031, 2, 3, 4, 5, 6, 789, tzinfo=_ZONE),
+    "first year": datetime.datetime(1, 1, 1, tzinfo=_ZONE),
+    "seconds": datetime.datetime(2031, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(seconds=3601))),
+    "naive": datetime.datetime(2031, 2, 3, 4, 5),
+    "date": datetime.date(2031, 2, 3),
+    "bytes": b"\xd7\xff",
+    "decimal": decimal.Decimal("1.10"),
+    "uuid": uuid.UUID(int=7),
+    "set": {1},
+    "beyond 64 bits": 2**70,
+    "surrogate": ["a\ud800", datetime.datetime(2031, 2, 3, tzinfo=_ZONE), b"ab", uuid.UUID(int=7)],
+    "keys": {1: "a", (1, 2): "b"},
+    "nan": float("nan"),
+}
+
+
+async def test_27_any_metadata_is_the_same_in_files_and_journal(tmp_path: Path) -> None:
+    """Hardening 27: a value that JSON and MessagePack write differently is no violation; a time keeps its zone."""
+
+    def keep(samples: Sequence[Sample]) -> bool:
+        for sample in samples:
+            sample.metadata = dict(_VALUES)
+        return spread(samples)
+
+    await store_run(tmp_path / "run", journaled=True, filter_fn=keep)
+    assert [str(violation) for violation in verify_run(tmp_path / "run").violations] == []
+    kept = msgspec.msgpack.decode(to_msgpack({"at": _VALUES["aware"]}))
+    assert kept == {"at": "2031-02-03T04:05:06.000789+02:00"}
