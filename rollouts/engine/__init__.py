@@ -68,11 +68,12 @@ async def running_server(
         raise ConfigError.of("slots", slots, "at least 1")
     try:
         from rollouts.engine import server
+        from rollouts.engine.frontend import Faults
     except ImportError as error:
         raise ConfigError(
             f'the engine needs torch, safetensors and aiohttp: pip install "rollouts[engine]" ({error})'
         ) from error
-    faults = server.Faults(unflushed_updates, stale_cache, shared_prefixes, reported_model)
+    faults = Faults(unflushed_updates, stale_cache, shared_prefixes, reported_model)
     options = server.Options(slots, max_context, max_queued, health_seconds, dtype, keep_alive_seconds, faults, api_key)
     async with server.running_server(Path(model), host, port, options) as url:
         yield url

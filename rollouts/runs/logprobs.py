@@ -121,6 +121,7 @@ def _compare(
         if not spans:
             continue
         tokens, stored = sample.token_column, sample.logprob_column
+        assert stored is not None, "law 2: a sampled token has a logprob"
         if int(tokens.max()) >= teacher.vocab_size:
             expected = f"a model with the id {int(tokens.max())}, which is in {row}; it has {teacher.vocab_size} ids"
             raise ConfigError.of("--model", str(folder), expected)

@@ -21,6 +21,7 @@ import attrs
 import pytest
 
 from rollouts.commands.check_template import echo
+from rollouts.conformance.sglang import conformance_of
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import EngineProcess, engine_process
@@ -164,6 +165,14 @@ async def test_sessions_stick_to_one_worker(tmp_path: Path) -> None:
                 assert len(hits) == 1
                 served.update(hits)
             assert set(served) == {0, 1}
+
+
+async def test_a_fleet_behind_the_router_conforms(tmp_path: Path) -> None:
+    """Every point that a feature relies on holds through the router; control routes go to the workers."""
+    async with fleet(tmp_path) as engines:
+        report = await conformance_of(Endpoint(base_url=engines.url), idle_seconds=0.1)
+    assert report.failed == [], report
+    assert report.server.endswith(", 2 behind a router")
 
 
 async def test_nothing_that_we_send_is_lost_in_the_router(tmp_path: Path) -> None:

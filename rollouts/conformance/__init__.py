@@ -1,0 +1,1 @@
+"""Conformance of a server: what a run relies on, asked point by point of a running server."""

@@ -1,0 +1,165 @@
+"""Points of a server's behaviour, their results, and tables of several servers.
+
+Invariant: a point that a feature relies on fails the report unless the server behaves as expected; any other point is
+reported as it is. A check that raises on a response is a point that fails, with the error.
+
+This module knows no protocol and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, Literal, TypeVar
+
+import anyio
+import attrs
+import msgspec
+
+from rollouts.errors import ConfigError, RolloutsError
+
+__all__ = ["Finding", "Point", "Report", "Result", "Skipped", "ask_all", "read_report", "table"]
+
+P = TypeVar("P")
+
+POINT_SECONDS = 120.0
+"""Deadline of one point."""
+MOST_SHOWN = 160
+"""Characters of an error that a report shows."""
+
+Verdict = Literal["yes", "no", "FAIL", "not asked"]
+"""``FAIL`` is a ``no`` on which a feature relies."""
+
+
+@attrs.frozen
+class Finding:
+    """Whether a server behaves as expected, and what it answered."""
+
+    ok: bool
+    came: str
+
+
+class Skipped(Exception):
+    """The point cannot be asked of this server; the message is the reason."""
+
+
+@attrs.frozen
+class Point(Generic[P]):
+    """One behaviour of a server."""
+
+    name: str
+    asked: str
+    """What is sent, and what is expected."""
+    feature: str
+    """What leans on it."""
+    check: Callable[[P], Awaitable[Finding]]
+    relied: bool = True
+    """Whether the feature is wrong without it; otherwise it copes, and the point only informs."""
+    unsafe: bool = False
+    """Whether asking may end the server."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The answer to one point."""
+
+    name: str
+    asked: str
+    feature: str
+    relied: bool
+    verdict: Verdict
+    came: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<9}  {self.name}: {self.came}"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All answers of one server."""
+
+    server: str
+    results: list[Result]
+    differences: list[str] = []
+    """What the server itself reports as different from the one that it implements."""
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == "FAIL"]
+
+    def __str__(self) -> str:
+        lines = [self.server, *map(str, self.results)]
+        lines += [f"differs    {text}" for text in self.differences]
+        for result in self.failed:
+            lines += ["", f"FAIL {result.name}", f"  asked:     {result.asked}", f"  came:      {result.came}"]
+            lines += [f"  leans on it: {result.feature}"]
+        return "\n".join(lines)
+
+
+async def ask_all(points: Sequence[Point[P]], probe: P, *, unsafe: bool = False) -> list[Result]:
+    """Ask every point, in order; those that may end the server only with ``unsafe``."""
+    return [await _ask(point, probe, unsafe=unsafe) for point in points]
+
+
+async def _ask(point: Point[P], probe: P, *, unsafe: bool) -> Result:
+    def result(verdict: Verdict, came: str) -> Result:
+        return Result(point.name, point.asked, point.feature, point.relied, verdict, came)
+
+    if point.unsafe and not unsafe:
+        return result("not asked", "may end the server: --unsafe")
+    try:
+        with anyio.fail_after(POINT_SECONDS):
+            finding = await point.check(probe)
+    except Exception as error:
+        cause = _first(error)
+        if isinstance(cause, Skipped):
+            return result("not asked", str(cause))
+        if isinstance(cause, TimeoutError):
+            finding = Finding(False, f"no answer within {POINT_SECONDS:g} s")
+        elif isinstance(cause, _OF_RESPONSES):
+            text = f"{type(cause).__name__}: {cause}"
+            finding = Finding(False, text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
+        else:
+            raise
+    return result("yes" if finding.ok else "FAIL" if point.relied else "no", finding.came)
+
+
+_OF_RESPONSES = (RolloutsError, LookupError, TypeError, ValueError, AttributeError)
+"""What a check raises on an error, or on a response of another form."""
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error of a task group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def read_report(data: bytes, place: str) -> Report:
+    """Decode a report that ``rollouts conformance --json`` printed.
+
+    Raises:
+        ConfigError: it is none; the message names ``place``.
+    """
+    try:
+        return msgspec.json.decode(data, type=Report)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--table: got {place}; expected the output of rollouts conformance --json; {error}"
+        ) from None
+
+
+def table(reports: Sequence[Report]) -> str:
+    """A Markdown table: a row for each point, a column for each server."""
+    rows = dict.fromkeys(result.name for report in reports for result in report.results)
+    first = {result.name: result for report in reversed(reports) for result in report.results}
+    lines = [
+        "| point | what leans on it | " + " | ".join(_cell(report.server) for report in reports) + " |",
+        "|---|---|" + "---|" * len(reports),
+    ]
+    for name in rows:
+        found = [next((result for result in report.results if result.name == name), None) for report in reports]
+        cells = ["not asked" if one is None else _cell(f"{one.verdict}: {one.came}") for one in found]
+        lines.append(f"| {_cell(name)} | {_cell(first[name].feature)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

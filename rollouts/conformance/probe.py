@@ -1,0 +1,193 @@
+"""Requests of the conformance points to an SGLang server, or to a router and the servers behind it.
+
+Invariant: ``/generate`` goes to the URL that was given; control routes go to the servers themselves, as those of a
+router. Prompts are new in every probe, so that no prefix of an earlier one is cached.
+
+This module judges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import attrs
+import msgspec
+
+from rollouts.dtypes import Endpoint
+from rollouts.errors import EndpointUnavailable
+from rollouts.http.client import HttpClient
+from rollouts.inference.aborts import headers_of, workers_behind
+from rollouts.inference.wire_errors import error_of, loads, message_of
+
+__all__ = ["Probe", "Reply", "opened"]
+
+FREE = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+"""A reply of 24 tokens from the full distribution."""
+
+
+@attrs.frozen
+class Reply:
+    """One response of ``/generate`` with status 200."""
+
+    prompt: Sequence[int]
+    ids: list[int]
+    logprobs: list[float]
+    logprob_ids: list[int]
+    text: str
+    meta: dict[str, Any]
+
+    @property
+    def cached(self) -> int:
+        return int(self.meta.get("cached_tokens") or 0)
+
+    @property
+    def finish(self) -> dict[str, Any]:
+        reason = self.meta["finish_reason"]
+        return reason if isinstance(reason, dict) else {"type": reason}
+
+
+@attrs.define
+class Probe:
+    """A server and what is known of it."""
+
+    endpoint: Endpoint
+    tolerance: float | None
+    """Largest difference of two logprobs of one token; ``None``: by the dtype that the server reports."""
+    idle_seconds: float
+    client: HttpClient
+    servers: list[str] = attrs.field(factory=list)
+    is_router: bool = False
+    _salt: str = attrs.field(factory=lambda: os.urandom(8).hex())
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.base_url[0]
+
+    def prompt(self, name: str, length: int = 24) -> list[int]:
+        """Ids that every vocabulary has; the same for one name."""
+        rng = random.Random(f"{self._salt} {name}")
+        return [10 + rng.randrange(400) for _ in range(length)]
+
+    def version(self) -> str:
+        """A name for weights that this probe loads."""
+        return f"conformance-{self._salt}"
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def post(self, body: Mapping[str, Any] | bytes, session: str = "") -> tuple[int, bytes]:
+        """POST to ``/generate``."""
+        headers = headers_of(self.endpoint) | ({"X-SMG-Routing-Key": f"{self._salt} {session}"} if session else {})
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        return await self.client.post(f"{self.url}/generate", data, headers, fresh=True)
+
+    async def reply(self, prompt: Sequence[int], *, session: str = "", rid: str = "", **fields: Any) -> Reply:
+        """Generate; ``sampling_params`` are added to those of ``FREE``.
+
+        Raises:
+            EndpointError: a status other than 200.
+        """
+        sampling = {**FREE, "skip_special_tokens": False, "no_stop_trim": True, **fields.pop("sampling_params", {})}
+        body = {"input_ids": prompt, "return_logprob": True, "rid": rid or uuid.uuid4().hex, **fields}
+        status, payload = await self.post({**body, "sampling_params": sampling}, session or str(body["rid"]))
+        if status != 200:
+            raise error_of(status, message_of(payload))
+        answer = msgspec.json.decode(payload)
+        meta = answer["meta_info"]
+        triples = meta.get("output_token_logprobs") or []
+        return Reply(
+            prompt,
+            answer["output_ids"],
+            [triple[0] for triple in triples],
+            [triple[1] for triple in triples],
+            answer.get("text", ""),
+            meta,
+        )
+
+    async def scores(self, reply: Reply) -> list[float]:
+        """The logprobs of a reply as the server scores it: cold, at temperature 1, over the whole vocabulary."""
+        ids = [*reply.prompt, *reply.ids]
+        scored = await self.reply(ids, sampling_params={"max_new_tokens": 0}, logprob_start_len=0)
+        return [triple[0] for triple in scored.meta["input_token_logprobs"][len(reply.prompt) :]]
+
+    async def control(self, path: str, body: dict[str, Any]) -> list[tuple[int, bytes]]:
+        """POST to every server itself."""
+        headers = headers_of(self.endpoint, admin=True)
+        data = msgspec.json.encode(body)
+        return [await self.client.post(url + path, data, headers, fresh=True) for url in self.servers]
+
+    async def get(self, path: str) -> list[tuple[int, bytes]]:
+        """GET from every server itself."""
+        return [await self.client.get(url + path, headers_of(self.endpoint)) for url in self.servers]
+
+    async def info(self, path: str) -> dict[str, Any]:
+        """The JSON object of the first server; empty if it has none."""
+        status, payload = (await self.get(path))[0]
+        found = loads(payload) if status == 200 else None
+        return found if isinstance(found, dict) else {}
+
+    async def context(self) -> int | None:
+        """The context length that the server names."""
+        cards = (await self.info("/v1/models")).get("data") or [{}]
+        return cards[0].get("max_model_len") or (await self.info("/server_info")).get("context_length")
+
+    async def running(self) -> int | None:
+        """Requests in the servers; ``None`` if one does not say."""
+        count = 0
+        for status, payload in await self.get("/v1/loads"):
+            answer = loads(payload) if status == 200 else None
+            if not isinstance(answer, dict) or not answer.get("loads"):
+                return None
+            count += sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])
+        return count
+
+    @contextlib.asynccontextmanager
+    async def long(self, name: str, tokens: int = 160, **fields: Any) -> AsyncIterator[Callable[[], Reply]]:
+        """A long reply that has begun; inside the context, it runs. After the context the function returns it."""
+        prompt = self.prompt(name)
+        replies: list[Reply] = []
+
+        async def call() -> None:
+            sampling = {"max_new_tokens": await self.budget(tokens)}
+            replies.append(await self.reply(prompt, sampling_params=sampling, **fields))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            with anyio.move_on_after(10):
+                while await self.running() == 0 and not replies:  # noqa: ASYNC110 - another process
+                    await anyio.sleep(0.01)
+            await anyio.sleep(0.05)
+            yield lambda: replies[0]
+
+    async def budget(self, tokens: int) -> int:
+        """``tokens``, or less where the context has less room after a prompt."""
+        return min(tokens, (await self.context() or 1024) - 64)
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    endpoint: Endpoint, *, tolerance: float | None = None, idle_seconds: float = 7.0
+) -> AsyncIterator[Probe]:
+    """A probe of the first URL of an endpoint.
+
+    Args:
+        endpoint: URL and keys.
+        tolerance: largest difference of two logprobs of one token; by default by the server's dtype.
+        idle_seconds: how long a connection stays idle until it is looked at.
+    """
+    client = HttpClient(connect_seconds=endpoint.connect_seconds)
+    try:
+        probe = Probe(endpoint, tolerance, idle_seconds, client)
+        workers: Sequence[str] = ()
+        with contextlib.suppress(EndpointUnavailable):  # the points report it
+            workers = await workers_behind(client, probe.url, headers_of(endpoint))
+        probe.servers, probe.is_router = list(workers) or [probe.url], bool(workers)
+        yield probe
+    finally:
+        with anyio.CancelScope(shield=True):
+            await client.aclose()
