@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import BROKEN, add_verb
+from rollouts.commands.arguments import BROKEN, add_verb, check_run
 from rollouts.runs.verify import verify_run
 from rollouts.terminal import say
 
@@ -23,6 +23,7 @@ def add(verbs: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    check_run(args.run)
     report = verify_run(args.run)
     say(report)
     for violation in report.violations[:_VIOLATIONS_SHOWN]:
