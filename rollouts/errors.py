@@ -34,6 +34,7 @@ __all__ = [
     "TokenMismatchError",
     "at",
     "current_place",
+    "is_of_users",
     "shortened",
     "source_line",
     "text_of",
@@ -200,10 +201,19 @@ def source_line(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_NOT_OF_USERS) and "site-packages" not in code.co_filename:
+        if is_of_users(code.co_filename):
             found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return found
 
 
+def is_of_users(filename: str) -> bool:
+    """Whether code is of a user: neither of this package, nor of the standard library or an installed package.
+
+    The built-in recipes and their environments count as a user's.
+    """
+    return filename.startswith(_RECIPES) or not (filename.startswith(_NOT_OF_USERS) or "site-packages" in filename)
+
+
+_RECIPES = str(Path(__file__).parent / "recipes")
 _NOT_OF_USERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")

@@ -32,6 +32,7 @@ __all__ = [
     "absolute",
     "build",
     "built_in",
+    "file_of",
     "import_file",
     "load_recipe",
     "read_options",
@@ -79,6 +80,11 @@ def absolute(path: str | Path) -> Path:
     return Path(path) if str(path) in built_in() else Path(path).resolve()
 
 
+def file_of(recipe: str | Path) -> Path:
+    """The absolute path of the Python file of a recipe, named or in a file."""
+    return _BUILT_IN / f"{recipe}.py" if str(recipe) in built_in() else Path(recipe).resolve()
+
+
 def import_file(path: str | Path) -> ModuleType:
     """Import a Python file, or a built-in recipe by its name.
 
@@ -98,7 +104,7 @@ def import_file(path: str | Path) -> ModuleType:
             raise ConfigError(f"recipe {name}: importing it raised {type(error).__name__}: {error}") from error
     if not path.is_file() or path.suffix != ".py":
         expected = "an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: "
-        raise ConfigError.of("recipe", str(path) if path.suffix == ".py" else name, expected + ", ".join(built_in()))
+        raise ConfigError.of("RECIPE", str(path) if path.suffix == ".py" else name, expected + ", ".join(built_in()))
     for folder in (path.parent, path.parent.parent):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
@@ -176,11 +182,16 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
     for name in options:
         if name not in known:
             names = ", ".join(f"{option.name} ({option.kind_name})" for option in known.values())
-            raise ConfigError.of("option", name, f"an option of the recipe: {names}")
+            raise ConfigError.of(_argument(name), name, f"an option of the recipe: {names}")
     for name, option in known.items():
         if option.required and name not in options:
-            raise ConfigError.of(f"option {name}", None, f"{option.kind_name}: the recipe needs it, --set {name}=...")
+            raise ConfigError.of(f"--set {name}", None, f"{option.kind_name}: the recipe needs it, --set {name}=...")
     return {name: _converted(name, text, known[name].kind) for name, text in options.items()}
+
+
+def _argument(option: str) -> str:
+    """The argument of the command line that sets an option of a recipe."""
+    return f"--{option}" if option in ("data", "seed") else "--set"
 
 
 def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
@@ -220,7 +231,7 @@ def _converted(name: str, text: str, kind: Any) -> Any:
     try:  # lists, objects and the like are written as JSON
         return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
-        raise ConfigError.of(f"option {name}", text, f"{_type_name(kind)} ({first})") from None
+        raise ConfigError.of(f"--set {name}", text, f"{_type_name(kind)} ({first})") from None
 
 
 def _decoded(kind: type, value: Any) -> Any:

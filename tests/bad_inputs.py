@@ -366,14 +366,14 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 # ruff: noqa: E501
 # fmt: off
 ROWS = [
-    Row(LINE, "no such recipe", "recipe: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
-    Row(LINE, "an option that the recipe does not have", "option: got 'size'; expected an option of the recipe: batch_size (int), …", command(*RUN, "--set", "size=3")),
-    Row(LINE, "an option of another type", "option batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
+    Row(LINE, "no such recipe", "RECIPE: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
+    Row(LINE, "an option that the recipe does not have", "--set: got 'size'; expected an option of the recipe: batch_size (int), …", command(*RUN, "--set", "size=3")),
+    Row(LINE, "an option of another type", "--set batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
     Row(LINE, "not a URL", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
     Row(LINE, "no server at the URL", "no server answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
-    Row(LINE, "no such run", "run: got 'DIR/none'; expected the folder of a run, with run.json", command("show", "DIR/none")),
+    Row(LINE, "no such run", "RUN: got 'DIR/none'; expected the folder of a run, with run.json", command("show", "DIR/none")),
     Row(LINE, "a run in the place of one that is being written", "--out: got 'DIR/run'; expected a run that no other process is writing to", while_a_run_is_written("run", CALCULATOR, "--out", "DIR/run", "--overwrite")),
     Row(LINE, "an export among the files of a run", "OUT: got 'DIR/run/failed.jsonl'; expected a place outside the files of the run in 'DIR/run'", while_a_run_is_written("export", "DIR/run", "--to", "jsonl", "DIR/run/failed.jsonl")),
     Row(CONFIG, "a recipe file that does not import", "DIR/mine.py, line 2: importing the recipe raised ZeroDivisionError: division by zero", recipe_file("x = 0\nx = 1 / x\n")),
@@ -410,7 +410,7 @@ ROWS = [
     Row(FOREIGN, "a group reward that forgets samples", "group … failed: RewardFailure: group reward one_for_all returned 1 rewards for 2 samples", batch(reward_fn=one_for_all, group_rm=True)),
     Row(FOREIGN, "a reward that changes what identifies a sample", "group … failed: RewardFailure: reward changes_place: Sample.group_index: got 7; expected 0, unchanged", batch(reward_fn=changes_place)),
     Row(FOREIGN, "metadata that contains itself", "group … failed: RewardFailure: after reward stores_itself: Sample.metadata: nested deeper than 100 levels, or in itself", batch(reward_fn=stores_itself)),
-    Row(FOREIGN, "a filter that drops all groups", "filter drops_all accepted none of the last 1 groups; every reward was 0.0, so there is nothing to learn; mean reward 0", batch(reward_fn=lambda sample: 0.0, filter_fn=drops_all, patience=1, over_sampling_factor=1)),
+    Row(FOREIGN, "a filter that drops all groups", "filter drops_all accepted none of the last 1 groups; every reward was 0, so there is nothing to learn; mean reward 0", batch(reward_fn=lambda sample: 0.0, filter_fn=drops_all, patience=1, over_sampling_factor=1)),
     Row(FOREIGN, "a reward that always raises, in a rehearsal", "3 of 3 rehearsals with random replies failed alike: RewardFailure: reward broken raised KeyError: 'label' (…). No prompt was taken; --no-rehearsal starts the run nevertheless", rehearsed(reward_fn=broken)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),

@@ -133,7 +133,7 @@ def test_an_error_in_an_imported_module_is_named_with_its_line(tmp_path: Path, t
 @pytest.mark.parametrize("name", ["none.py", "."])
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     """So is one that is not there, or is a folder; the message lists the built-in recipes."""
-    with pytest.raises(ConfigError, match=r"recipe: got '.*'; expected an existing .* recipe: calculator"):
+    with pytest.raises(ConfigError, match=r"RECIPE: got '.*'; expected an existing .* recipe: calculator"):
         load_recipe(tmp_path / name)
 
 
@@ -205,12 +205,12 @@ def test_texts_become_what_the_annotation_says(name: str, text: str, value: Any)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cuont": "1"}, r"option: got 'cuont'; expected an option of the recipe: data \(Path\), count \(int\), share"),
-        ({"data": "x", "count": "many"}, r"option count: got 'many'; expected int"),
-        ({"data": "x", "count": "1.5"}, r"option count: got '1.5'; expected int"),
-        ({"data": "x", "kind": "c"}, r"option kind: got 'c'; expected Literal\['a', 'b'\]"),
-        ({"data": "x", "judge": "f"}, r"option judge: got 'f'; expected"),
-        ({}, r"option data: got None; expected Path: the recipe needs it, --set data=\.\.\."),
+        ({"cuont": "1"}, r"--set: got 'cuont'; expected an option of the recipe: data \(Path\), count \(int\), share"),
+        ({"data": "x", "count": "many"}, r"--set count: got 'many'; expected int"),
+        ({"data": "x", "count": "1.5"}, r"--set count: got '1.5'; expected int"),
+        ({"data": "x", "kind": "c"}, r"--set kind: got 'c'; expected Literal\['a', 'b'\]"),
+        ({"data": "x", "judge": "f"}, r"--set judge: got 'f'; expected"),
+        ({}, r"--set data: got None; expected Path: the recipe needs it, --set data=\.\.\."),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
@@ -395,7 +395,7 @@ def _config(generate_fn: Any) -> RolloutConfig:
             ["--template-kwargs", '{"enable_thinkin": false}'],
             "template_kwargs: got 'enable_thinkin'; expected a variable",
         ),
-        (["--template-kwargs", "enable_thinking"], "option template_kwargs: got 'enable_thinking'; expected dict"),
+        (["--template-kwargs", "enable_thinking"], "--set template_kwargs: got 'enable_thinking'; expected dict"),
         (["--chat-template", "none.jinja"], "chat_template: got 'none.jinja'; expected a file with a chat template"),
         (["--dialect", "klingon"], "dialect: got 'klingon'"),
     ],

@@ -431,7 +431,9 @@ class Episode:
         step = StepResult()
         if valid or not reply.tool_calls:
             request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
-            answer = await self._call_environment(what, environment.step, request)
+            names = ", ".join(dict.fromkeys(call.name for call in valid))
+            shown = f"tool {names}" if has_tools and valid else ""
+            answer = await self._call_environment(what, environment.step, request, shown=shown)
             step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
             if not step.done and not step.messages:
                 raise bad_step(what, "no messages and not done; expected one or the other")
@@ -442,11 +444,14 @@ class Episode:
             raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {valid!r}")
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=has_tools))
 
-    async def _call_environment(self, what: str, function: Callable[..., Any], *arguments: object) -> Any:
+    async def _call_environment(
+        self, what: str, function: Callable[..., Any], *arguments: object, shown: str = ""
+    ) -> Any:
         """Call a method of the environment inside a boundary, and add up its wall time."""
         began = time.monotonic()
         try:
-            return await call_foreign(EnvironmentFailure, what, function, *arguments, seconds=self.limits.step_seconds)
+            seconds = self.limits.step_seconds
+            return await call_foreign(EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown)
         finally:
             self.trajectory.count("environment_seconds", time.monotonic() - began)
 

@@ -35,6 +35,7 @@ class Verb(NamedTuple):
 VERBS = {
     "run": Verb("run", "generate batches and write them to a folder"),
     "recipes": Verb("recipes", "list the built-in recipes with their options"),
+    "ls": Verb("ls", "list the runs and evaluations in a folder"),
     "show": Verb("show", "print a stored run: groups, samples, transcripts"),
     "play": Verb("play", "play one prompt and print its turns"),
     "verify": Verb("verify", "check the laws on a stored run; with --model also its logprobs"),

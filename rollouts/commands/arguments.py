@@ -32,9 +32,11 @@ __all__ = [
     "BROKEN",
     "INTERRUPTED",
     "add_generate_options",
+    "add_output",
     "add_target",
     "add_verb",
     "all_options_of",
+    "check_run",
     "generate_options_of",
     "in_loop",
     "numbers",
@@ -188,6 +190,22 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
         choices=get_args(SpecialText),
         help="special tokens in the text of users and tools: their ids, plain text, or refused (default: as_ids)",
     )
+
+
+def add_output(verb: argparse.ArgumentParser) -> None:
+    """Add the options for the output of a verb: ``--json`` and ``--quiet``."""
+    verb.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to standard error")
+    verb.add_argument("--quiet", action="store_true", help="print no progress, only the result of --json and errors")
+
+
+def check_run(path: Path, argument: str = "RUN") -> None:
+    """Check that a folder contains a run.
+
+    Raises:
+        ConfigError: it does not; the message names the argument.
+    """
+    if not (path / "run.json").is_file():
+        raise ConfigError.of(argument, str(path), "the folder of a run, with run.json")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:

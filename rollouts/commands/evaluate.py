@@ -46,7 +46,7 @@ from rollouts.training.evaluation import (
 )
 from rollouts.training.types import Group, Sample
 
-__all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evaluation"]
+__all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evaluation", "scores_table"]
 
 _LINE_SECONDS = 5.0
 _SAME = ("recipe", "environment", "generate", "tokenizer", "model", "sampling")
@@ -122,7 +122,7 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
         estimates["greedy reward"] = attrs.asdict(estimate_mean(greedy))
     summary = {**settings, "rollouts": options.rollouts, "threshold": options.threshold, "estimates": estimates}
     _write(options.out / "eval.json", summary)
-    console.print(_scores_table(scores, options))
+    console.print(scores_table(scores, options))
     console.print(_counts(scores, options), soft_wrap=True, highlight=False)
     console.print(_estimates_table(scores, greedy, options.ks, recipe.endpoint.sampling.temperature))
     console.print(Text(visible(f"files: {options.out}")), soft_wrap=True)
@@ -249,16 +249,17 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 # -- display -----------------------------------------------------------------------------------------------------------
 
 
-def _scores_table(scores: Sequence[TaskScore], options: EvalOptions) -> Table:
+def scores_table(scores: Sequence[TaskScore], options: EvalOptions) -> Table:
+    """One row per task, the lowest scores first."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("task", no_wrap=True)
-    table.add_column("prompt", ratio=1, max_width=56, no_wrap=True, overflow="ellipsis")
+    table.add_column("prompt", max_width=56)  # the column that becomes narrower
     for name in ("passed", "failed", *(f"pass@{k}" for k in options.ks), "reward"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for score in sorted(scores, key=lambda score: score.passed / score.rollouts)[: options.shown]:
         table.add_row(
             score.key,
-            Text(" ".join(visible(score.text).split())),
+            Text(" ".join(visible(score.text).split()), no_wrap=True, overflow="ellipsis"),
             f"{score.passed}/{score.rollouts}",
             str(score.failed or ""),
             *(f"{pass_at_k(score.rollouts, score.passed, k):.2f}" for k in options.ks),

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import add_verb
+from rollouts.commands.arguments import add_verb, check_run
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.runs.export import export_rows
@@ -33,15 +33,17 @@ def add(verbs: Any) -> None:
         choices=("kept", "dropped", "failed", "unbatched", "all"),
         help="groups (default: kept)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file, or the exported folder, at OUT")
 
 
 def _export(args: argparse.Namespace) -> int:
+    check_run(args.run)
     if args.to == "slime":
         if args.outcome != "kept":
             raise ConfigError.of("--outcome", args.outcome, '"kept" with --to slime: a trainer takes whole batches')
-        paths = export_run(args.run, args.out)
+        paths = export_run(args.run, args.out, overwrite=args.overwrite)
     else:
-        paths = export_rows(args.run, args.out, args.to, args.outcome)
+        paths = export_rows(args.run, args.out, args.to, args.outcome, overwrite=args.overwrite)
     for path in paths:
         say(path)
     return 0

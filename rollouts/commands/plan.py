@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import add_verb, numbers, positive
+from rollouts.commands.arguments import add_verb, check_run, numbers, positive
 from rollouts.display.console import SafeConsole
 from rollouts.errors import ConfigError
 from rollouts.planning.plan import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
@@ -48,7 +48,10 @@ def add(verbs: Any) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     if bool(args.runs) == (args.latency is not None):
-        raise ConfigError.of("RUN", list(map(str, args.runs)), "stored runs, or --latency instead")
+        both = f"RUN {args.runs[0]} and --latency {args.latency}" if args.runs else None
+        raise ConfigError.of("RUN or --latency", both, "one of them: stored runs, or a shape of the latency")
+    for run in args.runs:
+        check_run(run)
     measurements = measured(args.runs) if args.runs else None
     batch_size, n = (32, 8) if measurements is None else (measurements.batch_size, measurements.n)
     result = plan(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, tell
+from rollouts.commands.arguments import BROKEN, add_verb, check_run, in_loop, options_of, tell
 from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
 from rollouts.errors import ReplayDiverged
 from rollouts.runs.replay import replay
@@ -24,12 +25,14 @@ def add(verbs: Any) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace an option of the run's recipe"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the replayed samples as JSON Lines")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file at --out")
 
 
 def _replay(args: argparse.Namespace) -> int:
+    check_run(args.run)
     recipe = stored_recipe(resumed_target(RunTarget(recipe=args.recipe, options=options_of(args)), args.run), args.run)
     try:
-        say(in_loop(replay, args.run, recipe, args.out))
+        say(in_loop(functools.partial(replay, overwrite=args.overwrite), args.run, recipe, args.out))
     except ReplayDiverged as error:
         tell(error, debug=args.debug)
         return BROKEN

@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import add_verb, in_loop, options_of
+from rollouts.commands.arguments import add_verb, check_run, in_loop, options_of
 from rollouts.commands.target import RunTarget, stored_recipe
 from rollouts.runs.rescore import rescore
 from rollouts.runs.writer import check_free
@@ -38,6 +38,7 @@ def add(verbs: Any) -> None:
 
 
 def _rescore(args: argparse.Namespace) -> int:
+    check_run(args.run)
     check_free(args.out, overwrite=args.overwrite)
     recipe = stored_recipe(RunTarget(recipe=args.recipe, options=options_of(args)), args.run)
     say(in_loop(functools.partial(rescore, format=args.format, overwrite=args.overwrite), args.run, recipe, args.out))

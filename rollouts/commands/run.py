@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,13 +19,15 @@ from typing import Any, TypeAlias
 import anyio
 import attrs
 from rich.console import Console
-from rich.text import Text
 
+from rollouts import __version__
 from rollouts.commands.arguments import (
     BROKEN,
     INTERRUPTED,
+    add_output,
     add_target,
     add_verb,
+    check_run,
     in_loop,
     positive,
     stop_signals,
@@ -41,8 +44,7 @@ from rollouts.commands.target import (
 )
 from rollouts.concurrency.wait_report import reporting_on_signal
 from rollouts.display.console import SafeConsole
-from rollouts.display.progress import summary, watch
-from rollouts.display.transcript import visible
+from rollouts.display.progress import Progress, summary
 from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.engine.process import EngineProcess
 from rollouts.errors import ConfigError, RolloutsError
@@ -54,7 +56,7 @@ from rollouts.observability import LoopLag, numbers_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import absolute
+from rollouts.recipe_files import absolute, file_of
 from rollouts.rehearsal import rehearse
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
@@ -64,12 +66,16 @@ from rollouts.runs.run import RunResult, Stop, Watch, abandon, observe, run
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.settings import settings_of
 from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, versions
+from rollouts.terminal import say
+from rollouts.testing.stalls import StallWatch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 
-__all__ = ["Distribute", "Telemetry", "add", "launch"]
+__all__ = ["Distribute", "Telemetry", "add", "launch", "recorded_server"]
 
+_BLOCKED_SECONDS = 0.25
+"""How long a callback may block the event loop before it is named."""
 
 Distribute: TypeAlias = Callable[[RunTarget, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
 """Starts workers for a recipe's rollouts; the context value is the config that sends rollouts to them."""
@@ -137,6 +143,7 @@ async def launch(
     distribute: Distribute | None = None,
     telemetry: Telemetry = Telemetry(),
     rehearsal: bool = True,
+    quiet: bool = False,
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; return ``None`` if it was stopped before it began.
 
@@ -146,6 +153,7 @@ async def launch(
         record: record everything that rollouts receive from outside; a resumed recorded run always does.
         distribute: starts the workers that play the rollouts; by default this process plays them.
         rehearsal: play an episode with random replies first, so that an error of the recipe costs no prompt.
+        quiet: print nothing but errors and warnings.
 
     Raises:
         RolloutsError: an error before the work began.
@@ -158,6 +166,7 @@ async def launch(
     recording = record or (resume and (out / RECORDING).is_dir())
     if recording and distribute is not None:
         raise ConfigError.of("--workers", "with --record", "one of them: rollouts of other processes are not recorded")
+    progress = Progress(console, quiet=quiet)
     stop = Stop()
     engine: EngineProcess | None = None
     result: RunResult | None = None
@@ -184,9 +193,14 @@ async def launch(
         try:
             with starting:
                 async with contextlib.AsyncExitStack() as stack:
-                    recipe, engine = await stack.enter_async_context(open_target(target, out / ENGINE_LOG))
+                    opened = open_target(target, out / ENGINE_LOG, progress.say)
+                    recipe, engine = await stack.enter_async_context(opened)
+                    progress.say("preflight: environment, chat template and server")
                     server = await preflight(recipe)
+                    progress.say(_server_line(target, server))
+                    await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
                     if rehearsal:
+                        progress.say("rehearsal: an episode with random replies, its reward and the filter")
                         await rehearse(recipe)
                     if recording:
                         check_recordable(recipe.config.generate_fn)
@@ -198,7 +212,7 @@ async def launch(
                     played = attrs.evolve(played, config=config)
                     description = await anyio.to_thread.run_sync(_description, target, recipe, server)
                     if resume:
-                        opening = functools.partial(_resumed, recipe, out, description, allow_changes, console)
+                        opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
                     else:
                         opening = functools.partial(_begun, recipe, out, description, format, overwrite)
                     writer, run_journal, state = await anyio.to_thread.run_sync(opening)
@@ -206,7 +220,8 @@ async def launch(
                     stack.enter_context(_abandoning(recipe, writer, state))
                     if engine is not None:
                         tasks.start_soon(_stop_when_it_dies, engine, stop)
-                    show: Watch = functools.partial(watch, batches=recipe.batches, console=console)
+                    progress.say(_plan_line(recipe, writer))
+                    show: Watch = functools.partial(progress.watch, batches=recipe.batches)
                     if export_metrics is not None:
                         show = _both(show, export_metrics)
                     show = _both(show, _watch_pauses)
@@ -215,21 +230,31 @@ async def launch(
                         files.enter_context(reporting_on_signal())
                         if recording:
                             played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
-                        result = await run(played, writer, stop=stop, watch=show, run_journal=run_journal, state=state)
+                        begin_batches = functools.partial(run, stop=stop, watch=show, on_batch=progress.batch)
+                        result = await begin_batches(played, writer, run_journal=run_journal, state=state)
         except Exception as error:  # noqa: BLE001 - raised below: the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
     if result is not None and failure is None:
-        _print(console, summary(result, writer))
+        progress.say(summary(result, writer))
     if failure is not None:
         raise failure
     return result
 
 
-def _print(console: Console, text: Text) -> None:
-    """Print a text; if the output is closed or full, the run is the same without it."""
-    with contextlib.suppress(OSError, ValueError, SystemExit):  # rich raises SystemExit where its pipe is closed
-        console.print(text, soft_wrap=True)
+def _server_line(target: RunTarget, server: ServerInfo) -> str:
+    """The server that answered, in words."""
+    version = f"SGLang {server.version or 'of unknown version'}" if target.urls else "embedded engine"
+    context = "" if server.max_context is None else f", at most {server.max_context} tokens a sequence"
+    return f"server: {version}, model {Path(server.model or 'unknown').name}{context}"
+
+
+def _plan_line(recipe: Recipe, writer: RunWriter) -> str:
+    """What is generated, and where it is written."""
+    size, n = recipe.config.batch_size, recipe.config.n_samples_per_prompt
+    first, last = writer.batches, recipe.batches - 1
+    batches = "no batch" if first > last else f"batch {first}" if first == last else f"batches {first} to {last}"
+    return f"run: {recipe.name}, {batches} of {size} groups of {n} rollouts, in {writer.path}"
 
 
 @contextlib.contextmanager
@@ -243,9 +268,15 @@ def _abandoning(recipe: Recipe, writer: RunWriter, state: ManagerState | None) -
         raise
 
 
+def recorded_server(target: RunTarget, server: ServerInfo) -> dict[str, Any]:
+    """The server as ``run.json`` records it; the embedded engine reports the version whose protocol it has."""
+    version = server.version if target.urls else f"embedded {__version__} (protocol of SGLang {server.version})"
+    return attrs.asdict(attrs.evolve(server, version=version))
+
+
 def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[str, Any]:
     """The fields of ``run.json`` that are known before the run begins."""
-    description = {**recipe.describe(), "server": attrs.asdict(server), "options": dict(target.options)}
+    description = {**recipe.describe(), "server": recorded_server(target, server), "options": dict(target.options)}
     description["command"] = {
         "recipe": str(absolute(target.recipe)) if target.recipe is not None else None,
         "endpoint": [without_secrets(url) for url in target.urls],
@@ -257,7 +288,7 @@ def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[
     description["command"] |= {} if target.urls else model
     description["vocab_size"] = recipe.renderer().vocab_size  # preflight has built it
     description["versions"] = versions()
-    file = None if target.recipe is None else target.recipe.resolve()
+    file = None if target.recipe is None else file_of(target.recipe)
     description["settings"] = settings_of(recipe, file, target.options, model, description["versions"])
     return description
 
@@ -275,7 +306,7 @@ def _begun(
 
 
 def _resumed(
-    recipe: Recipe, out: Path, description: Mapping[str, Any], allow_changes: bool, console: Console
+    recipe: Recipe, out: Path, description: Mapping[str, Any], allow_changes: bool, progress: Progress
 ) -> tuple[RunWriter, RunJournal, ManagerState | None]:
     """Open the files of a resumed run, and print what was restored and what differs."""
     stored = read_info(out).get("vocab_size")
@@ -288,7 +319,7 @@ def _resumed(
     lines += [("not stored with the run, not compared", reopened.unrecorded)]
     for what, found in lines:
         if found:
-            _print(console, Text(visible(f"{what}: {', '.join(map(str, found))}"), "yellow"))
+            progress.say(f"{what}: {', '.join(map(str, found))}", "yellow")
     return reopened.writer, reopened.run_journal, reopened.state
 
 
@@ -338,8 +369,12 @@ def add(verbs: Any) -> None:
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
     parser.add_argument(
-        "--format", default="auto", choices=("jsonl", "parquet", "auto"), help="format of batches (default: auto)"
+        "--format",
+        default="auto",
+        choices=("jsonl", "parquet", "auto"),
+        help="format of batches (default: auto, Parquet if pyarrow is installed)",
     )
+    add_output(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -347,6 +382,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.allow_changes and not resume:
         raise ConfigError.of("--allow-changes", True, "--resume RUN with it")
     out = args.resume if resume else args.out
+    if resume:
+        check_run(out, "--resume")
     distribute = None if args.workers is None else _in_workers(args.workers)
     telemetry = Telemetry(args.metrics_port, args.trace)
     options: dict[str, Any] = {
@@ -356,16 +393,34 @@ def _run(args: argparse.Namespace) -> int:
         "distribute": distribute,
         "telemetry": telemetry,
         "rehearsal": not args.no_rehearsal,
+        "quiet": args.quiet,
     }
-    result = in_loop(
-        functools.partial(launch, target_of(args), out, args.format, args.overwrite, SafeConsole(), **options)
-    )
+    console = SafeConsole(stderr=args.json)
+    result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, console, **options))
     if result is None:
         return INTERRUPTED
+    if args.json:
+        say(json.dumps(_as_data(result, out)))
     if result.error is not None:
         tell(result.error, debug=args.debug)
         return BROKEN
     return 0 if result.status == "finished" else INTERRUPTED
+
+
+def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
+    """The result of a run as plain values, for ``--json``."""
+    return {
+        "status": result.status,
+        "error": None if result.error is None else str(result.error),
+        "path": str(out),
+        "seconds": result.seconds,
+        "batches": result.batches,
+        "accounting": attrs.asdict(result.accounting),
+        "rollouts": result.run_metrics.rollouts,
+        "sampled_tokens": result.run_metrics.sampled_tokens,
+        "mean_reward": result.run_metrics.mean_reward,
+        "batch_metrics": [dict(batch) for batch in result.batch_metrics],
+    }
 
 
 def _in_workers(count: int) -> Distribute:

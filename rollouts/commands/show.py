@@ -1,4 +1,4 @@
-"""``rollouts show``: print a stored run: its groups, the samples of a group, or one transcript.
+"""``rollouts show``: print a stored run: its groups, the samples of a group, its failures, or one transcript.
 
 Invariant: it changes nothing on disk; a transcript is decoded from stored tokens wherever the tokenizer loads.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from rollouts.commands.arguments import add_verb, positive
+from rollouts.commands.arguments import add_verb, check_run, positive
 from rollouts.display.console import SafeConsole
-from rollouts.display.progress import groups_table, samples_table
+from rollouts.display.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
 from rollouts.display.transcript import transcript, visible
 from rollouts.errors import ConfigError
 from rollouts.renderer import load_tokenizer
@@ -36,8 +36,9 @@ def show_run(
     outcome: Which = "all",
     limit: int = 60,
     tokenizer: str | None = None,
+    failures: bool = False,
 ) -> None:
-    """Print a table of groups, of one group's samples, or one transcript.
+    """Print a table of groups, of one group's samples, of the failures, or one transcript.
 
     Args:
         path: the run's folder.
@@ -47,6 +48,7 @@ def show_run(
         outcome: the outcome of the groups to show.
         limit: most groups in the table.
         tokenizer: replaces the tokenizer that the run names.
+        failures: print the kinds of failures, and the traceback of the most frequent.
 
     Raises:
         ConfigError: the run, group or sample does not exist.
@@ -61,13 +63,16 @@ def show_run(
         if members is None:
             raise ConfigError.of("--group", group, f"a group of {path} (rollouts show {path} lists them)")
         groups = iter([members])
+    if failures:
+        _show_failures(path, groups, console)
+        return
     if number is not None:
         console.print(transcript(_sample(groups, group, number), _decoder(tokenizer or info.get("tokenizer"), console)))
         return
     shown = list(itertools.islice(groups, limit))
     if group is not None:
         console.print(samples_table(shown[0]))
-        _print_next(path, group, console)
+        _print_next(path, shown[0], console)
         return
     if not shown:
         console.print(Text(visible(f"{path} contains no groups of outcome {outcome}")), soft_wrap=True)
@@ -76,19 +81,44 @@ def show_run(
     more = sum(1 for _ in groups)
     if more:
         console.print(f"... and {more} more: --limit", style="dim")
-    _print_next(path, shown[0][0].data.get("group_index"), console)
+    failed = next((rows for rows in shown if any(row.data.get("failure") for row in rows)), None)
+    if failed is not None:
+        console.print(Text(visible(f"next: rollouts show {path} --failures"), "dim"), soft_wrap=True)
+    _print_next(path, failed or shown[0], console)
 
 
-def _print_next(path: Path, group: Any, console: Console) -> None:
-    console.print(Text(visible(f"next: rollouts show {path} --group {group} --sample 0"), "dim"), soft_wrap=True)
+def _show_failures(path: Path, groups: Iterator[list[Row]], console: Console) -> None:
+    """Print the kinds of failures with their number, and the traceback of the first sample of the most frequent."""
+    kinds = failure_kinds(groups)
+    if not kinds:
+        console.print(Text(visible(f"{path} contains no failure")), soft_wrap=True)
+        return
+    console.print(failures_table(kinds))
+    first = kinds[0]
+    place = f"group {first.group}, sample {first.sample}"
+    console.print(Text(visible(f"\n{place}:\n{first.traceback.rstrip()}"), "red"), soft_wrap=True)
+    for kind in kinds:
+        text = f"next: rollouts show {path} --group {kind.group} --sample {kind.sample}"
+        console.print(Text(visible(text), "dim"), soft_wrap=True)
+
+
+def _print_next(path: Path, rows: Sequence[Row], console: Console) -> None:
+    """Print the command that shows the first failed sample of a group, else the first."""
+    group = rows[0].data.get("group_index")
+    text = f"next: rollouts show {path} --group {group} --sample {first_failed(rows)}"
+    console.print(Text(visible(text), "dim"), soft_wrap=True)
 
 
 def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Sample:
     if group is None:
+        indices = []
         for row in itertools.chain.from_iterable(groups):
-            if row.data.get("index") == number:
+            indices.append(row.data.get("index"))
+            if indices[-1] == number:
                 return row.sample()
-        raise ConfigError.of("--sample", number, "the index of a sample of the run")
+        known = [index for index in indices if isinstance(index, int)]
+        within = f", from {min(known)} to {max(known)}" if known else "; it has none"
+        raise ConfigError.of("--sample", number, f"the index of a sample of the run{within}")
     (members,) = groups
     if not 0 <= number < len(members):
         raise ConfigError.of("--sample", number, f"0 to {len(members) - 1}, in group {group}")
@@ -121,11 +151,15 @@ def add(verbs: Any) -> None:
         choices=("kept", "dropped", "failed", "unbatched", "all"),
         help="shown groups (default: all)",
     )
+    parser.add_argument(
+        "--failures", action="store_true", help="kinds of failures, with a traceback (of --group, if it is given)"
+    )
     parser.add_argument("--limit", type=positive, default=60, metavar="N", help="groups in the table (default: 60)")
     parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="tokenizer (default: the run's)")
 
 
 def _show(args: argparse.Namespace) -> int:
+    check_run(args.run)
     show_run(
         args.run,
         SafeConsole(),
@@ -134,5 +168,6 @@ def _show(args: argparse.Namespace) -> int:
         outcome=args.outcome,
         limit=args.limit,
         tokenizer=args.tokenizer,
+        failures=args.failures,
     )
     return 0

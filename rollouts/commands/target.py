@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,15 @@ class RunTarget:
 
 
 @contextlib.asynccontextmanager
-async def open_target(target: RunTarget, log: Path | None = None) -> AsyncIterator[tuple[Recipe, EngineProcess | None]]:
+async def open_target(
+    target: RunTarget, log: Path | None = None, say: Callable[[str], None] = lambda _: None
+) -> AsyncIterator[tuple[Recipe, EngineProcess | None]]:
     """Build the recipe for its server; an embedded engine lives as long as the context.
 
     Args:
         target: from the command line.
         log: the file for the output of an embedded engine; by default a temporary file.
+        say: called with what is done next.
 
     Raises:
         ConfigError: the recipe or its options are wrong, the model folder does not exist, the server serves another
@@ -86,6 +89,7 @@ async def open_target(target: RunTarget, log: Path | None = None) -> AsyncIterat
             raise ConfigError.of("--endpoint", target.urls, expected)
         endpoint = Endpoint(model=target.model or "default", base_url=target.urls, api_key=key, admin_key=admin_key)
         if target.model is None or target.served is not None:
+            say(f"server: asking {', '.join(map(without_password, target.urls))} for its model")
             served = (await shared_policy(endpoint).describe()).model
             _check_served(target, served, f"at {', '.join(map(without_password, target.urls))}")
             model = target.model or served
@@ -103,6 +107,7 @@ async def open_target(target: RunTarget, log: Path | None = None) -> AsyncIterat
             expected = f"{target.weights}: a resumed run needs the weights that it began with"
             raise ConfigError(f"--resume, weights: got {checksum} in {folder}; expected {expected}")
     with tempfile.TemporaryDirectory() as logs:
+        say(f"engine: starting on this machine with the model {folder.name}")
         async with engine_process(folder, log or Path(logs) / ENGINE_LOG, slots=target.slots) as engine:
             yield _built(function, Endpoint(model=str(folder), base_url=engine.url), target), engine
 

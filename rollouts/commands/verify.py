@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import BROKEN, add_verb
+from rollouts.commands.arguments import BROKEN, add_verb, check_run
 from rollouts.errors import ConfigError
 from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.verify import verify_run
@@ -43,6 +43,7 @@ def add(verbs: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    check_run(args.run)
     models = _models(args.model)
     report = verify_run(args.run)
     say(report)

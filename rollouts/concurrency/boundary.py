@@ -71,6 +71,8 @@ class Wait:
     """The task that waits."""
     thread: WorkerThread | None = attrs.field(default=None, repr=False, eq=False)
     """The thread that runs the code, if any."""
+    shown: str = ""
+    """What a display says that the rollout waits for, e.g. ``"the model"``; by default ``what``."""
 
     def __str__(self) -> str:
         now = time.monotonic()
@@ -110,12 +112,24 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         thread: the thread that runs the code, if any; :func:`abandoned` lists it if it runs on after the boundary.
         armed: whether the timer starts at once; else it starts at the first wait of a :meth:`guarded` awaitable.
         before_work: whether no rollout has begun, so that a :class:`ConfigError` passes whichever ``failure`` is.
+        shown: what a display says that the rollout waits for; ``what`` by default.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the code itself, unchanged.
     """
 
-    __slots__ = ("_before", "_before_work", "_failure", "_place", "_seconds", "_since", "_task", "_what", "thread")
+    __slots__ = (
+        "_before",
+        "_before_work",
+        "_failure",
+        "_place",
+        "_seconds",
+        "_shown",
+        "_since",
+        "_task",
+        "_what",
+        "thread",
+    )
 
     def __init__(
         self,
@@ -126,18 +140,20 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         thread: WorkerThread | None = None,
         armed: bool = True,
         before_work: bool = False,
+        shown: str = "",
     ) -> None:
         super().__init__(seconds, armed=armed)
         self._before_work = before_work
         self._failure = failure
         self._what = what
         self._seconds = seconds
+        self._shown = shown
         self.thread = thread
 
     def wait(self) -> Wait:
         """The wait of this boundary, for reports."""
         until = None if self._seconds is None else self._since + self._seconds
-        return Wait(self._place, self._what, self._since, until, self._task, self.thread)
+        return Wait(self._place, self._what, self._since, until, self._task, self.thread, self._shown or self._what)
 
     def guarded(self, awaitable: Awaitable[Any], *, grace: float = 10.0) -> CancellationGuard:
         """The guard to await in place of user code's awaitable. Requires ``seconds``, or ``armed=False``."""
@@ -253,7 +269,12 @@ _LEFT_OPEN = (
 
 
 async def call_foreign(
-    failure: type[RolloutsError], what: str, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+    failure: type[RolloutsError],
+    what: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float | None = None,
+    shown: str = "",
 ) -> Any:
     """Call a user's function inside a :func:`boundary`, sync or async.
 
@@ -266,12 +287,13 @@ async def call_foreign(
         function: the function; if it is sync and returns an awaitable, that is awaited with a deadline of its own.
         arguments: its arguments.
         seconds: deadline; ``None``: none.
+        shown: what a display says that the rollout waits for; ``what`` by default.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the function, unchanged.
     """
     if _is_async(function):
-        with boundary(failure, what, seconds=seconds, armed=False) as entered:
+        with boundary(failure, what, seconds=seconds, armed=False, shown=shown) as entered:
             return await entered.guarded(function(*arguments))
     threads = anyio.to_thread.current_default_thread_limiter()
     with boundary(failure, f"a free thread for {what}"):
@@ -289,7 +311,7 @@ async def call_foreign(
 
     finished = False
     try:
-        with boundary(failure, what, seconds=seconds, thread=thread):
+        with boundary(failure, what, seconds=seconds, thread=thread, shown=shown):
             value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         finished = True
     finally:
@@ -297,7 +319,7 @@ async def call_foreign(
         thread.abandoned = not finished
         thread.close_unused()
     if inspect.isawaitable(value):
-        with boundary(failure, what, seconds=seconds, armed=False) as entered:
+        with boundary(failure, what, seconds=seconds, armed=False, shown=shown) as entered:
             return await entered.guarded(value)
     return value
 

@@ -12,15 +12,17 @@ import signal
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
+import rollouts
 from rollouts.concurrency.boundary import Wait, abandoned, waits
 from rollouts.concurrency.cancellation import CancellationGuard, left_behind
 from rollouts.concurrency.deadlines import pauses
-from rollouts.errors import shortened
+from rollouts.errors import is_of_users, shortened
 from rollouts.terminal import say
 
-__all__ = ["report", "reporting_on_signal", "standing", "where"]
+__all__ = ["report", "reporting_on_signal", "standing", "where", "where_of_users"]
 
 _MACHINERY = (
     "/anyio/",
@@ -32,10 +34,27 @@ _MACHINERY = (
     "/rollouts/concurrency/cancellation.py",
 )
 _MAX_LINES = 200
+_PACKAGE = str(Path(rollouts.__file__).parent)
 
 
 def where(wait: Wait) -> str:
     """The innermost source line of a wait outside of the machinery, as ``file:line in function``."""
+    return _describe(_frames(wait))
+
+
+def where_of_users(wait: Wait) -> str:
+    """The source line of a user's code that a wait is in; empty if it is in code of this package."""
+    for frame in reversed(_frames(wait)):
+        name = frame.f_code.co_filename
+        if is_of_users(name):
+            return _describe([frame])
+        if name.startswith(_PACKAGE) and not any(part in name for part in _MACHINERY):
+            return ""
+    return ""
+
+
+def _frames(wait: Wait) -> list[types.FrameType]:
+    """The frames of a wait, innermost last."""
     frames: list[types.FrameType] = []
     if wait.thread is not None and wait.thread.ident is not None:
         frame = sys._current_frames().get(wait.thread.ident)
@@ -44,7 +63,7 @@ def where(wait: Wait) -> str:
         frames = list(_inwards(wait.task.get_coro()))
         if frames and frames[-1].f_back is not None:  # the task is running: it has an outer frame
             frames = list(_outwards(frames[-1]))[::-1]
-    return _describe(frames)
+    return frames
 
 
 def standing(frame: types.FrameType) -> str:

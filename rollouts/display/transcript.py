@@ -109,7 +109,9 @@ def heading(sample: Sample) -> Text:
 def _failure(sample: Sample) -> Text:
     if sample.failure is None:
         return Text("")
-    return Text(visible(f"{sample.failure.kind} at {sample.failure.place}: {sample.failure.message}"), "red")
+    failure = sample.failure
+    text = Text(visible(f"{failure.kind} at {failure.place}: {failure.message}\n"), "red")
+    return text.append(visible(failure.traceback.rstrip()), "dim")
 
 
 def _messages(sample: Sample) -> Table:

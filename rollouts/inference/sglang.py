@@ -226,7 +226,8 @@ class SGLangPolicy:
         self.totals.encoded_tokens = self._sequences.encoded
         worker = self._workers.worker_for(session)
         try:
-            with boundary(EndpointUnavailable, f"POST {worker.name}/generate", seconds=self.endpoint.request_seconds):
+            what, seconds = f"POST {worker.name}/generate", self.endpoint.request_seconds
+            with boundary(EndpointUnavailable, what, seconds=seconds, shown="the model"):
                 return await self._attempts(call, worker)
         except EndpointUnavailable as error:
             if error.__cause__ is None and call.last_error not in (None, error):

@@ -23,7 +23,7 @@ import msgspec
 
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
-from rollouts.runs.folder import Row, Which, check_outside, read_info, read_rows
+from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.plain_data import to_json
 
 __all__ = ["Kind", "export_rows"]
@@ -31,37 +31,47 @@ __all__ = ["Kind", "export_rows"]
 Kind: TypeAlias = Literal["jsonl", "parquet", "hf"]
 
 _SHARD_BYTES = 256 << 20
+_EXPORTED = {"README.md", "data"}
+"""The content of an exported folder."""
 
 
 def export_rows(
-    run: str | Path, out: str | Path, kind: Kind, outcome: Which = "kept", *, shard_bytes: int = _SHARD_BYTES
+    run: str | Path,
+    out: str | Path,
+    kind: Kind,
+    outcome: Which = "kept",
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = _SHARD_BYTES,
 ) -> list[Path]:
     """Export the samples of a run.
 
     Args:
         run: the run's folder.
-        out: the file, which is replaced; for ``hf`` the folder, which must be new or empty.
+        out: the file, or for ``hf`` the folder.
         kind: the output format.
         outcome: which groups, as for :func:`rollouts.training.load_run`.
+        overwrite: replace an existing file, or the folder of an earlier export.
         shard_bytes: size at which ``hf`` starts the next file.
 
     Returns:
         The files that contain samples.
 
     Raises:
-        ConfigError: ``run`` is no run, has no sample of this outcome or a damaged file; ``out`` is a folder that is not
-            empty or lies among the files of a run; or pyarrow is not installed.
+        ConfigError: ``run`` is no run, has no sample of this outcome or a damaged file; ``out`` exists or lies among
+            the files of a run; or pyarrow is not installed.
         RolloutsError: the disk refuses the write.
     """
     out = Path(out)
-    check_outside(out, "OUT")
+    if kind == "hf":
+        _check_folder(out, overwrite=overwrite)
+    else:
+        check_output(out, "OUT", overwrite=overwrite)
     rows = read_rows(run, outcome)
     head = next(rows, None)
     if head is None:
         raise ConfigError.of("run", str(run), f"a run with at least one sample of outcome {outcome!r}")
     rows = itertools.chain([head], rows)
-    if kind == "hf" and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError.of("OUT", str(out), "a folder that is new or empty")
     with _replacing(out) as temporary:
         if kind == "jsonl":
             _write_lines(temporary, rows)
@@ -72,6 +82,17 @@ def export_rows(
     return [out]
 
 
+def _check_folder(out: Path, *, overwrite: bool) -> None:
+    """Check that a folder is new, empty, or an earlier export that may be replaced."""
+    check_outside(out, "OUT")
+    if out.exists() and not out.is_dir():
+        raise ConfigError.of("OUT", str(out), "a folder; a file is there")
+    present = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if present and not (overwrite and present == _EXPORTED):
+        found = ". --overwrite replaces it" if present == _EXPORTED else ""
+        raise ConfigError.of("OUT", str(out), f"a folder that is new or empty{found}")
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to ``path`` on success and removed on failure."""
@@ -80,6 +101,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(temporary)
         yield temporary
+        if path.is_dir():
+            _remove(path)
         temporary.replace(path)
     except OSError as error:
         raise RolloutsError(f"{path}: cannot be written: {error}") from error

@@ -41,6 +41,7 @@ __all__ = [
     "StoredOutcome",
     "Which",
     "batch_name",
+    "check_output",
     "check_outside",
     "is_growing",
     "journal_rows",
@@ -179,6 +180,20 @@ def check_outside(path: str | Path, option: str) -> None:
     for run in whole.parents:
         if whole.relative_to(run).parts[0] in RUN_FILES and (run / "run.json").is_file():
             raise ConfigError.of(option, str(path), f"a place outside the files of the run in {str(run)!r}")
+
+
+def check_output(path: str | Path, option: str, *, overwrite: bool) -> None:
+    """Check that a file may be written to ``path``.
+
+    Raises:
+        ConfigError: it lies among the files of a run, is a folder, or exists and ``overwrite`` is false; the message
+            names ``option``.
+    """
+    check_outside(path, option)
+    if Path(path).is_dir():
+        raise ConfigError.of(option, str(path), "a file; a folder is there")
+    if Path(path).exists() and not overwrite:
+        raise ConfigError.of(option, str(path), "a file that does not exist. --overwrite replaces it")
 
 
 def batch_name(number: int) -> str:

@@ -16,7 +16,7 @@ import msgspec
 
 from rollouts.errors import ConfigError, ReplayDiverged
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import JOURNAL, check_outside, read_info
+from rollouts.runs.folder import JOURNAL, check_output, read_info
 from rollouts.runs.plain_data import to_json
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import Recording, Tape, replayed_from
@@ -51,22 +51,23 @@ class Replayed:
         return f"{self.samples} samples in {self.groups} groups are equal, {self.left_out} failed groups left out"
 
 
-async def replay(run: Path, recipe: Recipe, out: Path | None = None) -> Replayed:
+async def replay(run: Path, recipe: Recipe, out: Path | None = None, *, overwrite: bool = False) -> Replayed:
     """Replay every settled group of a recorded run and compare it with the stored one.
 
     Args:
         run: the run's folder.
         recipe: the run's recipe, possibly changed since.
         out: a JSONL file for the replayed samples.
+        overwrite: replace an existing file.
 
     Raises:
         ReplayDiverged: a request or a field of a sample differs.
-        ConfigError: the run was not recorded, the recipe has other data or sizes, or ``out`` lies among the files of a
-            run.
+        ConfigError: the run was not recorded, the recipe has other data or sizes, or ``out`` exists or lies among
+            the files of a run.
         JournalError: the recording is damaged.
     """
     if out is not None:
-        check_outside(out, "--out")
+        check_output(out, "--out", overwrite=overwrite)
     recording = Recording(run)
     info = read_info(run)
     _check_same(info, RunHistory.read(run / JOURNAL), recipe)

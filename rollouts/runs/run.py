@@ -108,6 +108,7 @@ async def run(
     watch: Watch | None = None,
     run_journal: RunJournal | None = None,
     state: ManagerState | None = None,
+    on_batch: Callable[[Mapping[str, float]], None] | None = None,
 ) -> RunResult:
     """Fill ``recipe.batches`` batches and write them; end early on ``stop``, at the end of the data, or at an error.
 
@@ -118,6 +119,7 @@ async def run(
         watch: an observer; its errors do not affect the run, see :func:`observe`.
         run_journal: receives every event before it counts; without one the run cannot be resumed.
         state: the state of an earlier process; the recipe's buffer must be at the same position.
+        on_batch: called with the metrics of each batch when it is written; must not raise.
 
     Returns:
         The result; the reason of an early end is in ``error``, and in ``run.json``.
@@ -126,7 +128,7 @@ async def run(
         Exception: an error that is no RolloutsError, after everything is written.
     """
     with calm_collector():  # a pause for garbage collection stops every rollout
-        return await _run(recipe, writer, stop, watch, run_journal, state)
+        return await _run(recipe, writer, stop, watch, run_journal, state, on_batch)
 
 
 async def _run(
@@ -136,6 +138,7 @@ async def _run(
     watch: Watch | None,
     run_journal: RunJournal | None,
     state: ManagerState | None,
+    on_batch: Callable[[Mapping[str, float]], None] | None,
 ) -> RunResult:
     stop = stop or Stop()
     began = anyio.current_time()
@@ -155,6 +158,8 @@ async def _run(
                     for _ in range(manager.batches, recipe.batches):
                         await _one_batch(manager, writer, run_journal)
                         metrics.append(manager.metrics)
+                        if on_batch is not None:
+                            on_batch(manager.metrics)
                 finished = True
             except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
                 error = raised

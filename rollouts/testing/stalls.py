@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -47,10 +48,13 @@ class StallWatch:
 
     Args:
         seconds: how long a callback may block the loop.
+        on_stall: called from a thread while a line blocks the loop, the first time that it does.
     """
 
-    def __init__(self, seconds: float = 0.05) -> None:
+    def __init__(self, seconds: float = 0.05, on_stall: Callable[[Stall], None] | None = None) -> None:
         self._seconds = seconds
+        self._on_stall = on_stall
+        self._interval = max(_BEAT, seconds / 10)
         self._beat = 0.0
         self._found: dict[str, tuple[float, int]] = {}
         self._stop = threading.Event()
@@ -85,11 +89,11 @@ class StallWatch:
     async def _beating(self) -> None:
         while True:
             self._beat = time.monotonic()
-            await anyio.sleep(_BEAT)
+            await anyio.sleep(self._interval)
 
     def _look(self, ident: int) -> None:
         counted: dict[str, float] = {}
-        while not self._stop.wait(_BEAT):
+        while not self._stop.wait(self._interval):
             beat = self._beat
             still = time.monotonic() - beat
             frame = sys._current_frames().get(ident)
@@ -98,6 +102,8 @@ class StallWatch:
             place = _place(frame)
             longest, times = self._found.get(place, (0.0, 0))
             self._found[place] = (max(longest, still), times + (counted.get(place) != beat))
+            if not times and self._on_stall is not None:
+                self._on_stall(Stall(place, still, 1))
             counted[place] = beat
 
 

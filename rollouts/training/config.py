@@ -128,9 +128,10 @@ class RolloutConfig:
                 raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", policy.min_sound, expected)
         name = function_name(self.filter_fn)  # a partial has the name of its function
         if self.n_samples_per_prompt == 1 and name in _NEED_SPREAD:
-            raise ConfigError.of(
-                "RolloutConfig.n_samples_per_prompt", 1, f"at least 2 with filter_fn={name}: one reward has no spread"
+            expected = (
+                f'at least 2 with filter_fn={name}: one reward has no spread; or keep="all", which drops no group'
             )
+            raise ConfigError.of("RolloutConfig.n_samples_per_prompt", 1, expected)
         if self.group_rm and self.reward_fn is None:
             raise ConfigError.of(
                 "RolloutConfig.reward_fn", None, "a function that takes the group, since group_rm is set"

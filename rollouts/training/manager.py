@@ -492,7 +492,11 @@ class AsyncRolloutManager:
         raise FilterFailure(
             f"filter {function_name(self.config.filter_fn)} accepted none of the last {count} groups"
             + (f", and {failed} failed before it" if failed else "")
-            + (f"; every reward was {next(iter(rewards))}, so there is nothing to learn" if len(rewards) == 1 else "")
+            + (
+                f"; every reward was {_rounded(next(iter(rewards)))}, so there is nothing to learn"
+                if len(rewards) == 1
+                else ""
+            )
             + f"; mean reward {_rounded(self.run_metrics.mean_reward)}. {kept}"
         )
 

@@ -71,6 +71,7 @@ class RunMetrics:
         self.reasons: Counter[str] = Counter()
         """Number of dropped or failed groups by reason; rare ones are joined once there are ``_MOST_REASONS``."""
         self._lengths: dict[str, list[int]] = {}
+        self._loaded_tokens = 0
 
     @property
     def mean_reward(self) -> float | None:
@@ -78,9 +79,14 @@ class RunMetrics:
         return self.reward_sum / self.rewarded if self.rewarded else None
 
     @property
+    def sampled_here(self) -> int:
+        """Sampled tokens of the groups that this process settled; a resumed run has more."""
+        return self.sampled_tokens - self._loaded_tokens
+
+    @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens of settled groups, per second of wall time."""
-        return self.sampled_tokens / max(time.monotonic() - self.started, 1e-9)
+        """Sampled tokens of the groups that this process settled, per second of wall time."""
+        return self.sampled_here / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, group: Group) -> None:
         """Count a settled group."""
@@ -112,6 +118,7 @@ class RunMetrics:
         """Restore the totals that :meth:`to_dict` returned."""
         for name in _TOTALS:
             setattr(self, name, totals[name])
+        self._loaded_tokens = self.sampled_tokens
         self.reasons = Counter(totals["reasons"])
         self._lengths = {outcome: list(lengths) for outcome, lengths in totals["lengths"].items()}
 

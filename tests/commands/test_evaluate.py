@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.commands import main
-from rollouts.commands.evaluate import EvalOptions, compare_evaluations, load_evaluation
+from rollouts.commands.evaluate import EvalOptions, compare_evaluations, load_evaluation, scores_table
 from rollouts.errors import ConfigError
 from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
@@ -147,3 +147,14 @@ def test_k_is_at_most_the_rollouts_of_a_task(tmp_path: Path) -> None:
     """pass@8 of four rollouts has no unbiased estimate."""
     with pytest.raises(ConfigError, match="1 to 4"):
         EvalOptions(out=tmp_path, ks=(1, 8), rollouts=4)
+
+
+def test_the_scores_can_be_read_at_80_columns(tmp_path: Path) -> None:
+    """The prompt becomes narrower; no number and no header is cut."""
+    out = store(tmp_path / "exam", {f"{number} {'long ' * 30}": [1.0] * 8 for number in range(3)})
+    console = Console(width=80, record=True)
+    console.print(scores_table(load_evaluation(out), EvalOptions(out=out, ks=(1, 8), rollouts=8)))
+    lines = console.export_text().splitlines()
+    assert lines[0].split() == ["task", "prompt", "passed", "failed", "pass@1", "pass@8", "reward"]
+    assert len(lines) == 4
+    assert lines[1].split()[-4:] == ["8/8", "1.00", "1.00", "1.00"]

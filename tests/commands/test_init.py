@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import select
 import signal
@@ -83,9 +84,26 @@ def test_a_run_against_a_server_is_whole(run_folder: Path, server: str) -> None:
     assert verify_run(run_folder).violations == []
 
 
+def test_the_result_of_a_run_is_printed_as_json(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output has one JSON object and nothing else; progress goes to standard error, unless --quiet."""
+    line = ["run", CALCULATOR, "--endpoint", server, "--batches", "1", *SMALL, "--json"]
+    assert main([*line, "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["status"], found["error"], found["batches"]) == ("finished", None, 1)
+    assert found["accounting"]["in_batch"] == 2
+    assert found["batch_metrics"][0]["batch"] == 0
+    assert "rehearsal: " in printed.err
+    assert main([*line, "--out", str(tmp_path / "quiet"), "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.err, json.loads(printed.out)["status"]) == ("", "finished")
+
+
 def test_a_run_starts_its_own_engine(tmp_path: Path) -> None:
     """Without --endpoint the embedded engine serves the run, and ends with it."""
-    process = command("run", CALCULATOR, "--out", str(tmp_path / "run"), *SMALL)
+    process = command("run", "calculator", "--out", str(tmp_path / "run"), *SMALL)
     out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, "")
     assert "prompts taken = 2 in batch + " in out
@@ -152,22 +170,25 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "none.py", "--out", "OUT"], "recipe: got"),
+        (["run", "none.py", "--out", "OUT"], "RECIPE: got"),
         (
             ["run", CALCULATOR, "--out", "OUT", "--set", "size=3"],
-            "option: got 'size'; expected an option of the recipe",
+            "--set: got 'size'; expected an option of the recipe",
         ),
-        (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size=x"], "option batch_size: got 'x'; expected int"),
+        (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size=x"], "--set batch_size: got 'x'; expected int"),
         (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size"], "--set: got 'batch_size'; expected key=value"),
-        (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "option: got 'data'"),
+        (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "--data: got 'data'"),
         (["run", CALCULATOR, "--out", "OUT", "--model", "none"], "--model: got"),
         (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
         (
-            ["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9"],
+            ["run", CALCULATOR, "--out", "OUT", "--endpoint", "http://127.0.0.1:9", "--quiet"],
             "no server answers at http://127.0.0.1:9",
         ),
-        (["verify", "OUT"], "run: got"),
-        (["show", "OUT"], "run: got"),
+        (["verify", "OUT"], "RUN: got"),
+        (["show", "OUT"], "RUN: got"),
+        (["export", "OUT", "--to", "jsonl", "OUT"], "RUN: got"),
+        (["run", "--resume", "OUT"], "--resume: got"),
+        (["plan", "OUT"], "RUN: got"),
         (["serve", "--model", "none"], "none"),
     ],
 )

@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import pytest
 from rich.console import Console
 
-from rollouts.commands.run import Distribute, launch
+from rollouts import __version__
+from rollouts.commands.run import Distribute, launch, recorded_server
 from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.inference.base import ServerInfo
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
@@ -259,3 +262,45 @@ async def test_a_live_run_is_left_alone(target: RunTarget, tmp_path: Path, optio
             await play(attrs.evolve(target, batches=2), tmp_path / "run", **how)
         assert len(server.asked) == asked
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+# -- what a run prints --
+
+
+def test_a_run_says_what_it_does_before_its_first_batch(target: RunTarget, tmp_path: Path) -> None:
+    """Server, preflight, rehearsal, then the sizes; a line for the batch; with --quiet nothing."""
+    console = Console(file=io.StringIO(), width=80)
+    quiet = Console(file=io.StringIO())
+
+    async def both() -> None:
+        async with a_server() as server:
+            here = attrs.evolve(target, urls=(server.url,))
+            assert await launch(here, tmp_path / "run", "jsonl", False, console)
+            assert await launch(here, tmp_path / "quiet", "jsonl", False, quiet, quiet=True)
+
+    anyio.run(both)
+    assert isinstance(console.file, io.StringIO)
+    assert isinstance(quiet.file, io.StringIO)
+    text = console.file.getvalue()
+    parts = [
+        "server: asking http://127.0.0.1:",
+        "preflight: environment, chat template and server",
+        "server: SGLang ",
+        "rehearsal: an episode with random replies",
+        "run: small, batch 0 of 2 groups of 2 rollouts, in ",
+        "batch 0: reward ",
+        "finished after ",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert quiet.file.getvalue() == ""
+
+
+async def test_the_engine_of_an_embedded_run_is_recorded_as_embedded(target: RunTarget, tmp_path: Path) -> None:
+    """Its version is not that of a real SGLang server."""
+    server = ServerInfo(version="0.5.23", model=MODEL)
+    async with a_server() as stub:
+        await play(attrs.evolve(target, urls=(stub.url,)), tmp_path / "run")
+        assert not str(read_info(tmp_path / "run")["server"]["version"]).startswith("embedded")
+    assert recorded_server(target, server)["version"] == f"embedded {__version__} (protocol of SGLang 0.5.23)"
+    assert recorded_server(attrs.evolve(target, urls=("http://host",)), server)["version"] == "0.5.23"

@@ -146,3 +146,41 @@ async def test_a_run_of_prompts_with_tags_is_shown(tmp_path: Path, capsys: pytes
     assert "[/INST] [x] :smile: 0" in out
     assert f"next: rollouts show {path} --group 0 --sample 0" in out
     assert "messages instead of tokens: " in out
+
+
+async def test_failures_are_shown_with_their_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every form of the command leads to the failed sample: its cause, its message, and where it was raised."""
+    path = tmp_path / "run"
+    await store_run(path)
+
+    async def show(*options: str) -> str:
+        assert await anyio.to_thread.run_sync(main, ["show", str(path), *options]) == 0
+        return capsys.readouterr().out
+
+    for options in ([], ["--outcome", "failed"]):
+        out = await show(*options)
+        assert f"next: rollouts show {path} --failures\n" in out
+        assert f"next: rollouts show {path} --group 3 --sample 0\n" in out
+    out = await show("--failures")
+    assert "1  generate  group 3, sample 0  the world ended" in out
+    assert 'stored_runs.py", line ' in out
+    assert f"next: rollouts show {path} --group 3 --sample 0\n" in out
+    assert "contains no failure" in await show("--failures", "--group", "0")
+    out = await show("--group", "3", "--sample", "0")
+    assert ": the world ended\n" in out
+    assert 'stored_runs.py", line ' in out
+
+
+async def test_the_failed_sample_of_a_group_comes_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the first sample of the group, which may be sound."""
+    path = tmp_path / "run"
+    await store_run(path, fails=lambda prompt: prompt.index == 14)
+    assert await anyio.to_thread.run_sync(main, ["show", str(path), "--group", "3"]) == 0
+    assert f"next: rollouts show {path} --group 3 --sample 2\n" in capsys.readouterr().out
+
+
+async def test_a_missing_sample_is_named_with_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that the next command can be right."""
+    await store_run(tmp_path / "run")
+    assert await anyio.to_thread.run_sync(main, ["show", str(tmp_path / "run"), "--sample", "9999"]) == 2
+    assert "--sample: got 9999; expected the index of a sample of the run, from 0 to " in capsys.readouterr().err

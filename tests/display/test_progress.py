@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -11,12 +14,26 @@ import pytest
 from rich.console import Console
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.display.progress import groups_table, panel, plain_line, samples_table, summary, watch
+from rollouts.display.progress import (
+    Progress,
+    batch_line,
+    failure_kinds,
+    failures_table,
+    groups_table,
+    panel,
+    plain_line,
+    samples_table,
+    summary,
+)
+from rollouts.display.waiting import duration
+from rollouts.dtypes import Prompt
 from rollouts.errors import EnvironmentFailure, at
 from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunWriter
+from rollouts.testing.stalls import Stall, StallWatch
 from rollouts.training import AsyncRolloutManager
+from rollouts.training.metrics import RunMetrics
 from tests.runs.test_run import a_recipe
 from tests.stored_runs import store_run
 
@@ -45,7 +62,7 @@ async def test_the_panel_shows_where_the_groups_are(manager: AsyncRolloutManager
         f"{counts.failed} failed",
         "tokens/s",
         f"mean reward {manager.run_metrics.mean_reward:.3f}",
-        "waiting for",
+        "no rollout waits",
     ):
         assert part in text
 
@@ -63,7 +80,7 @@ async def test_the_live_panel_is_drawn_on_a_terminal(manager: AsyncRolloutManage
     async with anyio.create_task_group() as tasks:
 
         async def show() -> None:
-            await watch(manager, batches=2, console=console)
+            await Progress(console).watch(manager, batches=2)
 
         tasks.start_soon(show)
         assert isinstance(console.file, io.StringIO)
@@ -74,27 +91,76 @@ async def test_the_live_panel_is_drawn_on_a_terminal(manager: AsyncRolloutManage
 
 
 async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -> None:
-    """It contains the accounting, the batches' rewards, the folder, and two commands."""
+    """It contains the accounting, the folder, and two commands."""
     recipe = a_recipe()
     writer = RunWriter(tmp_path / "run", recipe.describe())
     result = await run(recipe, writer)
     text = summary(result, writer).plain
     assert f"{result.accounting.taken} prompts taken = {result.accounting.in_batch} in batch + " in text
-    assert f"mean reward {result.batch_metrics[1]['reward/mean']:.3f}" in text
+    assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
     assert f"rollouts verify {writer.path}" in text
 
 
-async def test_the_summary_names_the_faults_of_calls(tmp_path: Path) -> None:
+async def test_each_batch_has_a_line_that_stays(tmp_path: Path) -> None:
+    """It is printed when the batch is written, with the change of the mean reward; quiet prints none."""
+    printed: list[str] = []
+    for quiet in (True, False):
+        console = Console(file=io.StringIO(), width=80)
+        writer = RunWriter(tmp_path / f"run {quiet}", {})
+        result = await run(a_recipe(), writer, on_batch=Progress(console, quiet=quiet).batch)
+        assert isinstance(console.file, io.StringIO)
+        printed.append(console.file.getvalue())
+    assert printed[0] == ""
+    lines = printed[1].splitlines()
+    means = [batch["reward/mean"] for batch in result.batch_metrics]
+    assert lines[0].startswith(f"batch 0: reward {means[0]:.3f} · ")
+    assert lines[1].startswith(f"batch 1: reward {means[1]:.3f} ({means[1] - means[0]:+.3f}) · ")
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_line_of_a_batch_names_the_faults_of_calls() -> None:
     """The most frequent first; no line if all calls ran."""
-    with anyio.fail_after(60):
-        writer = RunWriter(tmp_path / "run", {})
-        result = await run(a_recipe(batches=1), writer=writer)
-    assert "did not run" not in summary(result, writer).plain
+    assert "did not run" not in batch_line({"episode/tool_calls": 4.0}).plain
     counted = {"tool_calls": 4.0, "malformed_tool_calls/not_json": 0.5, "unknown_tool_calls": 1.0}
-    batch = {f"episode/{name}": mean for name, mean in counted.items()}
-    text = summary(attrs.evolve(result, batch_metrics=(batch,)), writer).plain
-    assert "of 4 tool calls a sample did not run: 1 unknown tool, 0.5 not_json\n" in text
+    text = batch_line({f"episode/{name}": mean for name, mean in counted.items()}).plain
+    assert text.endswith("\n  of 4 tool calls a sample did not run: 1 unknown tool, 0.5 not_json")
+
+
+async def test_the_summary_of_a_resumed_run_is_of_this_process(tmp_path: Path) -> None:
+    """A finished run that is resumed says that nothing is left to do, and no speed."""
+    recipe = a_recipe()
+    writer = RunWriter(tmp_path / "run", recipe.describe())
+    result = await run(recipe, writer)
+    assert "nothing to do" not in summary(result, writer).plain
+    assert " tokens/s, " in summary(result, writer).plain
+    again = RunMetrics()
+    again.load(result.run_metrics.to_dict())
+    resumed = attrs.evolve(result, run_metrics=again, batch_metrics=(), seconds=0.1)
+    text = summary(resumed, writer).plain
+    assert "nothing to do: the run has its 2 batches; --batches N asks for more" in text
+    assert "tokens/s" not in text
+
+
+async def test_the_time_left_is_that_at_the_pace_of_this_process(manager: AsyncRolloutManager) -> None:
+    """Groups that an earlier process kept do not count for the pace; without a kept group there is no estimate."""
+    manager.run_metrics.started = time.monotonic() - 600
+    progress = Progress(Console(file=io.StringIO()))
+    kept = manager.accounting.in_batch + manager.accounting.ready
+    progress.kept_before = kept - 2
+    left = 4 * 3 - kept
+    assert f" · about {duration(600 * left / 2)} left" in plain_line(manager, batches=4, progress=progress)
+    progress.kept_before = kept
+    assert "left" not in plain_line(manager, batches=4, progress=progress)
+
+
+async def test_the_rewards_of_the_last_batches_are_shown(manager: AsyncRolloutManager) -> None:
+    """As a trend, from the second batch on."""
+    progress = Progress(Console(file=io.StringIO()), quiet=True)
+    progress.batch({"reward/mean": 0.25})
+    assert "by batch" not in plain_line(manager, batches=4, progress=progress)
+    progress.batch({"reward/mean": 0.5})
+    assert ", by batch 0.25 0.50" in plain_line(manager, batches=4, progress=progress)
 
 
 async def test_tables_list_groups_and_samples(manager: AsyncRolloutManager, tmp_path: Path) -> None:
@@ -104,6 +170,52 @@ async def test_tables_list_groups_and_samples(manager: AsyncRolloutManager, tmp_
     assert f"question {rows[0].data['group_index']}" in text
     assert "batch 0" in text
     assert len(shown(samples_table(rows[:4])).strip().splitlines()) == 5
+
+
+@pytest.mark.parametrize("failing", [lambda prompt: prompt.group_index == 3, lambda prompt: False])
+async def test_tables_can_be_read_at_80_columns(tmp_path: Path, failing: Callable[[Prompt], bool]) -> None:
+    """No number and no header is cut, however long the prompts and rewards are; a group has one line."""
+    prompt = "a question that is much longer than a terminal is wide, with number {} at its end"
+    await store_run(tmp_path / "run", prompt=prompt, fails=failing, n_samples_per_prompt=12)
+    rows = [
+        attrs.evolve(row, data={**row.data, "group_index": 100_000 + row.data["group_index"], "reward": 1 / 3})
+        for row in read_rows(tmp_path / "run", "all")
+    ]
+    groups = [list(members) for _, members in itertools.groupby(rows, lambda row: row.data["group_index"])]
+    for table, count in ((groups_table(groups), len(groups)), (samples_table(rows), len(rows))):
+        lines = shown(table, width=80).rstrip().splitlines()
+        assert len(lines) == 1 + count
+        assert "…" not in lines[0]
+        assert max(map(len, lines)) <= 80
+    assert "100000" in shown(groups_table(groups), width=80)
+
+
+async def test_a_failed_group_shows_its_cause(manager: AsyncRolloutManager, tmp_path: Path) -> None:
+    """In the table of groups and in that of its samples; the kinds of failures are counted."""
+    rows = list(read_rows(tmp_path / "run", "failed"))
+    assert "generate" in shown(groups_table([rows]), width=80)
+    assert "generate" in shown(samples_table(rows), width=80)
+    (kind,) = failure_kinds([rows])
+    assert (kind.cause, kind.count, kind.group, kind.sample) == ("generate", len(rows), 3, 0)
+    assert "the world ended" in shown(failures_table([kind]), width=80)
+
+
+async def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
+    """File and line of a user's code, before it ends; not of code of the package."""
+    console = Console(file=io.StringIO(), width=200)
+    assert isinstance(console.file, io.StringIO)
+    progress = Progress(console)
+    deadline = time.monotonic() + 20
+
+    async with StallWatch(0.05, progress.blocked):
+        await anyio.lowlevel.checkpoint()
+        while "test_progress.py" not in console.file.getvalue() and time.monotonic() < deadline:
+            sum(range(1000))
+        text = console.file.getvalue()
+    assert text.startswith("the event loop is blocked, 0.")
+    assert f"{Path(__file__).relative_to(Path.cwd())}:" in text
+    progress.blocked(Stall(f"{batch_line.__code__.co_filename}:1 in batch_line", 1.0, 1))
+    assert console.file.getvalue().count("blocked") == 1
 
 
 HOSTILE = "[/INST] [x] :smile: \x1b[2J\x9b\u202e"

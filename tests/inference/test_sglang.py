@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rollouts.concurrency.boundary import waits
+from rollouts.concurrency.wait_report import where_of_users
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, at
 from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
@@ -416,8 +417,10 @@ async def test_requests_in_flight_are_listed(client: Client) -> None:
                 tasks.start_soon(client.complete, policy)
             await arrived.wait()
             (wait,) = waits()
+            line = where_of_users(wait)
             tasks.cancel_scope.cancel()
         assert (wait.place, wait.what) == ("group 3", f"POST {server.url}/generate")
+        assert (wait.shown, line) == ("the model", ""), "a line of the HTTP client says nothing to a user"
         assert wait.deadline is not None
         assert not waits()
 

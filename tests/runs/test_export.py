@@ -78,7 +78,7 @@ async def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     batch.write_bytes(batch.read_bytes().replace(b"{", b"[", 1))
     (tmp_path / "out.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match=r"batch-000001.jsonl, line 1: corrupted"):
-        export_rows(tmp_path / "run", tmp_path / "out.jsonl", "jsonl")
+        export_rows(tmp_path / "run", tmp_path / "out.jsonl", "jsonl", overwrite=True)
     with pytest.raises(ConfigError, match=r"batch-000001.jsonl, line 1: corrupted"):
         export_rows(tmp_path / "run", tmp_path / "out", "hf")
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "run"}  # noqa: ASYNC240 - a test may block
@@ -89,7 +89,7 @@ async def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     """So is a run without a sample of that outcome."""
     await store_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"OUT: got .*; expected a folder that is new or empty"):
-        export_rows(tmp_path / "run", tmp_path / "run", "hf")
+        export_rows(tmp_path / "run", tmp_path / "run", "hf", overwrite=True)
     RunWriter(tmp_path / "empty")
     with pytest.raises(ConfigError, match="expected a run with at least one sample of outcome 'failed'"):
         export_rows(tmp_path / "empty", tmp_path / "out", "jsonl", "failed")
@@ -115,3 +115,21 @@ async def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'data' / 'train-00000.parquet'}\n"
     assert main(["export", str(tmp_path / "run"), "--to", "slime", "x.pt", "--outcome", "all"]) == 2
     assert "--outcome: got 'all'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf", "slime"])
+async def test_an_existing_output_is_replaced_only_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Without --overwrite nothing is written, and the message names the option."""
+    await store_run(tmp_path / "run")
+    out = tmp_path / "out_{rollout_id}.pt" if kind == "slime" else tmp_path / "out"
+    command = ["export", str(tmp_path / "run"), "--to", kind, str(out)]
+    assert main(command) == 0
+    written = capsys.readouterr().out.splitlines()
+    stamps = [Path(file).stat().st_mtime_ns for file in written]  # noqa: ASYNC240 - a test may block
+    assert main(command) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert [Path(file).stat().st_mtime_ns for file in written] == stamps  # noqa: ASYNC240
+    assert main([*command, "--overwrite"]) == 0
+    assert capsys.readouterr().out.splitlines() == written

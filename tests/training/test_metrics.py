@@ -110,3 +110,14 @@ def test_prompts_that_repeat_within_a_batch_are_counted() -> None:
     assert "repeated_prompts" not in batch_metrics(
         [sample(1, prompt="a", label=label, group_index=label) for label in (1, 2)]
     )
+
+
+def test_the_speed_of_a_resumed_run_is_of_this_process() -> None:
+    """Tokens of an earlier process count for the run, not for the tokens per second of this one."""
+    before = RunMetrics()
+    before.count("kept", "", [1_000_000], [1.0])
+    metrics = RunMetrics()
+    metrics.load(before.to_dict())
+    assert (metrics.sampled_tokens, metrics.sampled_here, metrics.tokens_per_second) == (1_000_000, 0, 0.0)
+    metrics.count("kept", "", [70], [1.0])
+    assert metrics.sampled_here == 70

@@ -13,29 +13,32 @@ from typing import Any
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
-from rollouts.runs.folder import check_outside, read_rows
+from rollouts.runs.folder import check_output, read_rows, run_files
 from rollouts.training.types import Sample
 
 __all__ = ["export_run", "write_debug_data"]
 
 
-def export_run(run: str | Path, out: str | Path) -> list[Path]:
+def export_run(run: str | Path, out: str | Path, *, overwrite: bool = False) -> list[Path]:
     """Write the batches of a run.
 
     Args:
         run: the run's folder.
         out: the file. With ``{rollout_id}`` in it, one file per batch, and one batch at a time in memory; else one file
             with all batches, all in memory.
+        overwrite: replace existing files.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: the run is missing or has no batch, a sample cannot be trained on, ``out`` is among the files of a
-            run, or torch is not installed.
+        ConfigError: the run is missing or has no batch, a sample cannot be trained on, ``out`` exists or is among the
+            files of a run, or torch is not installed.
     """
     template = str(out)
-    check_outside(template, "OUT")
+    batch_count = sum(outcome == "kept" for outcome, _ in run_files(run))
+    for number in range(max(1, batch_count)):
+        check_output(template.replace("{rollout_id}", str(number)), "OUT", overwrite=overwrite)
     batches = (
         (number, [row.sample() for row in rows])
         for number, rows in itertools.groupby(read_rows(run, "kept"), lambda row: row.data.get("batch") or 0)

@@ -1,0 +1,126 @@
+"""``rollouts ls``: the runs and evaluations in a folder, one line each.
+
+Invariant: it reads ``run.json``, ``metrics.jsonl`` or ``eval.json`` of each folder, no sample, and changes nothing. A
+folder that cannot be read is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollouts.commands.arguments import add_verb
+from rollouts.display.console import SafeConsole
+from rollouts.display.transcript import visible
+from rollouts.errors import ConfigError
+from rollouts.runs.folder import METRICS, read_info
+from rollouts.runs.writer import check_idle
+from rollouts.terminal import say
+
+__all__ = ["add", "entries", "list_runs"]
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(verbs, "ls", _ls, "list the runs and evaluations in a folder", "ls runs")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="DIR", help="default: runs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _ls(args: argparse.Namespace) -> int:
+    found = entries(args.folder)
+    if args.json:
+        say(json.dumps(found))
+    else:
+        list_runs(args.folder, found, SafeConsole())
+    return 0
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The runs and evaluations in a folder and in its folders, oldest first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError.of("DIR", str(folder), "a folder with runs")
+    return sorted(_entries(folder), key=lambda entry: (entry["started"] or "", entry["path"]))
+
+
+def _entries(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
+        try:
+            if (path / "run.json").is_file():
+                yield _run(path)
+            elif (path / "eval.json").is_file():
+                yield _evaluation(path)
+        except (ConfigError, msgspec.DecodeError, OSError) as error:
+            yield {**_NOTHING, "path": str(path), "status": "unreadable", "error": str(error)}
+
+
+_NOTHING: dict[str, Any] = dict.fromkeys(
+    ("recipe", "batches", "batches_wanted", "groups", "reward", "started", "error")
+)
+
+
+def _run(path: Path) -> dict[str, Any]:
+    info = read_info(path)
+    status = info.get("status")
+    if status == "running":
+        try:
+            check_idle(path, "DIR")
+            status = "killed"
+        except ConfigError:
+            pass
+    lines = (path / METRICS).read_bytes().splitlines() if (path / METRICS).is_file() else []
+    last = msgspec.json.decode(lines[-1], type=dict[str, Any]) if lines else {}
+    accounting = info.get("accounting") or {}
+    return {
+        **_NOTHING,
+        "path": str(path),
+        "recipe": info.get("recipe"),
+        "status": status,
+        "batches": info.get("batches"),
+        "batches_wanted": info.get("batches_wanted"),
+        "groups": {name: accounting.get(name, 0) for name in ("in_batch", "dropped", "failed")},
+        "reward": last.get("reward/mean"),
+        "started": info.get("started"),
+        "error": info.get("error"),
+    }
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    info = msgspec.json.decode((path / "eval.json").read_bytes(), type=dict[str, Any])
+    estimates = info.get("estimates") or {}
+    status = "evaluated" if estimates else "evaluation"
+    reward = (estimates.get("reward") or {}).get("value")
+    return {**_NOTHING, "path": str(path), "recipe": info.get("recipe"), "status": status, "reward": reward}
+
+
+def list_runs(folder: Path, found: list[dict[str, Any]], console: Console) -> None:
+    """Print a table of :func:`entries`."""
+    if not found:
+        console.print(Text(visible(f"{folder} contains no run and no evaluation")), soft_wrap=True)
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("path", "recipe"):
+        table.add_column(name, overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for name in ("batches", "kept", "dropped", "failed", "reward"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for entry in found:
+        batches = [str(entry[name]) for name in ("batches", "batches_wanted") if entry[name] is not None]
+        groups = entry["groups"] or {}
+        reward = "" if entry["reward"] is None else f"{entry['reward']:.3f}"
+        cells = ["/".join(batches), *(str(groups.get(name, "")) for name in ("in_batch", "dropped", "failed")), reward]
+        names = (Text(visible(str(entry[name] or ""))) for name in ("path", "recipe", "status"))
+        table.add_row(*names, *cells)
+    console.print(table)
