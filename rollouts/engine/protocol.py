@@ -125,6 +125,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+_MOST_SEQUENCES = 4096
+"""Sequences of one request: each takes memory from its arrival on."""
+
+
 def decoded(data: bytes, kind: type[T]) -> T:
     """Decode a JSON body.
 
@@ -171,6 +175,8 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     count = len(prompts)
     samplings = [_sampling(one or {}) for one in _each("sampling_params", body.sampling_params, count)]
     copies = samplings[0].n
+    if count * copies > _MOST_SEQUENCES:
+        raise Refusal(f"sampling_params.n: got {copies} for {count} prompts; expected at most {_MOST_SEQUENCES} in all")
     if any(sampling.n != copies for sampling in samplings):
         raise Refusal("sampling_params.n: expected the same number for all prompts of a batch")
     rids = _rids(body.rid, count, copies, single)

@@ -26,6 +26,8 @@ def message(answer: Any) -> str:
         ({"top_k": 0}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"n": 0}, "n"),
+        ({"n": 4097, "max_new_tokens": 0}, "n"),
+        ({"n": 10**9}, "n"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens"),
         ({"sampling_seed": 2**64}, "sampling_seed"),
@@ -39,7 +41,7 @@ def message(answer: Any) -> str:
 async def test_a_bad_sampling_value_is_an_error_with_a_message(
     client: Any, sampling: dict[str, Any], named: str
 ) -> None:
-    """The message names the parameter; nothing is silently ignored."""
+    """The message names the parameter; nothing is silently ignored. Hardening 16: ``n`` beyond what memory holds."""
     status, answer = await client.post("/generate", **IDS, sampling_params=sampling)
     assert status == 400
     assert named in message(answer)
