@@ -46,8 +46,8 @@ async def rehearse(recipe: Recipe) -> None:
 
     Raises:
         GenerateFailure: every episode failed for the same reason; the message has it.
-        ConfigError: a prompt lacks the label that its reward needs and other prompts have;
-            a function of the recipe, its template or its tokenizer is invalid.
+        ConfigError: a prompt lacks the label that its reward needs and others have; a function of the recipe, its
+            template or its tokenizer is invalid.
     """
     generate_fn = recipe.config.generate_fn
     if not isinstance(generate_fn, functools.partial) or generate_fn.func is not generate_rollout_batch:

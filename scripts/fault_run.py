@@ -52,6 +52,8 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.manager import AsyncRolloutManager
+from scripts.fault_soak import soak
+from scripts.fault_workers import stopped_worker
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its pool of threads would compete with the engine's
@@ -356,7 +358,15 @@ def main() -> int:
     )
     parser.add_argument("--groups", type=int, default=16, help="in a batch (16)")
     parser.add_argument("--batches", type=int, default=3, help="how many (3)")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--soak", type=int, metavar="N", help="play N batches with all kinds of fault at 5 %%")
+    other.add_argument("--stopped-worker", type=float, metavar="S", help="stop one of two workers for S seconds")
     args = parser.parse_args()
+    if args.soak or args.stopped_worker:
+        with tempfile.TemporaryDirectory(prefix="fault_test_") as folder:
+            if args.soak:
+                return soak(Path(folder), args.soak)
+            return stopped_worker(Path(folder), args.stopped_worker)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fault_test_") as folder:
         engine = Engine(Path(folder) / "engine.log")

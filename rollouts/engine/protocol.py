@@ -139,6 +139,10 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+_MOST_SEQUENCES = 4096
+"""Sequences of one request: each takes memory from its arrival on."""
+
+
 def decoded(data: bytes, kind: type[T]) -> T:
     """Decode a JSON body.
 
@@ -188,6 +192,8 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     prompts, single = _prompts(body, loaded.tokenizer)
     count = len(prompts)
     samplings = [_sampling(one or {}) for one in _each("sampling_params", body.sampling_params, count)]
+    if count > _MOST_SEQUENCES:
+        raise Refusal(f"input_ids: got {count} prompts; expected at most {_MOST_SEQUENCES}")
     rids = _rids(body.rid, count, single)
     wants = [bool(one) for one in _each("return_logprob", body.return_logprob, count)]
     starts = [-1 if one is None else one for one in _each("logprob_start_len", body.logprob_start_len, count)]

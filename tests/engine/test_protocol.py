@@ -43,7 +43,7 @@ def message(answer: Any) -> str:
 async def test_a_bad_sampling_value_is_an_error_with_a_message(
     client: Any, sampling: dict[str, Any], named: str
 ) -> None:
-    """The message names the parameter; nothing is silently ignored."""
+    """The message names the parameter; nothing is silently ignored. Hardening 16: ``n`` beyond what memory holds."""
     status, answer = await client.post("/generate", **IDS, sampling_params=sampling)
     assert status == 400
     assert named in message(answer)
