@@ -1,9 +1,9 @@
 """The points of SGLang's protocol that a run relies on.
 
 Invariant: each point leaves the server as it was: nothing runs, nothing is paused, the weights have their name. The
-points pause the server, load its own weights again and flush its cache, so that no other client should use it meanwhile.
-The best point needs no weights: the server scores its own replies, which finds a wrong temperature, logprobs of another
-distribution, and K/V of other weights.
+points pause the server, load its own weights again and flush its cache: no other client should use it
+meanwhile. The best point needs no weights: the server scores its own replies, which finds a wrong temperature, logprobs
+of another distribution, and K/V of other weights.
 
 This module knows no other protocol; a second one has points of the same names.
 """
