@@ -147,7 +147,7 @@ class Probe:
         return count
 
     @contextlib.asynccontextmanager
-    async def long(self, name: str, tokens: int = 160, **fields: Any) -> AsyncIterator[Callable[[], Reply]]:
+    async def long(self, name: str, tokens: int = 80, **fields: Any) -> AsyncIterator[Callable[[], Reply]]:
         """A long reply that has begun; inside the context, it runs. After the context the function returns it."""
         prompt = self.prompt(name)
         replies: list[Reply] = []
