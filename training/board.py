@@ -1,10 +1,13 @@
 """The display of a training run: a line or a live table of steps, a CSV of all numbers, and the curve as a picture.
 
+    python -m training.board "as it is=runs/s0,runs/s1" "rewards shuffled=runs/shuffled" --out docs/learning.png
+
 Invariant: it only writes the numbers that it gets; a column that a step does not have is empty in its row.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +25,7 @@ __all__ = ["Board", "draw_curve", "draw_lessons", "read_steps"]
 
 SHOWN = {
     "reward": ("reward", "{:.3f}"),
+    "tools": ("call a tool", "{:.2f}"),
     "kept_groups": ("kept", "{:.0f}"),
     "entropy": ("entropy", "{:.3f}"),
     "ratio": ("ratio", "{:.3f}"),
@@ -158,7 +162,21 @@ def draw_lessons(lessons: Mapping[str, Sequence[Path]], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
+def main() -> None:
+    """Draw the training runs that the command line names."""
+    parser = argparse.ArgumentParser(prog="training.board", description="Draw the curves of several training runs.")
+    parser.add_argument("lessons", nargs="+", metavar="NAME=DIR,DIR", help="a name, and the folders of its seeds")
+    parser.add_argument("--out", type=Path, required=True, help="the picture to write")
+    args = parser.parse_args()
+    named = (lesson.partition("=") for lesson in args.lessons)
+    draw_lessons({name: [Path(each) / "steps.csv" for each in paths.split(",")] for name, _, paths in named}, args.out)
+
+
 def _smoothed(values: Sequence[float]) -> list[float]:
     """Means over the last five values, or fewer at the start."""
     windows = [values[max(0, end - _WINDOW) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
+
+
+if __name__ == "__main__":
+    main()

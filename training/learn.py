@@ -5,6 +5,9 @@
 Invariant: the server samples with the weights that the trainer wrote under the server's version; versions count from 1,
 and every sampled token stores its version. Held-out prompts are never trained on.
 
+Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows what the policy
+does, the sampled one also how sure it is. ``--kinds`` adds prompts of other kinds than those that are trained on.
+
 By default generation and training alternate, and every batch comes from the newest weights. With ``--async`` generation
 continues while the trainer steps, and batches are up to ``--max-staleness`` versions old.
 """
@@ -17,7 +20,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,25 +31,37 @@ import msgspec
 import torch
 import transformers
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from rollouts.commands.arguments import options_of
 from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Prompt
-from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import engine_process
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.weights import update_weights
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import build, load_recipe, read_options
+from rollouts.recipe_files import build, load_recipe, read_options, recipe_options
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
-from rollouts.training.evaluation import TaskScore, estimate_mean, estimate_pass_at_k, run_evaluation, task_scores
+from rollouts.training.evaluation import (
+    TaskScore,
+    estimate_mean,
+    estimate_pass_at_k,
+    run_evaluation,
+    task_key,
+    task_scores,
+)
 from rollouts.training.filters import check_reward_nonzero_std
 from training.board import Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 
-__all__ = ["Ablation", "Lesson", "learn"]
+__all__ = ["START_MODEL", "Ablation", "Lesson", "held_out_prompts", "learn"]
+
+START_MODEL = Path(__file__).parent / "start_model"
+"""Folder of the model that training starts from: its most probable episode guesses without a tool, and is wrong."""
+OWN_KIND = "as trained"
+"""Name of the held-out prompts that are of the same kind as those that are trained on."""
 
 Ablation = Literal["mask", "advantages"]
 """Deliberate errors in the data: ``mask`` trains every token, ``advantages`` shuffles the rewards."""
@@ -58,14 +73,17 @@ class Lesson:
 
     recipe: Path
     out: Path
-    model: Path = DEMO_MODEL
+    model: Path = START_MODEL
     options: dict[str, str] = attrs.field(factory=dict)
     """Options of the recipe, as text."""
     grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
-    steps: int = 50
-    held_out: int = 64
-    """Prompts that are not trained on; each gets ``held_out_rollouts`` rollouts before and after."""
-    held_out_rollouts: int = 8
+    steps: int = 40
+    held_out: int = 96
+    """Prompts of each kind that are not trained on; each gets ``held_out_rollouts`` rollouts and a greedy one, before
+    and after."""
+    held_out_rollouts: int = 3
+    kinds: tuple[str, ...] = ()
+    """Values of the recipe's option ``kind``; prompts of these kinds are held out, too."""
     asynchronous: bool = False
     max_staleness: int = 2
     policy: Literal["drop", "pace"] = "pace"
@@ -95,7 +113,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         endpoint = Endpoint(model=str(source), base_url=engine.url)
         recipe = build(load_recipe(lesson.recipe), endpoint, lesson.options)
         server = await preflight(recipe)
-        held_out = recipe.data_buffer.hold_out(lesson.held_out)
+        held_out = held_out_prompts(lesson, endpoint, recipe)
         trainer = await anyio.to_thread.run_sync(_trainer, lesson, source)
         manager = await stack.enter_async_context(AsyncRolloutManager(recipe.config, recipe.data_buffer))
         manager.announce_version(server.weight_version or "default")
@@ -137,8 +155,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         ended = time.monotonic()
         result: dict[str, Any] = {
-            "before": _describe(before, lesson.held_out_rollouts),
-            "after": _describe(after, lesson.held_out_rollouts),
+            "before": {kind: scores.describe() for kind, scores in before.items()},
+            "after": {kind: scores.describe() for kind, scores in after.items()},
             "steps": step,
             "seconds": {"total": ended - began, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
@@ -152,13 +170,37 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
             },
         }
     (lesson.out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-    picture = draw_curve(lesson.out / "steps.csv", lesson.out / "curve.png", before=before, after=after)
-    said = (
-        f"held out: {estimate_mean(before)} before, {estimate_mean(after)} after; "
-        f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}"
-    )
+    first, last = (scores.get(OWN_KIND) for scores in (before, after))
+    picture = draw_curve(
+        lesson.out / "steps.csv", lesson.out / "curve.png",
+        before=first.sampled if first else (), after=last.sampled if last else (),
+    )  # fmt: skip
+    if before:
+        console.print(_changes(before, after))
+    said = f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}"
     console.print(Text(visible(said)), soft_wrap=True)
     return result
+
+
+def held_out_prompts(lesson: Lesson, endpoint: Endpoint, recipe: Recipe) -> dict[str, list[Prompt]]:
+    """Prompts to evaluate on, by kind; those of the recipe's own kind are removed from its data.
+
+    Raises:
+        ConfigError: the recipe has no option ``kind``, or trains on a prompt of a held-out kind.
+    """
+    if not lesson.held_out:
+        return {}
+    held_out = {OWN_KIND: recipe.data_buffer.hold_out(lesson.held_out)}
+    function = load_recipe(lesson.recipe)
+    if lesson.kinds and "kind" not in {option.name for option in recipe_options(function)}:
+        raise ConfigError.of("--kinds", lesson.kinds, f"a recipe with an option kind; {lesson.recipe} has none")
+    trained = {task_key(prompt.prompt, None) for prompt in recipe.data_buffer.prompts}
+    for kind in lesson.kinds:
+        other = build(function, endpoint, {**lesson.options, "kind": kind})
+        prompts = held_out[kind] = other.data_buffer.hold_out(lesson.held_out)
+        if any(task_key(prompt.prompt, None) in trained for prompt in prompts):
+            raise ConfigError.of("--kinds", kind, "a kind of prompts that are not trained on")
+    return held_out
 
 
 async def _batches(lesson: Lesson, manager: AsyncRolloutManager) -> AsyncGenerator[list[Sample], None]:
@@ -191,7 +233,7 @@ def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
 
 def _spend(trainer: GrpoTrainer, samples: Sequence[Sample], lesson: Lesson, step: int) -> dict[str, float]:
     """Train on one batch, without the groups that have no spread."""
-    numbers = {"reward": sum(sample.reward or 0.0 for sample in samples) / len(samples)}
+    numbers = {"reward": sum(sample.reward or 0.0 for sample in samples) / len(samples), "tools": _tool_share(samples)}
     if lesson.ablation is not None:
         samples = _broken(samples, lesson.ablation, random.Random(f"{lesson.grpo.seed}/{step}"))
     groups: dict[int | None, list[Sample]] = {}
@@ -237,23 +279,72 @@ async def _publish(
         shutil.rmtree(folder)
 
 
+@attrs.frozen
+class HeldOutScores:
+    """The scores of one kind of held-out prompts."""
+
+    sampled: list[TaskScore]
+    greedy: list[TaskScore]
+    tools_sampled: float
+    """Share of the sampled episodes that call a tool."""
+    tools_greedy: float
+    calls: float
+    """Tool calls of a sampled episode, on average."""
+
+    def describe(self) -> dict[str, Any]:
+        estimates = {"sampled": estimate_mean(self.sampled), "greedy": estimate_mean(self.greedy)}
+        rollouts = self.sampled[0].rollouts
+        estimates |= {f"pass@{k}": estimate_pass_at_k(self.sampled, k) for k in sorted({1, rollouts})}
+        texts = {name: {**attrs.asdict(value), "text": str(value)} for name, value in estimates.items()}
+        return {**texts, "tools_sampled": self.tools_sampled, "tools_greedy": self.tools_greedy, "calls": self.calls}
+
+
 async def _evaluate(
-    lesson: Lesson, recipe: Recipe, prompts: Sequence[Prompt], board: Board, when: str
-) -> list[TaskScore]:
-    if not prompts:
-        return []
-    scores = task_scores(await run_evaluation(recipe.config, prompts, lesson.held_out_rollouts))
-    estimates = _describe(scores, lesson.held_out_rollouts)
-    board.say(f"held out, {when}: " + " · ".join(f"{name} {value['text']}" for name, value in estimates.items()))
-    return scores
+    lesson: Lesson, recipe: Recipe, held_out: Mapping[str, Sequence[Prompt]], board: Board, when: str
+) -> dict[str, HeldOutScores]:
+    found = {}
+    for kind, prompts in held_out.items():
+        sampled = await run_evaluation(recipe.config, prompts, lesson.held_out_rollouts)
+        greedy = await run_evaluation(recipe.with_sampling(temperature=0.0).config, prompts, 1)
+        found[kind] = scores = HeldOutScores(
+            sampled=task_scores(sampled),
+            greedy=task_scores(greedy),
+            tools_sampled=_tool_share(sampled),
+            tools_greedy=_tool_share(greedy),
+            calls=sum(map(_calls, sampled)) / len(sampled),
+        )
+        board.say(
+            f"held out, {when}, {kind}: sampled {estimate_mean(scores.sampled)} · greedy"
+            f" {estimate_mean(scores.greedy)} · episodes that call a tool {scores.tools_sampled:.2f}"
+            f" and {scores.tools_greedy:.2f}"
+        )
+    return found
 
 
-def _describe(scores: Sequence[TaskScore], rollouts: int) -> dict[str, Any]:
-    if not scores:
-        return {}
-    estimates = {"reward": estimate_mean(scores)}
-    estimates |= {f"pass@{k}": estimate_pass_at_k(scores, k) for k in sorted({1, rollouts})}
-    return {name: {**attrs.asdict(value), "text": str(value)} for name, value in estimates.items()}
+def _calls(sample: Sample) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in sample.messages)
+
+
+def _tool_share(samples: Sequence[Sample]) -> float:
+    return sum(_calls(sample) > 0 for sample in samples) / len(samples)
+
+
+def _changes(before: Mapping[str, HeldOutScores], after: Mapping[str, HeldOutScores]) -> Table:
+    """A row for each kind of held-out prompts, before and after."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("held out", "sampled", "greedy", "call a tool", "greedy, too"):
+        table.add_column(head, justify="left" if head == "held out" else "right")
+    for kind, first in before.items():
+        last = after[kind]
+        pairs = (
+            (estimate_mean(first.sampled).value, estimate_mean(last.sampled).value, "{:.3f}"),
+            (estimate_mean(first.greedy).value, estimate_mean(last.greedy).value, "{:.3f}"),
+            (first.tools_sampled, last.tools_sampled, "{:.2f}"),
+            (first.tools_greedy, last.tools_greedy, "{:.2f}"),
+        )
+        cells = (f"{form.format(old)} -> {form.format(new)}" for old, new, form in pairs)
+        table.add_row(Text(visible(kind)), *cells)
+    return table
 
 
 def _save(lesson: Lesson, trainer: GrpoTrainer, recipe: Recipe) -> None:
@@ -274,11 +365,18 @@ def main() -> int:
     add = parser.add_argument
     add("recipe", type=Path, help="a built-in recipe, or a recipe file")
     add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; they are replaced")
-    add("--model", type=Path, default=DEMO_MODEL, help="folder of the model to start from (the demo model)")
+    add("--model", type=Path, default=START_MODEL, help="folder of the model to start from (training/start_model)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
-    add("--steps", type=int, default=50)
-    add("--held-out", type=int, default=64, help="prompts to score before and after, never trained on")
+    add("--steps", type=int, default=40)
+    add("--held-out", type=int, default=96, help="prompts of each kind to score before and after, never trained on")
+    add(
+        "--kinds",
+        type=_names,
+        default=(),
+        metavar="KIND,KIND",
+        help="hold out prompts of these kinds of the recipe, too",
+    )
     add("--lr", type=float, default=GrpoConfig().lr)
     add("--minibatches", type=int, default=GrpoConfig().minibatches)
     add("--kl-coef", type=float, default=0.0)
@@ -305,6 +403,10 @@ def main() -> int:
     return 0
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
 def _lesson(args: argparse.Namespace) -> Lesson:
     tis = None if args.no_tis or args.ablate == "mask" else GrpoConfig().tis_clip
     grpo = GrpoConfig(
@@ -327,6 +429,7 @@ def _lesson(args: argparse.Namespace) -> Lesson:
         grpo=grpo,
         steps=args.steps,
         held_out=args.held_out,
+        kinds=args.kinds,
         asynchronous=args.asynchronous,
         max_staleness=args.max_staleness,
         policy=args.policy,

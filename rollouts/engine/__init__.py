@@ -18,7 +18,8 @@ from rollouts.errors import ConfigError
 __all__ = ["DEMO_MODEL", "running_server", "serve"]
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-"""Folder of the demo model, which solves about a third of the calculator's problems."""
+"""Folder of the demo model. At temperature 1 it calls tools and solves about a third of the calculator's problems, so a
+run shows episodes of several turns and groups with spread; greedy, it solves almost all of them."""
 
 
 async def serve(

@@ -21,15 +21,18 @@ from rollouts.dtypes import Endpoint, Message, SamplingParams
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.environments.base import StepResult
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
+from rollouts.errors import ConfigError
 from rollouts.inference.weights import update_weights
+from rollouts.recipe_files import build, load_recipe
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training.evaluation import TaskScore
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from training.board import read_steps  # noqa: E402 - the guests need torch
+from training.board import draw_curve, read_steps  # noqa: E402 - the guests need torch
 from training.grpo import GrpoConfig, GrpoTrainer  # noqa: E402
-from training.learn import Lesson, learn  # noqa: E402
+from training.learn import START_MODEL, Lesson, held_out_prompts, learn  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +149,7 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
         steps=2,
         held_out=4,
         held_out_rollouts=2,
+        kinds=("unseen_pairs_60_99",),
         asynchronous=asynchronous,
     )
     console = Console(quiet=True)
@@ -153,10 +157,35 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
     rows = read_steps(tmp_path / "steps.csv")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 <= row["reward"] <= 1 and row["logprob_diff"] < (1.0 if asynchronous else 1e-4) for row in rows)
-    assert set(result["after"]) == {"reward", "pass@1", "pass@2"}
+    assert all(0 <= row["tools"] <= 1 for row in rows)
+    assert set(result["before"]) == set(result["after"]) == {"as trained", "unseen_pairs_60_99"}
+    for scores in result["after"].values():
+        assert set(scores) == {"sampled", "greedy", "pass@1", "pass@2", "tools_sampled", "tools_greedy", "calls"}
+    assert result["before"]["as trained"]["tools_greedy"] == 0, "the start model guesses"
     assert msgspec.json.decode((tmp_path / "result.json").read_bytes())["after"] == result["after"]
     first = model_of(tmp_path / "checkpoint").state_dict()
-    assert any(not torch.equal(value, first[name]) for name, value in model_of().state_dict().items())
+    assert any(not torch.equal(value, first[name]) for name, value in model_of(START_MODEL).state_dict().items())
     result = await learn(attrs.evolve(lesson, steps=3, resume=True), console)
     assert result["steps"] == 3
     assert [row["step"] for row in read_steps(tmp_path / "steps.csv")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kinds", "words"),
+    [("calculator", ("large",), "a recipe with an option kind"), ("calculator_grpo", ("trained",), "not trained on")],
+)
+def test_kinds_that_cannot_be_held_out_are_refused(recipe: str, kinds: tuple[str, ...], words: str) -> None:
+    """A recipe without kinds, and a kind whose prompts are in the data."""
+    lesson = Lesson(recipe=Path(recipe), out=Path(), options={"prompts": "30"}, held_out=4, kinds=kinds)
+    with pytest.raises(ConfigError, match=words):
+        held_out_prompts(lesson, Endpoint(model=str(START_MODEL)), build(load_recipe(recipe), Endpoint(), {}))
+
+
+def test_a_curve_of_perfect_and_failed_evaluations_is_drawn(tmp_path: Path) -> None:
+    """Error bars of scores that are all 0 before and all 1 after have no negative length."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "steps.csv").write_text("step,reward,elapsed\n1,0.5,2\n2,1.0,4\n")
+    before, after = ([TaskScore(str(n), "", 1, won, 0, float(won)) for n in range(64 - 16 * won)] for won in (0, 1))
+    picture = draw_curve(tmp_path / "steps.csv", tmp_path / "curve.png", before=before, after=after)
+    assert picture is not None
+    assert picture.stat().st_size > 1000
