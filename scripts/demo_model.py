@@ -563,7 +563,8 @@ def widened(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
         elif name.endswith("k_norm.weight"):
             state[name] = spread(values, 0.5**0.5)
     wide.load_state_dict(state)
-    return wide.eval()
+    wide.eval()
+    return wide
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -722,7 +723,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL) if options.start else build_tokenizer(seed=0)
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL) if options.start else build_tokenizer(seed=0)
     check_template(tokenizer)
     began = time.process_time()
 

@@ -183,7 +183,29 @@ _RAW: dict[str, bytes] = {
     "more bytes than were asked for": b" " * (1 << 22) + _JSON,
 }
 
-_STATUSES = (201, 204, 301, 302, 307, 400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 418, 422, 429, 500, 501, 502)
+_STATUSES: tuple[int, ...] = (
+    201,
+    204,
+    301,
+    302,
+    307,
+    400,
+    401,
+    403,
+    404,
+    405,
+    408,
+    409,
+    410,
+    413,
+    415,
+    418,
+    422,
+    429,
+    500,
+    501,
+    502,
+)
 _STATUSES += (503, 504, 507, 520, 529)
 
 _NAMED: dict[Fault, bool] = {
@@ -337,7 +359,7 @@ _REWARDS: dict[str, Callable[[], Any]] = {
     "returns 10^400": lambda: 10**400,
     "returns an awaitable": lambda: anyio.lowlevel.checkpoint(),
 }
-_EDITS: dict[str, Callable[[Sample], Any]] = {
+_EDITS: dict[str, Callable[[Any], Any]] = {
     "changes group_index": lambda sample: setattr(sample, "group_index", 10**6),
     "changes index": lambda sample: setattr(sample, "index", 10**6),
     "changes rollout_id": lambda sample: setattr(sample, "rollout_id", None),
@@ -345,13 +367,13 @@ _EDITS: dict[str, Callable[[Sample], Any]] = {
     "changes a token": lambda sample: sample.tokens.__setitem__(0, sample.tokens[0] + 1),
     "adds a token": lambda sample: sample.tokens.append(_MARK),
     "changes the mask": lambda sample: sample.loss_mask.__setitem__(0, 1),
-    "changes a logprob": lambda sample: sample.rollout_log_probs.__setitem__(-1, -9.0),  # type: ignore[union-attr]
+    "changes a logprob": lambda sample: sample.rollout_log_probs.__setitem__(-1, -9.0),
     "sets a status that does not exist": lambda sample: setattr(sample, "status", "banana"),
     "sets cyclic messages": lambda sample: setattr(sample, "messages", [_cyclic()]),
     "sets deep metadata": lambda sample: setattr(sample, "metadata", _deep()),
     "sets a cyclic label": lambda sample: setattr(sample, "label", _cyclic()),
     "sets a metric of NaN": lambda sample: sample.metrics.__setitem__("won", math.nan),
-    "sets a metric that is a text": lambda sample: sample.metrics.__setitem__("won", "yes"),  # type: ignore[call-overload]
+    "sets a metric that is a text": lambda sample: sample.metrics.__setitem__("won", "yes"),
     "sets a step reward of NaN": lambda sample: setattr(sample, "step_rewards", [math.nan]),
 }
 
@@ -364,6 +386,15 @@ def _then(edit: Callable[[Sample], Any]) -> Callable[[Any], Any]:
         return SOUND
 
     return act
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _given(value: Callable[[], Any]) -> Callable[[Any], Any]:
+    """A function of one argument that returns a new value each time."""
+    return lambda _: value()
 
 
 def _swap(samples: Sequence[Sample]) -> Any:
@@ -388,27 +419,27 @@ def _code_faults() -> Iterator[CodeFault]:
     yield CodeFault("step", "raises KeyboardInterrupt", _raises(KeyboardInterrupt), ends=interrupt)
     yield CodeFault("reward", "raises KeyboardInterrupt", _raises(KeyboardInterrupt), ends=interrupt)
     for name, value in _STEPS.items():
-        yield CodeFault("step", name, lambda world, value=value: value())
+        yield CodeFault("step", name, _given(value))
     yield CodeFault("step", "has a message of 2 MB", lambda world: _long_message(world), accepted=True)
     for name, value in _STARTS.items():
-        yield CodeFault("start", name, lambda world, value=value: value())
+        yield CodeFault("start", name, _given(value))
     for name, value in _REWARDS.items():
-        yield CodeFault("reward", name, lambda sample, value=value: value())
+        yield CodeFault("reward", name, _given(value))
     yield CodeFault("group reward", "returns one reward for all", lambda samples: [1.0])
     yield CodeFault("group reward", "returns a number", lambda samples: 1.0)
     yield CodeFault("group reward", "returns NaN", lambda samples: [math.nan] * len(samples))
     yield CodeFault("group reward", "returns texts", lambda samples: ["1"] * len(samples))
     for name, edit in _EDITS.items():
         for place in ("reward", "group reward", "filter"):
-            yield CodeFault(place, name, _then(edit))  # type: ignore[arg-type]
+            yield CodeFault(place, name, _then(edit))
     yield CodeFault("filter", "swaps two indices", _swap)
     for name, value in {"NaN": math.nan, "a text": "1.0", "infinity": math.inf}.items():
         edit = partial(lambda sample, value: setattr(sample, "reward", value), value=value)
         yield CodeFault("filter", f"sets a reward of {name}", _then(edit))
     for name, value in {"None": None, "a text": "yes", "a number": 1, "a list": []}.items():
-        yield CodeFault("filter", f"returns {name}", lambda samples, value=value: value)
+        yield CodeFault("filter", f"returns {name}", _given(partial(_same, value)))
     for name, value in {"None": None, "no sample": [], "a text": "sample", "a number": 7}.items():
-        yield CodeFault("generate", f"returns {name}", lambda prompts, value=value: value)
+        yield CodeFault("generate", f"returns {name}", _given(partial(_same, value)))
 
 
 def _long_message(world: Any) -> StepResult:
@@ -441,12 +472,12 @@ class HostileWorld(CalculatorEnvironment):
         self.turns = 0
         self.fault = type(self).choose(("start", "step", "close"), prompt.group_index)
         value = await _acted(self.fault, "start", self)
-        return await super().start(prompt) if value is SOUND else value  # type: ignore[no-any-return]
+        return await super().start(prompt) if value is SOUND else value
 
     async def step(self, reply: Message) -> StepResult:
         value = await _acted(self.fault, "step", self)
         self.turns += 1
-        return await super().step(reply) if value is SOUND else value  # type: ignore[no-any-return]
+        return await super().step(reply) if value is SOUND else value
 
     async def close(self) -> None:
         await _acted(self.fault, "close", self)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
-from aiohttp import web
 
 from rollouts.errors import ConfigError
 
-__all__ = ["guard", "is_loopback"]
+if TYPE_CHECKING:
+    from aiohttp import web
 
-Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+__all__ = ["guard", "is_loopback"]
 
 _PUBLIC = "/health"
 """Answered without the key, as by SGLang: a load balancer has none."""
@@ -42,8 +42,12 @@ def guard(host: str, api_key: str | None) -> Any:
         expected = "127.0.0.1, or a key (in ROLLOUTS_API_KEY): every machine that reaches this address could use it"
         raise ConfigError.of("host", host, expected)
 
+    from aiohttp import web  # here: whether a host is a loopback address is asked without the extras that serve
+
     @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def middleware(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         refusal = _foreign(request, any_host=api_key is not None)
         if refusal is not None:
             return _refused(403, refusal)
@@ -93,5 +97,7 @@ def _has_key(request: web.Request, api_key: str) -> bool:
 
 
 def _refused(status: int, message: str) -> web.Response:
+    from aiohttp import web
+
     body = msgspec.json.encode({"error": {"message": message}, "detail": message})
     return web.Response(body=body, status=status, content_type="application/json")
