@@ -363,9 +363,14 @@ def assistant_logprobs(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Ten
 
 
 def demo_model() -> Qwen3ForCausalLM:
-    model = Qwen3ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
-    assert isinstance(model, Qwen3ForCausalLM)
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
     return model
+
+
+def demo_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL, local_files_only=True)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -723,7 +728,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     disable_progress_bar()
-    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL) if options.start else build_tokenizer(seed=0)
+    tokenizer = demo_tokenizer() if options.start else build_tokenizer(seed=0)
     check_template(tokenizer)
     began = time.process_time()
 
