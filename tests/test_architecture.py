@@ -97,6 +97,7 @@ LAW_BOOKS = {
     "integrations/slime/test_parity.py",
     "integrations/slime/test_examples.py",
     "test_founding_bugs.py",
+    "test_hardening.py",
     "test_families.py",
     "test_fuzz.py",
     "test_manager_semantics.py",

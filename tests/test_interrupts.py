@@ -89,7 +89,8 @@ raise SystemExit(130)
 def test_26_a_closed_terminal_cancels_a_command(number: signal.Signals) -> None:
     """Hardening 26: ``eval``, ``play`` and others clean up on SIGHUP and SIGTERM as on Ctrl-C; the second ends them."""
     script = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
 from rollouts.commands.arguments import in_loop
 import anyio
 async def main():

@@ -109,6 +109,10 @@ LINES = {
     "new-env": [[HOSTILE, "--into", "OUT"]],
     "serve": [["--model", HOSTILE]],
     "serve-env": [["FAILS"]],
+    "recipes": [[]],
+    "doctor": [[]],
+    "ls": [["FOLDER"]],
+    "conformance": [["--endpoint", f"http://127.0.0.1:9/{HOSTILE}"], ["--table", f"none{HOSTILE}"]],
 }
 
 
@@ -119,7 +123,7 @@ def test_23_no_verb_prints_a_control_character(
     """On standard output and standard error, in results and in errors."""
     fails = tmp_path / "fails.py"
     fails.write_text(RECIPE.replace("fails: bool = False", "fails: bool = True"))
-    names = {"RUN": place / "run", "RECIPE": place / "recipe.py", "FAILS": fails, "MODEL": DEMO_MODEL}
+    names = {"RUN": place / "run", "FOLDER": place, "RECIPE": place / "recipe.py", "FAILS": fails, "MODEL": DEMO_MODEL}
     for line in LINES[verb]:
         arguments = [str(names.get(word, word)).replace("OUT", str(tmp_path / "out")) for word in line]
         with contextlib.suppress(SystemExit):

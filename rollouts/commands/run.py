@@ -152,7 +152,8 @@ async def launch(
         allow_changes: resume with other settings than those of the run, and record them.
         record: record everything that rollouts receive from outside; a resumed recorded run always does.
         distribute: starts the workers that play the rollouts; by default this process plays them.
-        rehearsal: play an episode with random replies first, so that an error of the recipe costs no prompt.
+        rehearsal: play an episode with random replies first, so that an error of the recipe costs no prompt; a
+            resumed run has none.
         quiet: print nothing but errors and warnings.
 
     Raises:
@@ -199,7 +200,7 @@ async def launch(
                     server = await preflight(recipe)
                     progress.say(_server_line(target, server))
                     await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
-                    if rehearsal:
+                    if rehearsal and not resume:
                         progress.say("rehearsal: an episode with random replies, its reward and the filter")
                         await rehearse(recipe)
                     if recording:

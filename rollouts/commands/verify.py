@@ -43,8 +43,8 @@ def add(verbs: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    check_run(args.run)
     models = _models(args.model)
+    check_run(args.run)
     report = verify_run(args.run)
     say(report)
     violations = report.violations

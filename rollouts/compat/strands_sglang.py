@@ -122,6 +122,7 @@ class SGLangClient:
             connect_seconds=connect_timeout,
             request_seconds=_A_DAY if timeout is None else timeout,
             max_retries=max_retries,
+            outage_seconds=0,  # a server that is gone is a connection error of this class, after its retries
         )
 
     @classmethod

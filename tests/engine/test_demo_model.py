@@ -103,7 +103,8 @@ def test_the_folder_is_small() -> None:
 async def test_most_replies_to_a_problem_are_a_call_or_an_answer(client: Any) -> None:
     """Even at temperature 1 the demo model keeps to the two forms that it learned."""
     text = f"{SYSTEM}<|im_start|>user\nAdd 12 and 7.<|im_end|>\n<|im_start|>assistant\n"
-    answers = await client.generate(text=text, sampling_params={"n": 64, "max_new_tokens": 48, "sampling_seed": 0})
+    samplings = [{"max_new_tokens": 48, "sampling_seed": seed} for seed in range(64)]
+    answers = await client.generate(text=[text] * 64, sampling_params=samplings)
     texts = [answer["text"] for answer in answers]
     calls = sum(text.startswith('<tool_call>\n{"name": "') and text.endswith("}}\n</tool_call>") for text in texts)
     plain = sum(text.startswith("The answer is ") for text in texts)

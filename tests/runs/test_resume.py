@@ -178,8 +178,14 @@ async def test_a_run_that_dies_at_any_moment_goes_on_to_the_same_end(tmp_path: P
         assert set(found) | set(RunHistory.read(photo / "journal").unsettled) == set(range(groups)), "none is skipped"
 
 
-async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(tmp_path: Path) -> None:
-    """It opens with every earlier record and its accounting adds up; every 300th prefix is run to its end."""
+async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """It opens with every earlier record and its accounting adds up; every 300th prefix is run to its end.
+
+    Every fifth byte, and each of the last 50; with ``--long`` every byte.
+    """
+    every = 1 if request.config.getoption("--long") else 5
     await new_run(tmp_path / "whole", Counted())
     whole = tmp_path / "whole" / "journal"
     entries = list(read_journal(whole))
@@ -188,6 +194,8 @@ async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(tm
     ends = [entry.offset.offset for entry in entries[1:]] + [len(data)]
     description = {"recipe": "test", "config": config(Counted()).describe()}
     for number, size in enumerate(range(ends[-4], len(data))):
+        if number % every and size < len(data) - 50:
+            continue
         path = tmp_path / "cut"
         shutil.copytree(tmp_path / "whole", path)
         (path / "journal" / segment.name).write_bytes(data[:size])

@@ -80,7 +80,7 @@ async def test_a_policy_takes_its_answers(url: str) -> None:
 async def test_a_fault_is_that_of_the_other_stub(fault: Fault) -> None:
     """A share of 1 is every request."""
     with canned_server(Canned([[1, 2]], faults={fault: 1.0})) as served:
-        async with SGLangPolicy(Endpoint(base_url=served, max_retries=0)) as policy:
+        async with SGLangPolicy(Endpoint(base_url=served, max_retries=0, outage_seconds=0)) as policy:
             with pytest.raises(RolloutsError):
                 await policy.complete([1], SamplingParams(max_new_tokens=4))
 

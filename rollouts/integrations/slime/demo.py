@@ -102,6 +102,7 @@ class _DemoTokenizer:
         self.chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         self.special_tokens_map = {name: config[name] for name in ("eos_token", "pad_token")}
         self.all_special_ids = [self.backend_tokenizer.token_to_id(text) for text in self.special_tokens_map.values()]
+        self.all_special_tokens = [*self.special_tokens_map.values()]
         self.eos_token_id = self.backend_tokenizer.token_to_id(config["eos_token"])
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 

@@ -41,7 +41,7 @@ from rollouts.integrations.slime.settings import (
 )
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
 from rollouts.recipe import Recipe, check_recipe
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe_files import build, built_in, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
@@ -60,14 +60,18 @@ def find_recipe(settings: Settings) -> Recipe | None:
         return None
     path, _, function = settings.recipe.partition(":")
     make: Any
-    if path.endswith(".py"):
+    if path.endswith(".py") or path in built_in():
         make = load_recipe(Path(path))
         if function:
             make = getattr(inspect.getmodule(make), function, None)
     else:
         make = load_function(path)
     if not callable(make):
-        raise ConfigError.of("rollouts_recipe", settings.recipe, "file.py, file.py:function or package.module.function")
+        raise ConfigError.of(
+            "rollouts_recipe",
+            settings.recipe,
+            "the name of a built-in recipe, file.py, file.py:function or package.module.function",
+        )
     texts = {
         name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for name, value in settings.recipe_options.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def test_sizes_sampling_and_address() -> None:
 @pytest.mark.parametrize("options", [{}, {"template_kwargs": {"enable_thinking": True, "add_vision_id": True}}])
 def test_variables_of_the_template_reach_the_recipe(flag: Any, options: dict[str, Any]) -> None:
     """From slime's flag and from the YAML's recipe options; the flag wins. The history policy comes from the YAML."""
-    recipe = str(Path(__file__).parents[3] / "configs" / "calculator.py")
+    recipe = "calculator"
     yaml = {"rollouts_recipe": recipe, "rollouts_recipe_options": {**options, "history": "fork"}}
     found = find_recipe(read(**yaml, apply_chat_template_kwargs=flag))
     assert found is not None
