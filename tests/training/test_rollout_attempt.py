@@ -60,6 +60,7 @@ async def settled(**functions: Any) -> list[Group]:
     config = RolloutConfig(
         **{
             "batch_size": 3,
+            "over_sampling_factor": 1.0,  # the batch is full only after the bad group has settled
             "n_samples_per_prompt": 2,
             "generate_fn": generate,
             "reward_fn": reward,

@@ -121,6 +121,7 @@ def _in_bubblewrap(bubblewrap: str, request: Mapping[str, Any], sources: str) ->
     """The command that starts the supervisor, whose sources are readable, in namespaces that bubblewrap makes."""
     line = [bubblewrap, "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
     line += ["--die-with-parent", "--new-session"]
+    line += ["--size", str(request["disk_bytes"]), "--tmpfs", "/tmp"]  # first: readable folders may lie below it
     for path in SYSTEM:
         if os.path.islink(path):
             line += ["--symlink", os.readlink(path), path]
@@ -135,7 +136,7 @@ def _in_bubblewrap(bubblewrap: str, request: Mapping[str, Any], sources: str) ->
     for path in request["hidden"]:
         line += ["--remount-ro", path]
     line += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    line += ["--size", str(request["disk_bytes"]), "--tmpfs", "/tmp", "--dir", _WORK, "--remount-ro", "/"]
+    line += ["--dir", _WORK, "--remount-ro", "/"]
     return [*line, "--chdir", _WORK, "--"]
 
 
