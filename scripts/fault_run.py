@@ -52,6 +52,7 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.manager import AsyncRolloutManager
+from scripts.fault_page import all_faults
 from scripts.fault_soak import soak
 from scripts.fault_workers import stopped_worker
 
@@ -359,9 +360,12 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=16, help="in a batch (16)")
     parser.add_argument("--batches", type=int, default=3, help="how many (3)")
     other = parser.add_mutually_exclusive_group()
+    other.add_argument("--all", action="store_true", help="play each kind of fault alone; writes docs/failures.md")
     other.add_argument("--soak", type=int, metavar="N", help="play N batches with all kinds of fault at 5 %%")
     other.add_argument("--stopped-worker", type=float, metavar="S", help="stop one of two workers for S seconds")
     args = parser.parse_args()
+    if args.all:
+        return all_faults()
     if args.soak or args.stopped_worker:
         with tempfile.TemporaryDirectory(prefix="fault_test_") as folder:
             if args.soak:
