@@ -280,11 +280,11 @@ class Episode:
         If the last message is an assistant message, the first reply goes on in its turn, and is parsed with its text.
         """
         opening = await _render(messages, self.renderer.opening, list(messages), tools)
-        start = await _render(messages, self.renderer.reply_start, list(messages), tools)
         before = messages
-        if start < len(opening):
+        if messages and messages[-1].role == "assistant":
             before = messages[:-1]
-            self.reply_start, self.continues_reply = start, True
+            self.reply_start = await _render(messages, self.renderer.reply_start, list(messages), tools)
+            self.continues_reply = True
             self.replies += 1
         self.trajectory.add_context(opening, before)
         if self.history != "append":
