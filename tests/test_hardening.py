@@ -7,6 +7,13 @@ values, NaN of a filter and cancelled tasks, 14 a stopped worker, 15 endless tem
 the engine, 17 lost signals, 18 a sandbox that is not enforced, 19 what seccomp allows, 20 site-packages in the
 sandbox, 21 forged tests, 22 markup in prompts, 23 control characters, 24 endless replies, 25 full disks and closed
 outputs, 26 SIGHUP, 27 edits of a stored run, 28 checkpoints, foreign origins and public addresses.
+
+The inputs of environment authors, n04 to n34: 4 a tool that blocks the event loop, 5 a tool that raises, 6 a tool
+that returns None, 7 a huge result, 8 bytes and objects, 9 and 10 a step that returns no StepResult, 11 a NaN step
+reward, 12 to 14 a reward that is no number, 15 too few rewards of a group, 16 a reward of two arguments, 17 a filter
+that drops all, 18 a filter without a bool, 20 a prompt without label, 22 prompts that repeat in a batch, 25 a judge
+that is down, 26 a start that drops the prompt, 30 a metric that is a text, 32 a reward that is a text, 34 a list that
+hides the tools.
 """
 
 from __future__ import annotations
@@ -74,11 +81,43 @@ FINDINGS = {
     "ors_server/test_app.py::test_28_a_public_address_wants_a_key",
 }
 
+VALUES = "environments/test_returned_values.py::"
+EVERY_FIELD = VALUES + "test_n09_n11_n30_n32_every_field_of_a_step_is_checked"
+BEFORE_WORK = "test_rehearsal.py::test_what_cannot_work_is_refused_before_work"
+ROW = "test_bad_inputs.py::test_the_message_is_the_one_of_the_table"
 
-@pytest.mark.parametrize("number", range(1, 29))
-def test_every_finding_has_its_tests(number: int) -> None:
-    """The tests of each finding exist by name."""
-    for named in FINDINGS[number].split():
+INPUTS = {
+    4: "display/test_progress.py::test_what_blocks_the_event_loop_is_named_while_it_does",
+    5: VALUES + "test_n05_a_tool_that_raises_is_named_with_its_line",
+    6: VALUES + "test_n06_n08_a_tool_returns_a_text_or_a_number " + VALUES + "test_n06_n07_check_env_finds_it",
+    7: VALUES + "test_n07_a_long_result_is_cut " + VALUES + "test_n07_the_default_limit_is_64_kib",
+    8: VALUES + "test_n06_n08_a_tool_returns_a_text_or_a_number " + VALUES + "test_n08_a_number_is_read_as_its_text",
+    9: EVERY_FIELD,
+    10: EVERY_FIELD,
+    11: EVERY_FIELD,
+    12: BEFORE_WORK,
+    13: BEFORE_WORK,
+    14: BEFORE_WORK,
+    15: BEFORE_WORK,
+    16: ROW,
+    17: ROW,
+    18: BEFORE_WORK,
+    20: "test_rehearsal.py::test_20_a_label_that_one_prompt_lacks_is_found",
+    22: "training/test_metrics.py::test_prompts_that_repeat_within_a_batch_are_counted",
+    25: BEFORE_WORK,
+    26: VALUES + "test_n26_start_returns_messages " + VALUES + "test_n26_check_env_says_that_start_drops_the_prompt",
+    30: EVERY_FIELD,
+    32: EVERY_FIELD,
+    34: ROW,
+}
+
+
+@pytest.mark.parametrize(
+    "tests", [*FINDINGS.values(), *INPUTS.values()], ids=[*FINDINGS, *(f"n{n:02}" for n in INPUTS)]
+)
+def test_every_finding_has_its_tests(tests: str) -> None:
+    """The tests of each finding and input exist by name."""
+    for named in tests.split():
         file, name = named.split("::")
         text = (TESTS / file).read_text(encoding="utf-8")
         assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), named

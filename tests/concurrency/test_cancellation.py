@@ -158,13 +158,17 @@ from rollouts.errors import EnvironmentFailure
 from rollouts.concurrency.cancellation import left_behind
 from tests.concurrency.test_cancellation import COROUTINES, refuses_to_end
 
+async def abandon(coroutine):
+    try:
+        await call_foreign(EnvironmentFailure, "World.step", coroutine, seconds=0.05)
+    except EnvironmentFailure:
+        pass
+
 async def main():
-    for coroutine in [*COROUTINES, refuses_to_end]:
-        try:
-            with anyio.fail_after(60):
-                await call_foreign(EnvironmentFailure, "World.step", coroutine, seconds=0.05)
-        except EnvironmentFailure:
-            pass
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            for coroutine in [*COROUTINES, refuses_to_end]:
+                tasks.start_soon(abandon, coroutine)
     print(len(left_behind()))
 
 anyio.run(main)

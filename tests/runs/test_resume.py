@@ -183,9 +183,9 @@ async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(
 ) -> None:
     """It opens with every earlier record and its accounting adds up; every 300th prefix is run to its end.
 
-    Every fifth byte, and each of the last 50; with ``--long`` every byte.
+    Every 25th byte, and each of the last 50; with ``--long`` every byte.
     """
-    every = 1 if request.config.getoption("--long") else 5
+    every = 1 if request.config.getoption("--long") else 25
     await new_run(tmp_path / "whole", Counted())
     whole = tmp_path / "whole" / "journal"
     entries = list(read_journal(whole))
