@@ -22,14 +22,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="play 10,000 conversations of each family and 100,000 fuzzed inputs; takes hours",
+        help="play 2,000 conversations of each family and 100,000 fuzzed inputs; takes an hour",
     )
 
 
 @pytest.fixture(scope="session")
 def conversations(request: pytest.FixtureRequest) -> int:
     """How many random conversations of each family are played."""
-    return 10_000 if request.config.getoption("--long") else 100
+    return 2_000 if request.config.getoption("--long") else 100
 
 
 @functools.cache

@@ -8,6 +8,7 @@ This module knows no slot and no request.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,9 @@ RESERVED = 6
 """Tokens of the context that no prompt gets, as in SGLang."""
 
 DTYPES = ("float32", "bfloat16")
+
+_BUILDING = threading.Lock()
+"""transformers builds a model with a default device for the whole process, which another thread would build on, too."""
 
 _EXPECTED = "a folder that transformers can load as a causal language model (config.json and weights)"
 
@@ -96,9 +100,10 @@ def load_weights(path: Path, dtype: str) -> Any:
     """
     disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), local_files_only=True
-        )
+        with _BUILDING:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), local_files_only=True
+            )
     except Exception as error:  # transformers raises many types for an invalid folder
         raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
