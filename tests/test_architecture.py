@@ -105,6 +105,7 @@ LAW_BOOKS = {
     "environments/test_returned_values.py",
     "tool_calls/test_dialects.py",
     "tool_calls/test_outcomes.py",
+    "planning/test_advice.py",
     "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""
