@@ -15,6 +15,7 @@ import platform
 import shutil
 import threading
 import time
+import uuid
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -176,6 +177,12 @@ class RunWriter:
         with self._lock:
             self._info.update(fields)
             self._write_info()
+
+    def log_identity(self) -> tuple[str, dict[str, Any]]:
+        """The id of the run at loggers, which a resumed run keeps, and the content of ``run.json``."""
+        if "log_id" not in self._info:
+            self.update(log_id=uuid.uuid4().hex[:12])
+        return self._info["log_id"], msgspec.json.decode(to_json(self._info))
 
     def on_group(self, group: Group) -> None:
         """Write a settled group, or keep it for its batch; thread-safe."""
