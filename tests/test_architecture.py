@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: dict[str, int] = {
     "rollouts": 0,
     "rollouts.errors": 1,
+    "rollouts.extras": 1,
     "rollouts.terminal": 1,
     "rollouts.interrupts": 1,
     "rollouts.concurrency": 2,

@@ -25,6 +25,7 @@ import attrs
 
 from rollouts.concurrency.boundary import call_foreign
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.extras import install_command
 from rollouts.terminal import say
 
 __all__ = [
@@ -76,7 +77,7 @@ class RunLogger(Protocol):
         ...
 
 
-def _installed(package: str, distribution: str) -> Callable[[Any, Any, Any], None]:
+def _installed(package: str) -> Callable[[Any, Any, Any], None]:
     """An attrs validator: the module is given, or its package is installed."""
 
     def validate(instance: Any, field: Any, value: Any) -> None:
@@ -84,9 +85,8 @@ def _installed(package: str, distribution: str) -> Callable[[Any, Any, Any], Non
             return
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # a folder of that name, such as the one that wandb creates, has none
-            raise ConfigError.of(
-                "--log", instance.name, f"a logger whose package is installed: pip install {distribution}"
-            )
+            expected = f"a logger whose package is installed: {install_command(instance.name)}"
+            raise ConfigError.of("--log", instance.name, expected)
 
     return validate
 
@@ -99,7 +99,7 @@ class WandbLogger:
     project: str = "rollouts"
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Further arguments of ``wandb.init``."""
-    module: Any = attrs.field(default=None, validator=_installed("wandb", "wandb"), repr=False)
+    module: Any = attrs.field(default=None, validator=_installed("wandb"), repr=False)
     _run: Any = attrs.field(default=None, init=False, repr=False)
 
     def begin(self, run: LoggedRun) -> None:
@@ -122,7 +122,7 @@ class TrackioLogger:
     project: str = "rollouts"
     options: Mapping[str, Any] = attrs.field(factory=dict)
     """Further arguments of ``trackio.init``."""
-    module: Any = attrs.field(default=None, validator=_installed("trackio", "trackio"), repr=False)
+    module: Any = attrs.field(default=None, validator=_installed("trackio"), repr=False)
     _run: Any = attrs.field(default=None, init=False, repr=False)
 
     def begin(self, run: LoggedRun) -> None:
@@ -146,7 +146,7 @@ class TensorBoardLogger:
     name: ClassVar[str] = "tensorboard"
     folder: str | Path | None = None
     """Default: ``tensorboard`` in the folder of the run."""
-    module: Any = attrs.field(default=None, validator=_installed("tensorboardX", "tensorboardX"), repr=False)
+    module: Any = attrs.field(default=None, validator=_installed("tensorboardX"), repr=False)
     _writer: Any = attrs.field(default=None, init=False, repr=False)
 
     def begin(self, run: LoggedRun) -> None:
@@ -170,7 +170,7 @@ class MLflowLogger:
 
     name: ClassVar[str] = "mlflow"
     experiment: str = "rollouts"
-    module: Any = attrs.field(default=None, validator=_installed("mlflow", "mlflow"), repr=False)
+    module: Any = attrs.field(default=None, validator=_installed("mlflow"), repr=False)
     _client: Any = attrs.field(default=None, init=False, repr=False)
     _run_id: str = attrs.field(default="", init=False)
 

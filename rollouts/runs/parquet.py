@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.runs.columns import COLUMNS, SPAN, Type
 
 __all__ = [
@@ -241,7 +242,7 @@ def _reporting_damage(path: Path) -> Iterator[None]:
 
 def _pyarrow() -> tuple[Any, Any]:
     if not available():
-        raise ConfigError.of("format", "parquet", 'pyarrow, which is not installed: pip install "rollouts[parquet]"')
+        raise ConfigError.of("format", "parquet", f"pyarrow, which is not installed: {install_command('parquet')}")
     return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
 
 

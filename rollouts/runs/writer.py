@@ -27,6 +27,7 @@ import msgspec
 
 from rollouts import __version__
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, sealed
 from rollouts.runs.folder import (
@@ -120,7 +121,7 @@ class RunWriter:
         if format not in ("jsonl", "parquet", "auto"):
             raise ConfigError.of("--format", format, '"jsonl", "parquet" or "auto"')
         if format == "parquet" and not parquet.available():
-            raise ConfigError.of("--format", format, 'pyarrow, or "jsonl": pip install "rollouts[parquet]"')
+            raise ConfigError.of("--format", format, f'pyarrow, or "jsonl": {install_command("parquet")}')
         check_free(path, overwrite=overwrite)
         self.path = Path(path)
         self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
