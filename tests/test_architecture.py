@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: dict[str, int] = {
     "rollouts": 0,
     "rollouts.errors": 1,
+    "rollouts.extras": 1,
     "rollouts.terminal": 1,
     "rollouts.interrupts": 1,
     "rollouts.concurrency": 2,
@@ -105,6 +106,7 @@ LAW_BOOKS = {
     "environments/test_returned_values.py",
     "tool_calls/test_dialects.py",
     "tool_calls/test_outcomes.py",
+    "planning/test_advice.py",
     "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""

@@ -22,6 +22,7 @@ from rollouts import __version__
 from rollouts.commands.arguments import add_verb
 from rollouts.environments.python_tool import REQUIRED, containment
 from rollouts.environments.sandbox.launch import SandboxError
+from rollouts.extras import install_command
 from rollouts.terminal import say
 
 __all__ = ["add", "extras_of", "lacking", "report_text"]
@@ -113,7 +114,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     for name, missing in report["extras"].items():
         state = f"missing: {', '.join(missing)}" if missing else "installed"
         lines.append(f"  {name:<{width}}  {state}")
-    lines += [f'{verb}: pip install "rollouts[{extra}]"' for verb, extra in report["lacking"].items()]
+    lines += [f"{verb}: {install_command(extra)}" for verb, extra in report["lacking"].items()]
     lines.append("some verbs lack an extra" if report["lacking"] else "every verb has what it needs")
     return "\n".join(lines)
 

@@ -4,8 +4,8 @@
     greedy.jsonl      the same for the greedy rollout of each task
     eval.json         settings and estimates
 
-Invariant: a finished rollout is on disk and is never played again; a stopped evaluation, started again with the same
-recipe, plays the rest. A folder never mixes rollouts of different recipes, models or sampling parameters.
+Invariant: a finished rollout is on disk and is never played again; ``--resume`` with the same
+recipe plays the rest. A folder never mixes rollouts of different recipes, models or sampling parameters.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ __all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evalua
 _LINE_SECONDS = 5.0
 _SAME = ("recipe", "environment", "generate", "tokenizer", "model", "sampling")
 """The settings that must not change when an evaluation is resumed."""
+_FILES = ("eval.json", "rollouts.jsonl", "greedy.jsonl")
 
 
 @attrs.frozen(kw_only=True)
@@ -69,6 +70,10 @@ class EvalOptions:
     """Also play one rollout of each task at temperature 0, unless the recipe's temperature is 0."""
     shown: int = 40
     """Rows of the table."""
+    resume: bool = False
+    """Continue the evaluation in ``out``."""
+    overwrite: bool = False
+    """Replace the evaluation in ``out``."""
 
     def __attrs_post_init__(self) -> None:
         if not self.ks or not all(1 <= k <= self.rollouts for k in self.ks):
@@ -83,15 +88,16 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
         EndpointError: the server does not answer.
         GenerateFailure: too many rollouts fail in a row.
     """
-    check_outside(options.out, "--out")
-    if (options.out / "run.json").exists():  # a live run's engine writes its log there, too
-        raise ConfigError.of("--out", str(options.out), "a folder without a run in it; it holds run.json")
+    _check_folder(options)
     options.out.mkdir(parents=True, exist_ok=True)
     async with open_target(target, options.out / "engine.log") as (recipe, _):
         await preflight(recipe)
         prompts = recipe.data_buffer.prompts[: options.tasks]
         settings = _settings(recipe)
-        _check_same(options.out, settings)
+        if options.resume:
+            _check_same(options.out, settings)
+        for name in _FILES if options.overwrite else ():
+            (options.out / name).unlink(missing_ok=True)
         _write(options.out / "eval.json", {**settings, "rollouts": options.rollouts, "threshold": options.threshold})
         games = {"rollouts.jsonl": (recipe, options.rollouts)}
         if options.greedy and recipe.endpoint.sampling.temperature > 0:
@@ -216,17 +222,28 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return {**names, "model": endpoint.model, "sampling": attrs.asdict(endpoint.sampling)}
 
 
+def _check_folder(options: EvalOptions) -> None:
+    """Check that the folder has no run, and an evaluation if and only if that is resumed or replaced."""
+    option, path = "--resume" if options.resume else "--out", options.out
+    check_outside(path, option)
+    if (path / "run.json").exists():  # a live run's engine writes its log there, too
+        raise ConfigError.of(option, str(path), "a folder without a run in it; it holds run.json")
+    if options.resume:
+        if not (path / "eval.json").is_file():
+            raise ConfigError.of(option, str(path), "the folder of an evaluation: it holds eval.json")
+    elif (present := [name for name in _FILES if (path / name).exists()]) and not options.overwrite:
+        expected = f"a folder without an evaluation in it; it has {', '.join(present)}. "
+        expected += "--resume continues it, --overwrite replaces it"
+        raise ConfigError.of(option, str(path), expected)
+
+
 def _check_same(path: Path, settings: dict[str, Any]) -> None:
-    if not (path / "eval.json").exists():
-        if (path / "rollouts.jsonl").exists():
-            raise ConfigError.of("--out", str(path), "a folder without rollouts of another evaluation")
-        return
     old, new = _read(path), msgspec.json.decode(msgspec.json.encode(settings, enc_hook=repr))
     if isinstance(old.get("sampling"), dict):  # an older folder lacks the newer parameters
         old["sampling"] = {**attrs.asdict(SamplingParams()), **old["sampling"]}
     for name in _SAME:
         if old.get(name) != new.get(name):
-            raise ConfigError.of(f"--out {path}: {name}", new.get(name), f"{old.get(name)}, as in its first part")
+            raise ConfigError.of(f"--resume {path}: {name}", new.get(name), f"{old.get(name)}, as in its first part")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -297,7 +314,10 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(verbs, "eval", _eval, "score a recipe's tasks: pass@k", "eval calculator --k 1,8 --out runs/exam")
     add_target(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; an evaluation in it resumes")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder for a new evaluation")
+    where.add_argument("--resume", type=Path, metavar="DIR", help="folder of an evaluation to resume")
+    parser.add_argument("--overwrite", action="store_true", help="delete the evaluation that is in --out")
     parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (default: 1)")
     parser.add_argument("--rollouts", type=positive, metavar="N", help="rollouts of each task (default: the largest k)")
     parser.add_argument("--tasks", type=positive, metavar="N", help="play only the first N prompts (default: all)")
@@ -308,8 +328,14 @@ def add(verbs: Any) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    resume = args.resume is not None
+    out = args.resume if resume else args.out
+    if args.overwrite and resume:
+        raise ConfigError.of("--overwrite", True, "--out DIR with it")
     options = EvalOptions(
-        out=args.out,
+        out=out,
+        resume=resume,
+        overwrite=args.overwrite,
         ks=args.k,
         rollouts=max(args.k) if args.rollouts is None else args.rollouts,
         tasks=args.tasks,
@@ -319,5 +345,5 @@ def _eval(args: argparse.Namespace) -> int:
     )
     in_loop(evaluate, target_of(args), options, SafeConsole())
     if args.against is not None:
-        compare_evaluations(args.against, args.out, args.k, SafeConsole())
+        compare_evaluations(args.against, out, args.k, SafeConsole())
     return 0

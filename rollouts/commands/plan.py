@@ -54,17 +54,18 @@ def _plan(args: argparse.Namespace) -> int:
         check_run(run)
     measurements = measured(args.runs) if args.runs else None
     batch_size, n = (32, 8) if measurements is None else (measurements.batch_size, measurements.n)
+    speed = measurements.speed if measurements is not None and not args.speed else Speed(args.speed)
     result = plan(
         measurements or Given(shape(args.latency), args.pass_rate),
         batch_size=args.batch_size or batch_size,
         n=args.n or n,
-        speed=measurements.speed if measurements is not None and not args.speed else Speed(args.speed),
+        speed=speed,
         batches=args.batches,
         factors=args.factors,
         concurrencies=[None, *args.concurrency],
         servers=args.servers,
     )
-    show_plan(result, SafeConsole())
+    show_plan(result, SafeConsole(), speed)
     return 0
 
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,7 +52,8 @@ from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.sglang import shared_policies, shared_policy
 from rollouts.interrupts import handling_interrupts
-from rollouts.observability import LoopLag, numbers_of
+from rollouts.observability import LoopLag, RunLogger, numbers_of
+from rollouts.observability.loggers import logger_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
@@ -144,6 +145,7 @@ async def launch(
     telemetry: Telemetry = Telemetry(),
     rehearsal: bool = True,
     quiet: bool = False,
+    loggers: Sequence[RunLogger] = (),
 ) -> RunResult | None:
     """Do a whole ``rollouts run``; return ``None`` if it was stopped before it began.
 
@@ -155,6 +157,7 @@ async def launch(
         rehearsal: play an episode with random replies first, so that an error of the recipe costs no prompt; a
             resumed run has none.
         quiet: print nothing but errors and warnings.
+        loggers: receive the metrics of each batch.
 
     Raises:
         RolloutsError: an error before the work began.
@@ -231,8 +234,8 @@ async def launch(
                         files.enter_context(reporting_on_signal())
                         if recording:
                             played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
-                        begin_batches = functools.partial(run, stop=stop, watch=show, on_batch=progress.batch)
-                        result = await begin_batches(played, writer, run_journal=run_journal, state=state)
+                        callbacks: dict[str, Any] = {"watch": show, "on_batch": progress.batch, "loggers": loggers}
+                        result = await run(played, writer, stop=stop, run_journal=run_journal, state=state, **callbacks)
         except Exception as error:  # noqa: BLE001 - raised below: the task group would wrap it
             failure = error
         tasks.cancel_scope.cancel()
@@ -356,6 +359,13 @@ def add(verbs: Any) -> None:
     parser.add_argument("--batches", type=positive, metavar="N", help="number of batches (default: the recipe's)")
     parser.add_argument("--workers", type=positive, metavar="N", help="play rollouts in N processes on this machine")
     parser.add_argument("--metrics-port", type=int, metavar="P", help="port on which Prometheus can scrape metrics")
+    parser.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="NAME[:WHERE]",
+        help="log each batch to wandb, tensorboard, trackio or mlflow; WHERE is the project, experiment or folder",
+    )
     parser.add_argument("--trace", action="store_true", help="OpenTelemetry spans for rollouts and completions")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(
@@ -395,6 +405,7 @@ def _run(args: argparse.Namespace) -> int:
         "telemetry": telemetry,
         "rehearsal": not args.no_rehearsal,
         "quiet": args.quiet,
+        "loggers": [logger_of(text) for text in args.log],
     }
     console = SafeConsole(stderr=args.json)
     result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, console, **options))

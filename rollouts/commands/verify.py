@@ -11,6 +11,7 @@ from typing import Any
 
 from rollouts.commands.arguments import BROKEN, add_verb, check_run
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.verify import verify_run
 from rollouts.terminal import say
@@ -76,7 +77,7 @@ def _models(texts: Sequence[str]) -> dict[str | None, Path]:
         models[name] = path
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if models and missing:
-        raise ConfigError(f'--model needs {", ".join(missing)}: pip install "rollouts[engine]"')
+        raise ConfigError(f"--model needs {', '.join(missing)}: {install_command('engine')}")
     return models
 
 

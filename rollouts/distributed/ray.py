@@ -21,6 +21,7 @@ import anyio.to_thread
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 __all__ = ["LINGER_SECONDS", "SAMPLES_A_MESSAGE", "in_actors"]
 
@@ -70,7 +71,7 @@ def _ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ConfigError("Ray is not installed: pip install 'rollouts[ray]'") from error
+        raise ConfigError(f"Ray is not installed: {install_command('ray')}") from error
 
 
 class _Actor:

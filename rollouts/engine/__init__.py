@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 __all__ = ["DEMO_MODEL", "running_server", "serve"]
 
@@ -72,7 +73,7 @@ async def running_server(
         from rollouts.engine.frontend import Faults
     except ImportError as error:
         raise ConfigError(
-            f'the engine needs torch, safetensors and aiohttp: pip install "rollouts[engine]" ({error})'
+            f"the engine needs torch, safetensors and aiohttp: {install_command('engine')} ({error})"
         ) from error
     faults = Faults(unflushed_updates, stale_cache, shared_prefixes, reported_model)
     options = server.Options(slots, max_context, max_queued, health_seconds, dtype, keep_alive_seconds, faults, api_key)

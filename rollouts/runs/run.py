@@ -13,7 +13,7 @@ import functools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import anyio
@@ -23,6 +23,7 @@ import attrs
 from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.errors import RolloutsError, shortened
+from rollouts.observability.loggers import LoggedRun, RunLogger, logging_to
 from rollouts.recipe import Recipe
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.writer import RunStatus, RunWriter
@@ -109,6 +110,7 @@ async def run(
     run_journal: RunJournal | None = None,
     state: ManagerState | None = None,
     on_batch: Callable[[Mapping[str, float]], None] | None = None,
+    loggers: Sequence[RunLogger] = (),
 ) -> RunResult:
     """Fill ``recipe.batches`` batches and write them; end early on ``stop``, at the end of the data, or at an error.
 
@@ -120,15 +122,43 @@ async def run(
         run_journal: receives every event before it counts; without one the run cannot be resumed.
         state: the state of an earlier process; the recipe's buffer must be at the same position.
         on_batch: called with the metrics of each batch when it is written; must not raise.
+        loggers: receive these metrics, too; their errors do not affect the run.
 
     Returns:
         The result; the reason of an early end is in ``error``, and in ``run.json``.
 
     Raises:
+        RolloutsError: a logger cannot begin.
         Exception: an error that is no RolloutsError, after everything is written.
     """
     with calm_collector():  # a pause for garbage collection stops every rollout
-        return await _run(recipe, writer, stop, watch, run_journal, state, on_batch)
+        if not loggers:
+            return await _run(recipe, writer, stop, watch, run_journal, state, on_batch)
+        path, log_id, described_run = writer.path, *writer.log_identity()
+        logged = LoggedRun(path.resolve().name, log_id, path, described_run, writer.batches)
+        try:
+            async with logging_to(loggers, logged) as log:
+                on_each = _each(on_batch, log.batch)
+                result = await _run(recipe, writer, stop, watch, run_journal, state, on_each)
+                log.status = result.status
+                return result
+        except RolloutsError as error:
+            if not writer.finished:
+                abandon(recipe, writer, state, error)
+            raise
+
+
+def _each(
+    first: Callable[[Mapping[str, float]], None] | None, second: Callable[[Mapping[str, float]], None]
+) -> Callable[[Mapping[str, float]], None]:
+    """Call both functions; the first may be missing."""
+
+    def on_batch(numbers: Mapping[str, float]) -> None:
+        if first is not None:
+            first(numbers)
+        second(numbers)
+
+    return on_batch
 
 
 async def _run(

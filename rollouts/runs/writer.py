@@ -15,6 +15,7 @@ import platform
 import shutil
 import threading
 import time
+import uuid
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ import msgspec
 
 from rollouts import __version__
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, sealed
 from rollouts.runs.folder import (
@@ -119,7 +121,7 @@ class RunWriter:
         if format not in ("jsonl", "parquet", "auto"):
             raise ConfigError.of("--format", format, '"jsonl", "parquet" or "auto"')
         if format == "parquet" and not parquet.available():
-            raise ConfigError.of("--format", format, 'pyarrow, or "jsonl": pip install "rollouts[parquet]"')
+            raise ConfigError.of("--format", format, f'pyarrow, or "jsonl": {install_command("parquet")}')
         check_free(path, overwrite=overwrite)
         self.path = Path(path)
         self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
@@ -176,6 +178,12 @@ class RunWriter:
         with self._lock:
             self._info.update(fields)
             self._write_info()
+
+    def log_identity(self) -> tuple[str, dict[str, Any]]:
+        """The id of the run at loggers, which a resumed run keeps, and the content of ``run.json``."""
+        if "log_id" not in self._info:
+            self.update(log_id=uuid.uuid4().hex[:12])
+        return self._info["log_id"], msgspec.json.decode(to_json(self._info))
 
     def on_group(self, group: Group) -> None:
         """Write a settled group, or keep it for its batch; thread-safe."""

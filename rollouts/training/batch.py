@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.training.types import Sample
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def _check_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ConfigError.of("collate", "no torch", 'torch installed: pip install "rollouts[engine]"') from None
+        raise ConfigError.of("collate", "no torch", f"torch installed: {install_command('engine')}") from None
 
 
 def _check_all(samples: Sequence[Sample]) -> None:

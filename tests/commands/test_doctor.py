@@ -12,6 +12,7 @@ import pytest
 from rollouts import __version__
 from rollouts.commands import main
 from rollouts.commands.doctor import NEEDS, extras_of, lacking, report_text
+from rollouts.extras import install_command
 
 REQUIRES = [
     "anyio>=4",
@@ -59,7 +60,7 @@ def test_a_verb_lacks_an_extra_that_is_not_whole() -> None:
     assert "torch      not installed; nvidia-smi not found" in text
     assert "sandbox    seccomp: does not contain reading" in text
     assert "  serve  missing: aiohttp>=3.10" in text
-    assert 'serve-env: pip install "rollouts[serve]"' in text
+    assert f"serve-env: {install_command('serve')}" in text
 
 
 def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,9 +77,9 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("hidden", "arguments", "message"),
     [
-        ("torch", ["run", "calculator", "--out", "run"], 'needs torch: pip install "rollouts[engine]", or --endpoint'),
-        ("aiohttp", ["serve-env", "calculator"], 'serve-env needs aiohttp: pip install "rollouts[serve]"'),
-        ("aiohttp", ["serve"], 'pip install "rollouts[engine]"'),
+        ("torch", ["run", "calculator", "--out", "run"], f"needs torch: {install_command('engine')}, or --endpoint"),
+        ("aiohttp", ["serve-env", "calculator"], f"serve-env needs aiohttp: {install_command('serve')}"),
+        ("aiohttp", ["serve"], install_command("engine")),
     ],
     ids=["run without torch", "serve-env without aiohttp", "serve without aiohttp"],
 )

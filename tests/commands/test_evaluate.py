@@ -25,8 +25,9 @@ def rows(path: Path) -> list[bytes]:
 def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
     """Rollouts on disk stay and are not played again, except one whose line was cut off; the rest is added."""
     out = tmp_path / "exam"
-    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2", "--out", str(out)]
-    assert main(line) == 0
+    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2"]
+    assert main([*line, "--out", str(out)]) == 0
+    line += ["--resume", str(out)]
     first = rows(out)
     assert len(first) == 6
     assert {(score.rollouts, score.failed) for score in load_evaluation(out)} == {(2, 0)}
@@ -45,8 +46,8 @@ def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
 ) -> None:
     """One rollout a task at temperature 0, in a file of its own; a resumed evaluation does not play it again."""
     out = tmp_path / "exam"
-    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2", "--out", str(out)]
-    assert main(line) == 0
+    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2"]
+    assert main([*line, "--out", str(out)]) == 0
     heads, ones, twos, rewards = capsys.readouterr().out.splitlines()[-5:-1]
     assert heads.split() == ["temperature", "1", "greedy"]
     assert [len(row.split("[")) for row in (ones, twos, rewards)] == [3, 2, 3]
@@ -55,7 +56,7 @@ def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
     assert len({sample.prompt for sample in samples}) == len(samples) == 3
     estimates = msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]
     assert estimates["greedy reward"]["value"] == sum(sample.reward or 0 for sample in samples) / 3
-    assert main(line) == 0
+    assert main([*line, "--resume", str(out)]) == 0
     assert (out / "greedy.jsonl").read_bytes() == first
 
 
@@ -71,13 +72,39 @@ def test_an_evaluation_is_greedy_once_or_not_at_all(engine_url: str, tmp_path: P
 def test_another_sampling_is_another_evaluation(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder never mixes rollouts of two temperatures."""
+    """A folder never mixes rollouts of two temperatures; ``--overwrite`` replaces those that it has."""
     out = tmp_path / "exam"
-    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "1", "--out", str(out)]
-    assert main(line) == 0
-    assert main([*line, "--set", "temperature=0.5"]) == 2
+    line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "1"]
+    assert main([*line, "--out", str(out)]) == 0
+    stored = rows(out)
+    assert main([*line, "--resume", str(out), "--set", "temperature=0.5"]) == 2
     assert "as in its first part" in capsys.readouterr().err
+    assert rows(out) == stored
+    assert main([*line, "--out", str(out), "--overwrite", "--set", "temperature=0.5"]) == 0
     assert len(rows(out)) == 1
+    assert rows(out) != stored
+    assert msgspec.json.decode((out / "eval.json").read_bytes())["sampling"]["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("present", "arguments", "message"),
+    [
+        (True, ["--out"], "--out: got '{out}'; expected a folder without an evaluation in it; it has eval.json"),
+        (False, ["--resume"], "--resume: got '{out}'; expected the folder of an evaluation: it holds eval.json"),
+        (True, ["--overwrite", "--resume"], "--overwrite: got True; expected --out DIR with it"),
+    ],
+    ids=["existing", "missing", "both"],
+)
+def test_an_existing_evaluation_is_neither_extended_nor_replaced_unasked(
+    present: bool, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--resume`` continues it, ``--overwrite`` replaces it, as a run; the error comes before the first request."""
+    out = tmp_path / "exam"
+    if present:
+        store(out, {"a": [0]})
+    assert main(["eval", CALCULATOR, "--endpoint", "http://127.0.0.1:9", *arguments, str(out)]) == 2
+    assert message.format(out=out) in capsys.readouterr().err
+    assert len(rows(out)) == 1 if present else not out.exists()
 
 
 def store(path: Path, rewards: dict[str, list[float]]) -> Path:

@@ -26,6 +26,7 @@ from rollouts.runs.journal import Journal
 from rollouts.runs.run import RunResult
 from rollouts.testing.server import StubServer
 from rollouts.training.config import RolloutConfig
+from tests.observability.test_loggers import ListLogger
 from tests.stored_runs import edit_info
 
 RECIPE = """
@@ -304,3 +305,16 @@ async def test_the_engine_of_an_embedded_run_is_recorded_as_embedded(target: Run
         assert not str(read_info(tmp_path / "run")["server"]["version"]).startswith("embedded")
     assert recorded_server(target, server)["version"] == f"embedded {__version__} (protocol of SGLang 0.5.23)"
     assert recorded_server(attrs.evolve(target, urls=("http://host",)), server)["version"] == "0.5.23"
+
+
+async def test_a_resumed_run_continues_at_its_loggers(target: RunTarget, tmp_path: Path) -> None:
+    """Both processes give a logger the same id, and the second one its own first batch."""
+    first, second = ListLogger(), ListLogger()
+    async with a_server() as server:
+        target = attrs.evolve(target, urls=(server.url,))
+        await play(target, tmp_path / "run", loggers=[first])
+        await play(attrs.evolve(target, batches=2), tmp_path / "run", resume=True, loggers=[second])
+    assert first.run is not None
+    assert second.run is not None
+    assert (first.run.id, first.run.first_step, [*first.numbers]) == (second.run.id, 0, [0])
+    assert (second.run.first_step, [*second.numbers]) == (1, [1])

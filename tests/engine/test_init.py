@@ -10,6 +10,7 @@ import pytest
 
 from rollouts.engine import running_server
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 WITHOUT = """
 import sys
@@ -41,7 +42,7 @@ def test_importing_the_engine_loads_no_torch() -> None:
 
 def test_without_torch_the_error_says_what_to_install() -> None:
     """The error names the extra to install."""
-    assert 'pip install "rollouts[engine]"' in python(WITHOUT)
+    assert install_command("engine") in python(WITHOUT)
 
 
 async def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -117,10 +117,10 @@ def test_runs_with_more_in_flight_tell_the_speed(tmp_path: Path) -> None:
     one = _store_even_run(tmp_path / "one", 1.0, 2.0)
     two = _store_even_run(tmp_path / "two", 2.0, 3.0)
     workload = measured([one, two])
-    assert [workload.speed.at(count) for count in (12, 24)] == pytest.approx([1, 2 / 3])
-    assert workload.speed.at(1) == pytest.approx(1 / (1 - 11 / 12 * 0.5))
+    assert [workload.speed.expected.at(count) for count in (12, 24)] == pytest.approx([1, 2 / 3])
+    assert workload.speed.expected.at(1) == pytest.approx(1 / (1 - 11 / 12 * 0.5))
     assert {workload.seconds(group, 0) for group in range(20)} == {2.0}
-    alone = measured([one]).speed
+    alone = measured([one]).speed.expected
     assert [alone.at(count) for count in (1, 12, 24)] == pytest.approx([1, 1, 0.5])
 
 
@@ -129,7 +129,7 @@ def test_a_line_goes_no_further_than_a_server_can(tmp_path: Path, seconds: float
     """Alone no rollout is slower than among others, nor the server's throughput higher than with them."""
     one = _store_even_run(tmp_path / "one", 1.0, 2.0)
     two = _store_even_run(tmp_path / "two", 2.0, seconds)
-    assert measured([one, two]).speed.at(1) == pytest.approx(alone)
+    assert measured([one, two]).speed.expected.at(1) == pytest.approx(alone)
 
 
 def test_equal_runs_are_one_measurement(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_equal_runs_are_one_measurement(tmp_path: Path) -> None:
     slow = _store_even_run(tmp_path / "slow", 1.0, 3.0)
     workload = measured([fast, slow])
     assert {workload.seconds(group, 0) for group in range(20)} == {2.0}
-    assert workload.speed.at(12) == 1.0
+    assert workload.speed.expected.at(12) == 1.0
 
 
 def test_a_run_without_times_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import attrs
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rollouts.errors import ConfigError, shortened
+from rollouts.extras import install_command
 
 __all__ = ["McpSession", "ServerOptions", "SessionOver", "ToolRefused", "list_tools"]
 
@@ -292,7 +293,7 @@ def _sdk() -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise ConfigError(f"MCP servers need the package mcp (pip install 'rollouts[mcp]'): {error}") from error
+        raise ConfigError(f"MCP servers need the package mcp ({install_command('mcp')}): {error}") from error
     return mcp
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.integrations.slime.convert import to_slime
 from rollouts.runs.folder import check_output, read_rows, run_files
 from rollouts.training.types import Sample
@@ -65,7 +66,7 @@ def write_debug_data(samples: Sequence[Sample], path: Path, *, rollout_id: int =
     try:
         import torch
     except ImportError:
-        raise ConfigError.of("export", "no torch", 'torch installed: pip install "rollouts[engine]"') from None
+        raise ConfigError.of("export", "no torch", f"torch installed: {install_command('engine')}") from None
     rows: list[dict[str, Any]] = [to_slime(sample).to_dict() for sample in samples]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")

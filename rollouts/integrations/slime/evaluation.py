@@ -20,6 +20,7 @@ import msgspec
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
+from rollouts.extras import install_command
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.settings import EvalSet, Settings
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
@@ -165,6 +166,6 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise ConfigError.of("eval data set", path, 'pyarrow installed: pip install "rollouts[parquet]"') from None
+        raise ConfigError.of("eval data set", path, f"pyarrow installed: {install_command('parquet')}") from None
     for batch in parquet.ParquetFile(path).iter_batches():
         yield from batch.to_pylist()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
+from rollouts.extras import install_command
 from rollouts.training.rewards.answers import boxed, final_reply
 from rollouts.training.rewards.processes import call_in_process
 from rollouts.training.rewards.rules import references
@@ -46,7 +47,7 @@ async def boxed_math(sample: Sample, *, seconds: float = 60.0) -> float:
         ConfigError: the extra ``math`` is missing.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError.of("boxed_math", "no module math_verify", "pip install 'rollouts[math]'")
+        raise ConfigError.of("boxed_math", "no module math_verify", install_command("math"))
     wanted = references(sample)
     answer = boxed(final_reply(sample))
     if not answer or len(answer) > _LONG:

@@ -18,6 +18,7 @@ import msgspec
 from rollouts.dtypes import Prompt, as_messages
 from rollouts.environments.python_tool import PythonToolEnvironment
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 __all__ = ["RetoolEnvironment", "load_maths"]
 
@@ -84,7 +85,7 @@ def _files(source: str) -> list[Path]:
 def _rows(path: Path) -> Iterator[Any]:
     if path.suffix == ".parquet":
         if importlib.util.find_spec("pyarrow") is None:
-            raise ConfigError.of("data", str(path), "a .jsonl file, or pip install 'rollouts[parquet]'")
+            raise ConfigError.of("data", str(path), f"a .jsonl file, or {install_command('parquet')}")
         parquet: Any = importlib.import_module("pyarrow.parquet")
         try:
             with parquet.ParquetFile(path) as file:

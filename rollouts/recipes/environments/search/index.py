@@ -17,6 +17,7 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 __all__ = ["Document", "Index", "load_documents"]
 
@@ -43,7 +44,7 @@ class Index:
         if not documents:
             raise ConfigError.of("documents", [], "at least one")
         if importlib.util.find_spec("bm25s") is None:
-            raise ConfigError.of("the environment search", "no module bm25s", "pip install 'rollouts[search]'")
+            raise ConfigError.of("the environment search", "no module bm25s", install_command("search"))
         self.documents = {document.id: document for document in documents}
         if len(self.documents) != len(documents):
             raise ConfigError.of("documents", f"{len(documents)} with {len(self.documents)} ids", "an id for each")
