@@ -221,6 +221,9 @@ def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[s
             for row in table.to_pylist():
                 row.update({name: msgspec.json.decode(row[name]) for name in JSON_COLUMNS})
                 row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+                for completion in row.get("completions") or ():  # version 0.1 has another name
+                    if not completion.get("continues"):
+                        completion.pop("continues", None)  # a row of JSON has it only where it is true
                 yield row
 
 
@@ -249,6 +252,7 @@ def _schema(pa: Any) -> Any:
         "prompt_digest": pa.int64(),
         "cached_tokens": pa.int32(),
         "seconds": pa.float64(),
+        "continues": pa.bool_(),
     }
     digests = {"tokens": pa.int64(), "loss_mask": pa.int64(), "rollout_log_probs": pa.int64()}
     columns = {
