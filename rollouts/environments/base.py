@@ -141,6 +141,10 @@ def _continuation_of(step: StepResult, messages: Sequence[Message]) -> str:
     text: Any = step.continuation
     if not isinstance(text, str):
         raise ConfigError.of("StepResult.continuation", text, 'a text, "" for none')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError.of("StepResult.continuation", text, "a text without lone surrogates") from None
     if text and messages:
         raise ConfigError.of("StepResult.continuation", text, "none with messages: a step answers in one way")
     if text and step.done:

@@ -123,6 +123,7 @@ def test_n07_the_default_limit_is_64_kib() -> None:
         (StepResult(done="yes"), "StepResult.done: got 'yes'; expected True or False"),  # type: ignore[arg-type]
         (StepResult(done=True, reward="0.1"), "StepResult.reward: got '0.1'; expected a finite number"),  # type: ignore[arg-type]
         (StepResult(done=True, metrics={"n": None}), "StepResult.metrics['n']: got None"),  # type: ignore[dict-item]
+        (StepResult(continuation="a\ud800"), "StepResult.continuation: got 'a\\ud800'; expected a text without lone"),
         (StepResult(continuation=None), "StepResult.continuation: got None; expected a text"),  # type: ignore[arg-type]
         (
             StepResult([Message("user", "go")], continuation="on"),

@@ -30,6 +30,7 @@ from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.training import Prompt, Sample
 from rollouts.training.rewards import score
 from tests.integrations.slime.launches import Source
+from tests.integrations.slime.sandboxes import SOLVES, sandboxes
 from tests.integrations.slime.test_parity import DEFAULTS, start_slime
 
 pytestmark = [
@@ -37,14 +38,25 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # slime never closes its HTTP client
 ]
 
-ROWS = [{"q": f"question {row}", "a": {"ground_truth": {"target": ["4"]}}} for row in range(2)]
+ROWS = [
+    {
+        "q": f"question {row}",
+        "a": {"ground_truth": {"target": ["4"]}},
+        "metadata": {"instance_id": f"issue-{row}", "image": "i", "workdir": "/w", "eval_cmd": command},
+    }
+    for row, command in enumerate([SOLVES, "make check"])
+]
 
 REPLIES: dict[str, Callable[[str], str]] = {
     "search-r1": lambda text: "<answer>4</answer>" if "<information>" in text else "<search>2 + 2</search>",
     "retool": lambda text: "Answer: \\boxed{4}" if "<interpreter>\n" in text else "<code>print(2 + 2)</code>",
     "multi_agent": lambda text: "<think> so </think> Judgment: 1",
+    "strands_sglang": lambda text: "It is \\boxed{4}.<|im_end|>" if "<tool_response>" in text else PYTHON,
+    "coding_agent_rl": lambda text: f"Part {text.count('<|im_start|>assistant')}.<|im_end|>",
 }
 """What the model says, by example and by what it has read."""
+
+PYTHON = '<tool_call>\n{"name": "execute_python_code", "arguments": {"code": "print(2 + 2)"}}\n</tool_call><|im_end|>'
 
 TURNS: dict[str, list[list[str]]] = {
     "search-r1": [
@@ -92,12 +104,35 @@ FLAGS: dict[str, dict[str, Any]] = {
         "custom_generate_function_path": "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents",
         "custom_rm_path": f"{__name__}.half",
     },
+    "strands_sglang": {
+        "custom_generate_function_path": "examples.strands_sglang.generate_with_strands.generate",
+        "custom_rm_path": f"{__name__}.tool_iterations",
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+    },
+    "coding_agent_rl": {
+        "custom_generate_function_path": "examples.coding_agent_rl.generate.generate",
+        "custom_rm_path": f"{__name__}.never",
+    },
 }
+
+NEEDS = {"retool": ["psutil"], "strands_sglang": ["strands_sglang"], "coding_agent_rl": ["aiohttp"]}
+"""What an example imports: retool for its sandbox, strands_sglang for its agent."""
 
 
 async def tool_calls(args: Any, sample: Any, **_: Any) -> Any:
     """As retool's own reward, it reads an attribute that the generate function set."""
     return {"score": 1.0 + sample.tool_call_count, "pred": "4"}
+
+
+async def tool_iterations(args: Any, sample: Any, **_: Any) -> Any:
+    """As the example's own reward, it reads attributes that the generate function set."""
+    return float(sample.tool_iters) + 10 * sample.tool_calls
+
+
+async def never(args: Any, given: Any, **_: Any) -> Any:
+    assert given == [], "the generate function has set every reward"
+    return []
 
 
 async def half(args: Any, given: Any, **_: Any) -> Any:
@@ -114,6 +149,7 @@ class Questions(Source):
         for sample in leaves(groups):
             row = self.rows[sample.group_index % len(self.rows)]
             sample.prompt, sample.label = row["q"], row["a"]
+            sample.metadata = dict(row.get("metadata", {}))
         return groups
 
 
@@ -173,9 +209,12 @@ def played(
 def test_an_example_gives_the_same_samples(
     server: tuple[JsonServer, Namespace], example: str, evaluation: bool, tmp_path: Path
 ) -> None:
-    """Every field and attribute, tokens included, equals that of slime's own rollout function."""
-    if example == "retool":
-        pytest.importorskip("psutil", reason="the sandbox of slime's retool example needs psutil")
+    """Every field and attribute, tokens included, equals that of slime's own rollout function.
+
+    ``coding_agent_rl`` waits for 20 s in each call (it polls its sandbox every 5 s), without using the CPU.
+    """
+    for package in NEEDS.get(example, ()):
+        pytest.importorskip(package, reason=f"slime's example {example} imports it")
     stub, which = server
     which.example = example
     if example == "search-r1":
@@ -192,10 +231,16 @@ def test_an_example_gives_the_same_samples(
     for function in (module.generate_rollout, generate_rollout_batch):
         args = Namespace(**{**DEFAULTS, **flags})
         args.eval_datasets = build(args, [{"name": "one", "path": str(rows)}], {})
-        both.append(played(function, args, evaluation=evaluation))
+        if example == "strands_sglang":
+            importlib.import_module("strands_sglang").get_client.cache_clear()  # it is one event loop's
+        with sandboxes(tmp_path):
+            both.append(played(function, args, evaluation=evaluation))
     theirs, ours = both
     assert len(theirs) >= 4
     assert all(values["response_length"] > 0 for values in theirs)
+    if example == "coding_agent_rl":  # two conversations a rollout, of which an evaluation returns the verdict alone
+        assert len(theirs) == (4 if evaluation else 8)
+        assert [values["reward"] for values in theirs] == [1.0] * (len(theirs) // 2) + [0.0] * (len(theirs) // 2)
     assert ours == theirs
 
 
