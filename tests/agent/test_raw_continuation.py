@@ -45,6 +45,7 @@ from rollouts.training import (
     agent_rollout_to_sample,
     continue_rollout,
     generate_rollout_batch,
+    trajectory_to_samples,
 )
 from rollouts.trajectory import Trajectory
 from tests.worlds import Speller, some_text
@@ -283,6 +284,35 @@ async def test_messages_follow_a_continued_turn(history: Literal["append", "fork
     assert PLAIN.decode(policy.requests[2]) == PLAIN.render(only.messages[:3])
     assert [message.role for message in only.messages] == ["user", "assistant", "user", "assistant"]
     assert [call.continues for call in only.completions] == [False, True, False]
+
+
+async def test_a_history_with_a_continued_turn_forks(tokenizer: Any, chat_template: Any) -> None:
+    """Where the template strips thoughts, the new branch has the turn as context; sampled tokens are trained once."""
+    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"), dialect="plain")
+
+    class Both(Searching):
+        async def step(self, reply: Message) -> StepResult:
+            if "<answer>" in reply.content and self.texts:
+                self.texts.clear()
+                return StepResult([Message("user", "Sure?")])
+            return await super().step(reply)
+
+    first, second = (
+        "<think>\nI look.\n</think>\n\n<search>2 + 2</search>",
+        f"<think>\nSo.\n</think>\n\n{ANSWER}<|im_end|>",
+    )
+    texts = [first, second, "<think>\n\n</think>\n\nYes.<|im_end|>"]
+    policy = ScriptedPolicy([renderer.encode(text) for text in texts])
+    prompt = Prompt([QUESTION], index=0, group_index=0)
+    branches = await run_branches(prompt, Both, policy, renderer, sampling=SAMPLING, history="fork")
+    assert [branch.stop_reason for branch in branches] == [StopReason.FORKED, StopReason.TASK_COMPLETED]
+    opening = renderer.decode(policy.requests[2])
+    assert opening == renderer.render(branches[1].messages[:3])
+    assert FOUND[0].strip() in opening
+    assert "I look." not in opening
+    trained = [token for branch in branches for token in branch.tokens[branch.mask].tolist()]
+    assert trained == [token for text in texts for token in renderer.encode(text).tolist()]
+    assert [check_sample(sample) for sample in trajectory_to_samples(branches, prompt, renderer.decode)] == [[], []]
 
 
 async def test_a_turn_that_the_prompt_began_may_be_continued() -> None:
