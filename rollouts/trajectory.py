@@ -72,10 +72,15 @@ class CompletionRecord:
     """CRC-32 of the ids that the client sent; :func:`digest` of the stored ``tokens[:start]`` must equal it."""
     cached_tokens: int
     seconds: float
+    continues: bool = attrs.field(default=False, converter=bool)
+    """Whether the reply goes on in the turn of the completion before it, after a text of the environment."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return dict(zip(_RECORD_FIELDS, _record_values(self), strict=True))
+        """The fields by name, without ``continues`` if it is false."""
+        fields = dict(zip(_RECORD_FIELDS, _record_values(self), strict=True))
+        if not self.continues:
+            del fields["continues"]
+        return fields
 
 
 _RECORD_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord))
@@ -170,8 +175,10 @@ class Trajectory:
         self._close_segment(len(tokens), None)
         self.messages.extend(messages)
 
-    def add_reply(self, completion: Completion, message: Message) -> None:
+    def add_reply(self, completion: Completion, message: Message, *, continues: bool = False) -> None:
         """Append sampled tokens, after checking that they were sampled from exactly the stored tokens.
+
+        ``continues``: they go on in the turn of the last reply.
 
         Raises:
             TokenMismatchError: the request contained other ids than this trajectory.
@@ -196,6 +203,7 @@ class Trajectory:
                 prompt_digest=completion.prompt_digest,
                 cached_tokens=completion.cached_tokens,
                 seconds=completion.seconds,
+                continues=continues,
             )
         )
 

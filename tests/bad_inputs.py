@@ -271,6 +271,10 @@ async def nothing(*arguments: Any) -> StepResult:
     return StepResult()
 
 
+async def two_ways(*arguments: Any) -> StepResult:
+    return StepResult([Message("user", "Go on.")], continuation=" and")
+
+
 async def unpaid(*arguments: Any) -> StepResult:
     return StepResult(done=True, reward=float("nan"))
 
@@ -399,6 +403,7 @@ ROWS = [
     Row(FOREIGN, "a step that raises", "World.step raised ConnectionError: the world is down", world(step=raises)),
     Row(FOREIGN, "a step that hangs", "World.step did not answer within 0.05 s", world(step=hangs, seconds=0.05)),
     Row(FOREIGN, "a step that returns nothing", "World.step: no messages and not done; expected one or the other", world(step=nothing)),
+    Row(FOREIGN, "a step that answers in two ways", "World.step: StepResult.continuation: got ' and'; expected none with messages: a step answers in one way", world(step=two_ways)),
     Row(FOREIGN, "a step whose reward is not a number", "World.step: StepResult.reward: got nan; expected a finite number", world(step=unpaid)),
     Row(FOREIGN, "a step whose metric is not a number", "World.step: StepResult.metrics['found']: got 'yes'; expected a finite number", world(step=uncounted)),
     Row(FOREIGN, "a start that returns a text", "World.start: messages: got 'hello'; expected a sequence of messages", world(start=a_text)),

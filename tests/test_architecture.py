@@ -103,6 +103,7 @@ LAW_BOOKS = {
     "test_fuzz.py",
     "test_manager_semantics.py",
     "test_token_exactness.py",
+    "agent/test_raw_continuation.py",
     "environments/test_returned_values.py",
     "tool_calls/test_dialects.py",
     "tool_calls/test_outcomes.py",

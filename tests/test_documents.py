@@ -20,6 +20,7 @@ from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.recipe_files import build, load_recipe
 from rollouts.renderer import load_tokenizer
 from rollouts.testing.environment_check import CheckOptions, examine
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import (
     AsyncRolloutManager,
@@ -202,6 +203,22 @@ async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tm
     names: dict[str, Any] = {}
     exec(compile(f"{file}\nasync def test():\n{body}", "environments.md", "exec"), names)
     await names["test"]()
+
+
+async def test_the_text_in_the_same_turn_of_the_page_runs(tokenizer: Any) -> None:
+    """``docs/environments.md``: the second example answers in the turn of the reply, and its recipe is sound."""
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
+    code = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)[1]
+    names: dict[str, Any] = {}
+    exec(compile(code, "environments.md", "exec"), names)
+    recipe = names["recipe"](Endpoint(model=str(DEMO_MODEL)))
+    texts = ["<search>Ada</search>", "<answer>Ada</answer><|im_end|>"]
+    policy = ScriptedPolicy([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+    (prompt,) = recipe.data_buffer.get_prompts(1)
+    (sample,) = await recipe.config.generate_fn([prompt], policy=policy)
+    assert sample.response == f"{texts[0]}\n\n<information>Nothing about Ada.</information>\n\n{texts[1]}"
+    assert recipe.config.reward_fn(sample) == 1.0
+    assert recipe.endpoint.sampling.stop == ("</search>", "</answer>")
 
 
 def test_the_code_of_the_page_about_rewards_runs() -> None:

@@ -88,12 +88,14 @@ class Past:
     trajectory: Trajectory
     """Its tokens and messages, not sealed. The last message is the last reply, unless ``state`` is ``"asked"``."""
     reply_start: int
-    """Position of the first token of the last reply."""
+    """Position of the first token of the last reply's turn."""
     new: tuple[Message, ...] = ()
     """Messages to append after that reply; if there are none, ``state`` decides what comes next."""
     state: Literal["replied", "cut", "asked"] = "replied"
     """``replied``: the environment answers the last reply. ``cut``: the model continues the last reply. ``asked``: the
     tokens after the last reply are in the trajectory already, and the model replies to them."""
+    part_start: int | None = None
+    """In a turn that the environment continued, the position after its last text; else ``None``."""
 
 
 @attrs.define(eq=False)
@@ -119,7 +121,10 @@ class Episode:
     sampled: int = attrs.field(init=False, default=0)
     """Number of sampled tokens, over all branches."""
     reply_start: int = attrs.field(init=False, default=0)
-    """Position of the first token of the last reply in its branch."""
+    """Position of the first token of the last assistant turn in its branch."""
+    part_start: int = attrs.field(init=False, default=0)
+    """Position of the first token that the environment has not received: ``reply_start``, unless the environment
+    continued the turn."""
     continues_reply: bool = attrs.field(init=False, default=False)
     """Whether the next completion continues the last reply."""
     rendered: str = attrs.field(init=False, default="")
@@ -158,7 +163,7 @@ class Episode:
             tools, reply = await self._continue_past(environment, name, past)
         elif self.earlier is not None and resumable is not None:
             tools = await self._resume_logged(environment, resumable, name, self.earlier)
-            turn = self.replies
+            turn = len(self.earlier.completions)
         else:
             messages, tools = await self._start_environment(environment, name)
             await self.open_conversation(messages, tools)
@@ -176,10 +181,13 @@ class Episode:
                 return StopReason.TASK_COMPLETED
             if turn >= self.limits.max_turns:
                 return StopReason.MAX_TURNS
-            # 7. Append the result: a bridge after the tokens so far, or a new branch.
-            await self.append_messages(step.messages, tools)
+            # 7. Append the result: a text in the same turn, a bridge after the tokens so far, or a new branch.
+            if step.continuation:
+                await self._append_continuation(step.continuation, name, tools)
+            else:
+                await self.append_messages(step.messages, tools)
             # 8. Log the turn. Without a snapshot the first turn is enough: it shows that the episode had begun.
-            if resumable is not None or self.replies == 1:
+            if resumable is not None or turn == 1:
                 await self._log_turn(resumable, name)
             reply = None
 
@@ -216,12 +224,15 @@ class Episode:
         """Start with a past conversation; return the tools, and the last reply if the environment answers it next."""
         self.branches = [past.trajectory]
         self.reply_start = past.reply_start
+        self.part_start = past.reply_start if past.part_start is None else past.part_start
         past.trajectory.history = self.history
         messages = list(past.trajectory.messages)
         self.replies = sum(message.role == "assistant" for message in messages)
         self.call_count = sum(len(message.tool_calls) for message in messages)
-        before = messages if past.state == "asked" else messages[:-1]
+        before = messages if past.state == "asked" and past.part_start is None else messages[:-1]
         known = [*messages, *past.new] if past.new else before
+        if past.part_start is not None and not past.new:
+            known = [*before, self._turn_until(past.part_start, ())]
         prompt = attrs.evolve(self.prompt, prompt=known)
         await self._call_environment(f"{name}.start", environment.start, prompt)
         tools = self._checked_tools(environment, name)
@@ -230,6 +241,7 @@ class Episode:
         if past.new:
             await self.append_messages(past.new, tools)
         if past.new or past.state == "asked":
+            self.continues_reply = not past.new and past.part_start is not None
             return tools, None
         stored = past.trajectory.messages.pop()  # parsed again below: the ids are the record, the message is a view
         self.call_count -= len(stored.tool_calls)
@@ -237,10 +249,12 @@ class Episode:
         given = as_messages(self.prompt.prompt)
         if given and given[-1].role == "assistant" and self.replies == sum(m.role == "assistant" for m in given):
             self.reply_start = self.renderer.reply_start([*before, given[-1]], tools)
+            if past.part_start is None:
+                self.part_start = self.reply_start
         if self.continues_reply:
             return tools, None
         reply, _ = self._parse(tools)
-        past.trajectory.messages.append(reply)
+        past.trajectory.messages.append(self._whole_turn(reply, tools))
         return tools, reply
 
     async def _resume_logged(
@@ -253,10 +267,12 @@ class Episode:
         self.branches = [earlier]
         self.call_count, self.session = last["calls_asked"], last["session"]
         self.began -= self.seconds_before
-        self.replies = len(earlier.completions)
-        self.reply_start = earlier.completions[-1].start
+        self.replies = last.get("replies", len(earlier.completions))
+        self.reply_start = self.part_start = earlier.completions[-1].start
+        if last.get("open_turn") is not None:
+            self.reply_start, self.part_start, self.continues_reply = last["open_turn"], len(earlier), True
         self.sampled = int(earlier.mask.sum())
-        earlier.count("turns_before_resume", self.replies)
+        earlier.count("turns_before_resume", len(earlier.completions))
         self._mark_logged()
         return tools
 
@@ -284,6 +300,7 @@ class Episode:
         if messages and messages[-1].role == "assistant":
             before = messages[:-1]
             self.reply_start = await _render(messages, self.renderer.reply_start, list(messages), tools)
+            self.part_start = self.reply_start
             self.continues_reply = True
             self.replies += 1
         self.trajectory.add_context(opening, before)
@@ -309,7 +326,7 @@ class Episode:
         position = f"{self.replies}+{len(self.trajectory)}" if self.continues_reply else None
         if not self.continues_reply:
             self.replies += 1
-            self.reply_start = len(self.trajectory)
+            self.reply_start = self.part_start = len(self.trajectory)
         self.continues_reply = False
         seed = self.sampling.seed
         if seed is not None:
@@ -330,9 +347,12 @@ class Episode:
 
     def _parse_reply(self, completion: Completion, tools: Sequence[Tool]) -> Message:
         """Append the sampled tokens, and parse the reply that they complete."""
-        self.trajectory.add_reply(completion, _UNPARSED)
+        continues = self.reply_start < self.part_start == len(self.trajectory)
+        if continues:
+            self.trajectory.messages.pop()  # the turn so far
+        self.trajectory.add_reply(completion, _UNPARSED, continues=continues)
         reply, counters = self._parse(tools)
-        self.trajectory.messages[-1] = reply
+        self.trajectory.messages[-1] = self._whole_turn(reply, tools)
         for name in counters:
             self.trajectory.count(name)
         self.trajectory.count("tool_calls", len(reply.tool_calls))
@@ -340,13 +360,11 @@ class Episode:
         return reply
 
     def _parse(self, tools: Sequence[Tool]) -> tuple[Message, list[str]]:
-        """The last reply, parsed from its ids, and the counters to increase.
+        """What the environment has not received of the last reply, parsed from its ids, and the counters to increase.
 
         Each call has an id, unique in the reply; a call that cannot run has an error.
         """
-        tokens = self.trajectory.tokens
-        prompt = tokens[max(self.reply_start - _PROMPT_END, 0) : self.reply_start]
-        reply = self.renderer.parse(tokens[self.reply_start :], tools=tools, prompt=prompt)
+        reply = self._parsed(self.part_start, None, tools)
         counters: list[str] = []
         if not reply.tool_calls:
             return reply, counters
@@ -369,6 +387,21 @@ class Episode:
                 error = f"there is no tool {call.name!r}; {listed}"
             calls.append(ToolCall(call.name, call.arguments, call_id, call.raw, error, call.fault))
         return Message(reply.role, reply.content, calls, reasoning=reply.reasoning), counters
+
+    def _parsed(self, start: int, stop: int | None, tools: Sequence[Tool]) -> Message:
+        tokens = self.trajectory.tokens
+        prompt = tokens[max(start - _PROMPT_END, 0) : start]
+        return self.renderer.parse(tokens[start:stop], tools=tools, prompt=prompt)
+
+    def _turn_until(self, stop: int | None, tools: Sequence[Tool]) -> Message:
+        """The text of the last assistant turn as a message without calls."""
+        return attrs.evolve(self._parsed(self.reply_start, stop, tools), tool_calls=())
+
+    def _whole_turn(self, reply: Message, tools: Sequence[Tool]) -> Message:
+        """The whole assistant turn that ends with ``reply``: earlier parts of it have no calls."""
+        if self.part_start == self.reply_start:
+            return reply
+        return attrs.evolve(self._turn_until(None, tools), tool_calls=reply.tool_calls)
 
     # -- 5. check the limits --
 
@@ -435,8 +468,11 @@ class Episode:
             shown = f"tool {names}" if has_tools and valid else ""
             answer = await self._call_environment(what, environment.step, request, shown=shown)
             step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
-            if not step.done and not step.messages:
+            if not step.done and not step.messages and not step.continuation:
                 raise bad_step(what, "no messages and not done; expected one or the other")
+            if step.continuation and reply.tool_calls:
+                expected = 'messages: this reply has tool calls; with dialect="plain", calls stay text'
+                raise bad_step(what, str(ConfigError.of("StepResult.continuation", step.continuation, expected)))
         if len(valid) == len(reply.tool_calls):
             return step
         answered = {message.tool_call_id for message in step.messages}
@@ -475,6 +511,30 @@ class Episode:
                 self.trajectory.add_context(bridge, new)
         except ConfigError as error:
             raise GenerateFailure(f"the template cannot render the next turn: {error}") from error
+        self._observe()
+
+    async def _append_continuation(self, text: str, name: str, tools: Sequence[Tool]) -> None:
+        """Append a text of the environment to the assistant turn of the last reply.
+
+        Raises:
+            EnvironmentFailure: the text has no tokens.
+            GenerateFailure: it contains a special token, which ``special_text`` refuses.
+        """
+        trajectory = self.trajectory
+        if int(trajectory.tokens[-1]) in self.renderer.stop_token_ids:
+            trajectory.count("continued_after_end")
+        try:
+            encoded = await _render([Message("assistant", text)], self.renderer.continuation, text)
+        except ConfigError as error:
+            raise GenerateFailure(f"the text of the environment cannot follow the reply: {error}") from error
+        if not len(encoded):
+            expected = "a text of at least one token"
+            raise bad_step(f"{name}.step", str(ConfigError.of("StepResult.continuation", text, expected)))
+        trajectory.add_context(encoded)
+        trajectory.count("continuations")
+        self.part_start = len(trajectory)
+        self.continues_reply = True
+        trajectory.messages[-1] = self._turn_until(None, tools)
         self._observe()
 
     async def _fork_if_rewritten(self, new: Sequence[Message], tools: tuple[Tool, ...]) -> bool:
@@ -547,13 +607,16 @@ class Episode:
             calls_asked=self.call_count,
             session=self.session,
             seconds=time.monotonic() - self.began,
+            replies=self.replies,
+            open_turn=self.reply_start if self.continues_reply else None,
             **fields,
         )
         self._mark_logged()
         await self.log.save(turn)
 
     def _mark_logged(self) -> None:
-        self.logged = (len(self.trajectory), len(self.trajectory.completions), len(self.trajectory.messages))
+        messages = len(self.trajectory.messages) - self.continues_reply  # the last one still grows
+        self.logged = (len(self.trajectory), len(self.trajectory.completions), messages)
 
 
 async def _render(new: Sequence[Message], function: Callable[..., Rendered], *arguments: object) -> Rendered:

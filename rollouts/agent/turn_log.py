@@ -56,7 +56,8 @@ class Turn:
     logprobs: LogprobColumn
     fields: Mapping[str, Any]
     """Plain values: the new ``completions`` and ``messages``; ``versions``, ``metrics`` and ``step_rewards`` so far;
-    fields that the loop adds; the environment's ``snapshot`` if it returned one."""
+    fields that the loop adds, among them ``open_turn``, the position of an assistant turn that goes on; the
+    environment's ``snapshot`` if it returned one."""
 
     @classmethod
     def since(cls, trajectory: Trajectory, start: int, completions: int, messages: int, **fields: Any) -> Turn:
@@ -126,13 +127,21 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
             cached_tokens=record.cached_tokens,
             seconds=record.seconds,
         )
-        trajectory.add_reply(completion, Message("assistant"))
+        trajectory.add_reply(completion, Message("assistant"), continues=record.continues)
     if len(trajectory.completions) != turns[-1].number:
         raise ValueError(
             f"turns: got {len(trajectory.completions)} completions; expected {turns[-1].number}, one a turn"
         )
     trajectory.add_context(tokens[len(trajectory) :])
-    trajectory.messages[:] = [message_from_dict(fields) for turn in turns for fields in turn.fields["messages"]]
+    messages: list[Message] = []
+    for turn in turns:
+        start = turn.fields.get("open_turn")
+        if start is not None and not 0 <= start < len(trajectory):
+            raise ValueError(f"turns: got open_turn {start}; expected a position below {len(trajectory)}")
+        messages += [message_from_dict(fields) for fields in turn.fields["messages"]]
+        if start is not None and turn is not turns[-1]:
+            messages.pop()  # the next turn has the whole message
+    trajectory.messages[:] = messages
     trajectory.metrics.update(last["metrics"])
     trajectory.step_rewards.extend(last["step_rewards"])
     return trajectory

@@ -40,6 +40,7 @@ NEEDS: dict[str, str] = {
     "run --trace": "otel",
     "run retool": "math",
     "run search": "search",
+    "run search_r1": "search",
 }
 """The verbs, with the extra that each needs."""
 

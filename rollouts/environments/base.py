@@ -50,6 +50,10 @@ class StepResult:
     function, the rollout's reward is the sum over all steps."""
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Finite numbers that are summed over the episode, e.g. ``{"invalid_moves": 1}``."""
+    continuation: str = ""
+    """Text that goes on in the assistant turn of the reply, e.g. search results between tags: it is encoded alone,
+    without chat markup, never trained, and the model goes on after it. Not with ``messages``, not with ``done``, and
+    not after a reply with tool calls, whose results are messages."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -64,12 +68,12 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
     Args:
         step: the returned value, of any type.
         what: the function that returned it, for messages, e.g. ``"CalculatorEnvironment.step"``.
-        max_bytes: UTF-8 bytes of one message; a longer one is cut, says so to the model, and is counted in
-            ``metrics["truncated_messages"]``.
+        max_bytes: UTF-8 bytes of one message, or of ``continuation``; a longer one is cut, says so to the model, and
+            is counted in ``metrics["truncated_messages"]``.
 
     Raises:
-        EnvironmentFailure: it is not a :class:`StepResult`, a message is none, ``done`` is not a bool, or a reward or
-            metric is not a finite number.
+        EnvironmentFailure: it is not a :class:`StepResult`, a message is none, ``done`` is not a bool, a reward or
+            metric is not a finite number, or ``continuation`` is not a text or not alone.
     """
     if not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
@@ -79,10 +83,12 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
         messages = _messages_of("StepResult.messages", step.messages)
         metrics = _metrics_of(step)
         cut = tuple([_cut(message, max_bytes) for message in messages])
-        truncated = sum([one is not other for one, other in zip(cut, messages, strict=True)])
+        continuation = _continuation_of(step, messages)
+        text = _cut_text(continuation, max_bytes)
+        truncated = sum([one is not other for one, other in zip((*cut, text), (*messages, continuation), strict=True)])
         if truncated:
             metrics[TRUNCATED] = metrics.get(TRUNCATED, 0) + truncated
-        return StepResult(cut, step.done, _reward_of(step), metrics)
+        return StepResult(cut, step.done, _reward_of(step), metrics, text)
     except ConfigError as error:
         raise bad_step(what, str(error)) from None
     except Exception as error:  # iterating a user-defined list or mapping runs user code
@@ -119,12 +125,31 @@ def _messages_of(field: str, value: Any) -> tuple[Message, ...]:
 
 
 def _cut(message: Message, max_bytes: int) -> Message:
-    """The message, cut to ``max_bytes`` with a note for the model where it is longer."""
-    text = message.content
+    text = _cut_text(message.content, max_bytes)
+    return message if text is message.content else attrs.evolve(message, content=text)
+
+
+def _cut_text(text: str, max_bytes: int) -> str:
+    """The text, cut to ``max_bytes`` with a note for the model where it is longer."""
     if len(text) * 4 <= max_bytes or len(encoded := text.encode("utf-8", "replace")) <= max_bytes:
-        return message
+        return text
     kept = encoded[:max_bytes].decode("utf-8", "ignore")
-    return attrs.evolve(message, content=f"{kept}\n[truncated: the first {max_bytes} of {len(encoded)} bytes]")
+    return f"{kept}\n[truncated: the first {max_bytes} of {len(encoded)} bytes]"
+
+
+def _continuation_of(step: StepResult, messages: Sequence[Message]) -> str:
+    text: Any = step.continuation
+    if not isinstance(text, str):
+        raise ConfigError.of("StepResult.continuation", text, 'a text, "" for none')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError.of("StepResult.continuation", text, "a text without lone surrogates") from None
+    if text and messages:
+        raise ConfigError.of("StepResult.continuation", text, "none with messages: a step answers in one way")
+    if text and step.done:
+        raise ConfigError.of("StepResult.continuation", text, "none with done=True: the model does not go on")
+    return text
 
 
 def bad_step(what: str, text: str) -> EnvironmentFailure:

@@ -17,8 +17,8 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.dtypes import Limits, Message, Prompt, StopReason, Tool, ToolCall
-from rollouts.environments.base import Environment, sound_opening, sound_step
-from rollouts.errors import EnvironmentFailure
+from rollouts.environments.base import Environment, bad_step, sound_opening, sound_step
+from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.recipe import Recipe
 from rollouts.training.rewards import score
 from rollouts.training.types import Sample, Status
@@ -122,6 +122,9 @@ class HostedEpisode:
             EnvironmentFailure, what, self._environment.step, reply, seconds=self.limits.step_seconds
         )
         step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
+        if step.continuation:
+            expected = "messages: ORS has no text that goes on in an assistant turn"
+            raise bad_step(what, str(ConfigError.of("StepResult.continuation", step.continuation, expected)))
         self.messages += [reply, *step.messages]
         self._rewards += step.rewards
         self.over = step.done

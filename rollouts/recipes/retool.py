@@ -5,12 +5,12 @@
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.environments.python_tool import REQUIRED
 from rollouts.recipe import Recipe, agent_recipe
-from rollouts.recipes.environments.retool import RetoolEnvironment, load_maths
+from rollouts.recipes.environments.retool import STOP, CodeTagsEnvironment, RetoolEnvironment, load_maths
 from rollouts.training.rewards import boxed_math
 
 
@@ -18,6 +18,7 @@ def recipe(
     endpoint: Endpoint,
     *,
     data: str,
+    style: Literal["tools", "tags"] = "tools",
     limit: int | None = None,
     batch_size: int = 32,
     n_samples_per_prompt: int = 8,
@@ -30,11 +31,15 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names what the sandbox must enforce."""
+    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names what the sandbox must enforce.
+
+    With ``style="tags"`` programs and their outputs are text of one assistant turn.
+    """
+    tags: dict[str, Any] = {"stop": STOP, "dialect": "plain"} if style == "tags" else {}
     return agent_recipe(
         "retool",
         endpoint,
-        functools.partial(RetoolEnvironment, require=require),
+        functools.partial(CodeTagsEnvironment if style == "tags" else RetoolEnvironment, require=require),
         load_maths(data, limit=limit),
         reward_fn=boxed_math,
         batch_size=batch_size,
@@ -46,4 +51,5 @@ def recipe(
         history=history,
         batches=batches,
         seed=seed,
+        **tags,
     )

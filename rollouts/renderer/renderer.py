@@ -275,6 +275,14 @@ class Renderer:
         last = int(tail[-1]) if len(tail) else None
         return ids[1:] if self._replaces_first(last, ids) else ids
 
+    def continuation(self, text: str) -> TokenColumn:
+        """Return the ids of a text that goes on in a reply's turn, encoded alone; int32, read-only.
+
+        Raises:
+            ConfigError: it contains a special token, and ``special_text`` is ``"error"``.
+        """
+        return self._encode(self._marks.guarded_text(text, "StepResult.continuation"))
+
     def _bridge_text(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool], memory: BridgeMemory
     ) -> str:

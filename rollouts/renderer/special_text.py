@@ -49,17 +49,24 @@ class Marks:
         return messages if self._mode == "as_ids" else [self._guard(message) for message in messages]
 
     def _guard(self, message: Message) -> Message:
-        found = self._pattern.search(message.content) if message.role in ("user", "tool") else None
-        if found is None:
+        if message.role not in ("user", "tool"):
             return message
+        content = self.guarded_text(message.content, f"content of a {message.role} message")
+        return message if content is message.content else attrs.evolve(message, content=content)
+
+    def guarded_text(self, text: str, what: str) -> str:
+        """Return a text of a user or tool with a guard in each mark.
+
+        Raises:
+            ConfigError: there is a mark, and the mode is ``error``; the message names ``what``.
+        """
+        found = None if self._mode == "as_ids" else self._pattern.search(text)
+        if found is None:
+            return text
         if self._mode == "error":
-            raise ConfigError.of(
-                f"content of a {message.role} message",
-                found[0],
-                'no special token (special_text="error"; "as_text" encodes it as plain text, "as_ids" as its id)',
-            )
-        content = self._pattern.sub(lambda mark: mark[0][0] + GUARD + mark[0][1:], message.content)
-        return attrs.evolve(message, content=content)
+            expected = 'no special token (special_text="error"; "as_text" encodes it as plain text, "as_ids" as its id)'
+            raise ConfigError.of(what, found[0], expected)
+        return self._pattern.sub(lambda mark: mark[0][0] + GUARD + mark[0][1:], text)
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
         """Split a rendered text; yield each part without guards, and whether it is a mark to encode as plain text."""

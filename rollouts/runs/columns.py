@@ -37,6 +37,7 @@ _COMPLETION: Mapping[str, Type] = {
     "prompt_digest": "int64",
     "cached_tokens": "int32",
     "seconds": "float64",
+    "continues": "bool_",
 }
 _DIGESTS: Mapping[str, Type] = {"tokens": "int64", "loss_mask": "int64", "rollout_log_probs": "int64"}
 _FAILURE: Mapping[str, Type] = {field.name: "string" for field in attrs.fields(Failure)}

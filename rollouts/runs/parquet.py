@@ -228,6 +228,9 @@ def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[s
             for row in table.to_pylist():
                 row.update({name: msgspec.json.decode(row[name]) for name in _JSON_COLUMNS})
                 row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+                for completion in row.get("completions") or ():  # version 0.1 has another name
+                    if not completion.get("continues"):
+                        completion.pop("continues", None)  # a row of JSON has it only where it is true
                 yield row
 
 

@@ -164,8 +164,10 @@ class _RecordingEnvironment:
 
     async def step(self, reply: Message) -> StepResult:
         result = sound_step(await self._call("step", reply), f"{self._name}.step", max_bytes=sys.maxsize)
-        fields = {"done": result.done, "reward": result.reward, "metrics": dict(result.metrics)}
+        fields: dict[str, Any] = {"done": result.done, "reward": result.reward, "metrics": dict(result.metrics)}
         messages = [message_to_dict(message) for message in result.messages]
+        if result.continuation:
+            fields["continuation"] = result.continuation
         self._record("step", reply=_checksum(reply), messages=messages, **fields)
         return result
 
@@ -404,7 +406,8 @@ class _ReplayedEnvironment:
         if fields["reply"] != _checksum(reply):
             raise self._tape.divergence(f"the environment receives {reply!r}; expected the recorded reply")
         messages = [message_from_dict(message) for message in fields["messages"]]
-        return StepResult(messages, fields["done"], fields["reward"], fields["metrics"])
+        continuation = fields.get("continuation", "")
+        return StepResult(messages, fields["done"], fields["reward"], fields["metrics"], continuation)
 
     async def close(self) -> None:
         error = self._tape.close()

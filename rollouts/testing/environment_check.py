@@ -219,7 +219,7 @@ class _Check:
                 answered = [message.tool_call_id for message in result.messages if message.role == "tool"]
                 if reply.tool_calls and not result.done and answered != [call.id for call in reply.tool_calls]:
                     wrong.append(f"{len(reply.tool_calls)} calls were answered by {len(answered)} tool messages")
-                if not result.done and not result.messages:
+                if not result.done and not result.messages and not result.continuation:
                     wrong.append("a step returned no messages and was not done")
         cut = sum(result.metrics.get(TRUNCATED, 0) for episode in played for result in episode.results)
         if cut:
@@ -380,7 +380,7 @@ def _reply_tokens(renderer: Renderer, reply: Message) -> list[int]:
 
 def _plain(result: StepResult) -> tuple[Any, ...]:
     messages = tuple(message.to_chat() for message in result.messages)
-    return messages, result.done, result.reward, dict(result.metrics)
+    return messages, result.done, result.reward, dict(result.metrics), result.continuation
 
 
 def _signature(tool: Any) -> str:

@@ -66,11 +66,17 @@ async def play(environment: Environment, prompt: Prompt | str, replies: Iterable
         messages = [*sound_opening(await environment.start(prompt), f"{name}.start")]
         for scripted in replies:
             reply = scripted if isinstance(scripted, Message) else Message("assistant", scripted)
-            messages.append(reply)
+            if steps and steps[-1].continuation:
+                begun = messages.pop()
+                messages.append(attrs.evolve(reply, content=begun.content + reply.content))
+            else:
+                messages.append(reply)
             steps.append(sound_step(await environment.step(reply), f"{name}.step"))
             if steps[-1].done:
                 break
             messages += steps[-1].messages
+            if steps[-1].continuation:
+                messages[-1] = attrs.evolve(messages[-1], content=messages[-1].content + steps[-1].continuation)
     finally:
         await environment.close()
     return Played(tuple(messages), tuple(steps))

@@ -8,6 +8,7 @@ This module does not know where samples are stored, nor groups and rewards.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
         position = 0
         for record in sample.completions:
             trajectory.add_context(sample.token_column[position : record.start])
-            trajectory.add_reply(_completion(sample, record), Message("assistant"))
+            trajectory.add_reply(_completion(sample, record), Message("assistant"), continues=record.continues)
             position = record.stop
         trajectory.add_context(sample.token_column[position:])
         trajectory.metrics |= sample.metrics
@@ -99,10 +100,13 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     else:
         trajectory.add_context(sample.token_column)
     trajectory.messages = messages
-    if unanswered:
+    if unanswered and not (sample.completions and messages[-1].role == "assistant"):
         return Past(trajectory, len(sample), state="asked")
+    turn_start, part_start = _starts(sample.completions)
+    if unanswered:  # by a text of the environment: the last turn goes on
+        return Past(trajectory, turn_start, state="asked", part_start=len(sample))
     cut = sample.completions[-1].finish_reason != "stop"
-    return Past(trajectory, _reply_start(sample.completions), tuple(new), state="cut" if cut else "replied")
+    return Past(trajectory, turn_start, tuple(new), state="cut" if cut else "replied", part_start=part_start)
 
 
 def _completion(sample: Sample, record: CompletionRecord) -> Completion:
@@ -121,15 +125,20 @@ def _completion(sample: Sample, record: CompletionRecord) -> Completion:
         logprobs=logprobs[record.start : record.stop],
         versions=spans,
         prompt_tokens=record.start,
-        **{name: value for name, value in attrs.asdict(record).items() if name not in ("start", "stop")},
+        **{name: value for name, value in attrs.asdict(record).items() if name not in ("start", "stop", "continues")},
     )
 
 
-def _reply_start(records: Sequence[CompletionRecord]) -> int:
-    """Offset of the last reply; a reply that was continued consists of several adjacent completions."""
-    start = records[-1].start
-    for record in reversed(records[:-1]):
-        if record.stop != start:
+def _starts(records: Sequence[CompletionRecord]) -> tuple[int, int | None]:
+    """Offsets of the last turn, and of what follows the environment's last text in it, ``None`` if there is none.
+
+    A reply that was continued consists of several adjacent completions.
+    """
+    start, part = records[-1].start, None
+    for record, before in itertools.pairwise(reversed(records)):
+        if record.continues:
+            part = record.start if part is None else part
+        elif before.stop != record.start:
             break
-        start = record.start
-    return start
+        start = before.start
+    return start, part

@@ -123,11 +123,25 @@ def test_n07_the_default_limit_is_64_kib() -> None:
         (StepResult(done="yes"), "StepResult.done: got 'yes'; expected True or False"),  # type: ignore[arg-type]
         (StepResult(done=True, reward="0.1"), "StepResult.reward: got '0.1'; expected a finite number"),  # type: ignore[arg-type]
         (StepResult(done=True, metrics={"n": None}), "StepResult.metrics['n']: got None"),  # type: ignore[dict-item]
+        (StepResult(continuation="a\ud800"), "StepResult.continuation: got 'a\\ud800'; expected a text without lone"),
+        (StepResult(continuation=None), "StepResult.continuation: got None; expected a text"),  # type: ignore[arg-type]
+        (
+            StepResult([Message("user", "go")], continuation="on"),
+            "StepResult.continuation: got 'on'; expected none with messages",
+        ),
+        (StepResult(done=True, continuation="on"), "StepResult.continuation: got 'on'; expected none with done=True"),
     ],
 )
 async def test_n09_n11_n30_n32_every_field_of_a_step_is_checked(answered: Any, message: str) -> None:
     """N9 to N11, N30, N32: a wrong field fails the rollout in the name of the step."""
     assert (await failure_of(answered=answered)).startswith(f"Shop.step: {message}")
+
+
+def test_n07_a_long_continuation_is_cut() -> None:
+    """N7: as a message, with the same note and the same metric."""
+    step = sound_step(StepResult(continuation="déjà " * 1000), "Shop.step", max_bytes=10)
+    assert step.continuation == "déjà dé\n[truncated: the first 10 of 7000 bytes]"
+    assert step.metrics == {"truncated_messages": 1}
 
 
 @pytest.mark.parametrize("opening", ["hello", b"hello", [], 3, {"role": "user"}], ids=repr)

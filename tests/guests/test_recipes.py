@@ -22,9 +22,10 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "function_calling-turns": ("datasets/bfcl_multi_turn_base.jsonl", {"variant": "turns", "max_turns": 2}),
     "search": (None, {"max_turns": 3}),
     "retool": ("datasets/math500.jsonl", {"limit": 8, "max_turns": 2}),
+    "search_r1": (None, {"max_turns": 2}),
     "mixed": (None, {"max_turns": 3, "weights": json.dumps({"calculator": 2, "countdown": 1, "guess": 1})}),
 }
-NEEDS = {"search": "bm25s", "retool": "math_verify"}
+NEEDS = {"search": "bm25s", "search_r1": "bm25s", "retool": "math_verify"}
 
 
 def run(name: str, asset: Callable[[str], Path], engine_url: str, out: Path) -> None:

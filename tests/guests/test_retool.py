@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Message
 from rollouts.environments.python_tool import REQUIRED
 from rollouts.errors import ConfigError
 from rollouts.recipe_files import build, load_recipe
-from rollouts.recipes.environments.retool import RetoolEnvironment, load_maths
+from rollouts.recipes.environments.retool import CodeTagsEnvironment, RetoolEnvironment, load_maths
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
 from rollouts.training.rewards import boxed_math
@@ -143,6 +143,39 @@ async def test_a_recorded_solution() -> None:
     assert played.done
     assert await boxed_math(Sample(messages=played.chat, label="2.5")) == 1.0
     assert await boxed_math(Sample(messages=played.chat, label="2")) == 0.0
+
+
+CALL = '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "%s"}}\n</tool_call>'
+ACTIONS: dict[str, tuple[str, str, str]] = {
+    "tags": ("<code>print(2 + 2)</code>", "Output:\n4", "programs"),
+    "a call": (CALL % "x = 2\\nprint(x + x)", "Output:\n4", "programs"),
+    "a call with a raw line end": (CALL % "x = 2\nprint(x + x)", "Output:\n4", "programs"),
+    "a fence": ("```python\nprint(2 + 2)\n```", "Output:\n4", "programs"),
+    "in a thought": ("I run <code>print(4)</code>", "Output:\n4", "programs"),
+    "a call before tags": ("<code>print(1)</code>" + CALL % "print(4)", "Output:\n4", "programs"),
+    "another function": (
+        (CALL % "1").replace("code_interpreter", "look"),
+        "My previous action is invalid",
+        "invalid_actions",
+    ),
+    "no output": ("<code>x = 1</code>", "\n<interpreter>\n\n</interpreter>\n", "programs"),
+    "an error": ("<code>print(1 / 0)</code>", "ZeroDivisionError: division by zero\n[exit code 1]", "programs"),
+    "no program": ("<code> </code>", "Error: No Python code found", "invalid_actions"),
+    "nothing": ("I think it is 4.", "My previous action is invalid", "invalid_actions"),
+}
+
+
+@pytest.mark.parametrize("what", ACTIONS)
+async def test_an_action_in_tags_is_answered_in_the_same_turn(what: str) -> None:
+    """Each form of a program runs, its output is text of the turn, and the answer in a box ends the episode."""
+    text, shown, metric = ACTIONS[what]
+    reply = Message("assistant", reasoning=text) if what == "in a thought" else text
+    played = await play(CodeTagsEnvironment(require=()), "2 + 2?", [reply, "Answer: \\boxed{4}"])
+    assert shown in played.steps[0].continuation
+    assert played.steps[0].metrics == {metric: 1}
+    assert played.done
+    assert [message.role for message in played.messages] == ["system", "user", "assistant"]
+    assert CodeTagsEnvironment(require=()).tools == ()
 
 
 def test_what_the_sandbox_must_enforce_is_an_option(tmp_path: Path) -> None:

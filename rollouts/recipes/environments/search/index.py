@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import attrs
 import msgspec
 
@@ -22,6 +23,8 @@ from rollouts.extras import install_command
 __all__ = ["Document", "Index", "load_documents"]
 
 _WORD = re.compile(r"\w+")
+_LARGE = 20_000
+"""Number of documents from which queries run in a thread, because they would block the event loop."""
 
 
 @attrs.frozen
@@ -65,6 +68,12 @@ class Index:
         scores = self._bm25.get_scores(words)
         best = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
         return [self._order[number] for number in best[:count] if scores[number] > 0]
+
+    async def find(self, query: str, count: int) -> list[Document]:
+        """As :meth:`search`; in a thread if the collection is large."""
+        if len(self._order) > _LARGE:
+            return await anyio.to_thread.run_sync(self.search, query, count)
+        return self.search(query, count)
 
 
 def _words(text: str) -> list[str]:

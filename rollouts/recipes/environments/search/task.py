@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
-
 from rollouts.dtypes import Prompt
 from rollouts.environments.base import ToolEnvironment, tool
 from rollouts.errors import ConfigError, RewardFailure
@@ -23,8 +21,6 @@ __all__ = ["SearchEnvironment", "load_questions", "search_reward"]
 _SHOWN = 200
 """Characters of a document in a list of results."""
 _MOST = 20
-_LARGE = 20_000
-"""Number of documents from which queries run in a thread, because they would block the event loop."""
 
 
 class SearchEnvironment(ToolEnvironment):
@@ -40,10 +36,7 @@ class SearchEnvironment(ToolEnvironment):
         """Find documents by words, best first; gives their ids, titles and beginnings."""
         if not 1 <= count <= _MOST:
             raise ValueError(f"count is {count}; from 1 to {_MOST} is possible")
-        if len(self.index.documents) > _LARGE:
-            found = await anyio.to_thread.run_sync(self.index.search, query, count)
-        else:
-            found = self.index.search(query, count)
+        found = await self.index.find(query, count)
         return "\n".join(f"[{entry.id}] {entry.title}: {entry.text[:_SHOWN]}" for entry in found) or "Nothing found."
 
     @tool

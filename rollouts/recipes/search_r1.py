@@ -1,0 +1,76 @@
+"""Search-R1: questions answered in one assistant turn, with search results between tags.
+
+rollouts run search_r1 --out runs/search_r1
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import attrs
+
+from rollouts.dtypes import Endpoint, OnRewrite
+from rollouts.errors import ConfigError
+from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipes.environments.search import Index, load_documents, made_up_world
+from rollouts.recipes.environments.search_r1 import (
+    STOP,
+    RetrievalServer,
+    Retrieve,
+    SearchR1Environment,
+    instructed,
+    load_search_r1,
+    search_r1_reward,
+)
+
+
+def recipe(
+    endpoint: Endpoint,
+    *,
+    data: str | None = None,
+    corpus: Path | None = None,
+    retriever: str | None = None,
+    top: int = 3,
+    limit: int | None = None,
+    people: int = 40,
+    batch_size: int = 32,
+    n_samples_per_prompt: int = 8,
+    temperature: float = 1.0,
+    max_new_tokens: int = 512,
+    max_turns: int = 4,
+    keep: Literal["spread", "all"] = "spread",
+    history: OnRewrite = "append",
+    batches: int = 1,
+    seed: int = 0,
+) -> Recipe:
+    """Questions from ``data``, searched in ``corpus`` or by the server ``retriever``; or a generated world."""
+    if corpus is not None and retriever is not None:
+        raise ConfigError.of("options corpus, retriever", (corpus, retriever), "one of them")
+    if (data is None) != (corpus is None and retriever is None):
+        got = (data, corpus, retriever)
+        raise ConfigError.of("options data, corpus, retriever", got, "data and one of the others, or none of the three")
+    documents, questions = made_up_world(seed, people=people)
+    prompts = [attrs.evolve(prompt, prompt=instructed(str(prompt.prompt))) for prompt in questions]
+    if data is not None:
+        prompts = load_search_r1(data, limit=limit)
+    if corpus is not None:
+        documents = load_documents(corpus)
+    retrieve: Retrieve = RetrievalServer(retriever) if retriever is not None else Index(documents).find
+    return agent_recipe(
+        "search_r1",
+        endpoint,
+        partial(SearchR1Environment, retrieve, top=top),
+        prompts,
+        reward_fn=search_r1_reward,
+        batch_size=batch_size,
+        n_samples_per_prompt=n_samples_per_prompt,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        max_turns=max_turns,
+        keep=keep,
+        history=history,
+        batches=batches,
+        seed=seed,
+        stop=STOP,
+        dialect="plain",
+    )
