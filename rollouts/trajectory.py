@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rollouts.dtypes import (
     Completion,
+    Extras,
     FinishReason,
     LogprobColumn,
     Message,
@@ -72,13 +73,15 @@ class CompletionRecord:
     """CRC-32 of the ids that the client sent; :func:`digest` of the stored ``tokens[:start]`` must equal it."""
     cached_tokens: int
     seconds: float
+    extras: Extras | None = attrs.field(default=None, eq=False, repr=False)
+    """Further columns and numbers of the completion; in memory only."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """The fields by name, as they are stored: without ``extras``."""
         return dict(zip(_RECORD_FIELDS, _record_values(self), strict=True))
 
 
-_RECORD_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord))
+_RECORD_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord) if field.name != "extras")
 _record_values = operator.attrgetter(*_RECORD_FIELDS)
 
 
@@ -196,6 +199,7 @@ class Trajectory:
                 prompt_digest=completion.prompt_digest,
                 cached_tokens=completion.cached_tokens,
                 seconds=completion.seconds,
+                extras=completion.extras,
             )
         )
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
-
 from rollouts.agent.episode import Past
 from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages
 from rollouts.environments.base import EnvironmentFactory
@@ -121,7 +119,8 @@ def _completion(sample: Sample, record: CompletionRecord) -> Completion:
         logprobs=logprobs[record.start : record.stop],
         versions=spans,
         prompt_tokens=record.start,
-        **{name: value for name, value in attrs.asdict(record).items() if name not in ("start", "stop")},
+        extras=record.extras,
+        **{name: value for name, value in record.to_dict().items() if name not in ("start", "stop")},
     )
 
 
