@@ -25,6 +25,7 @@ __all__ = [
     "ChatDict",
     "Completion",
     "Endpoint",
+    "Extras",
     "Fault",
     "FinishReason",
     "Limits",
@@ -564,6 +565,68 @@ class Endpoint:
                 raise ConfigError.of(f"Endpoint.{name}", "(not shown)", expected)
 
 
+@attrs.frozen(eq=False)
+class Extras:
+    """What a server reports about a completion beyond its tokens and logprobs, where the caller asks for it.
+
+    It stays in memory with the completion; no run folder contains it.
+
+    Raises:
+        ValueError: the sets of ``top_p_ids`` do not add up.
+    """
+
+    requests: tuple[Mapping[str, float], ...] = ()
+    """For each request: ``ended`` (Unix time), ``seconds``, counts of tokens, and the numbers of the server."""
+    experts: TokenColumn | None = None
+    """Routed experts of consecutive positions, shape ``(n, layers * top_k)``. The last sampled token has none: it has
+    not been routed yet."""
+    experts_start: int = 0
+    """Position of the first row of ``experts``."""
+    top_p_ids: TokenColumn | None = None
+    """The ids that ``top_p`` kept, token after token, in one column."""
+    top_p_counts: TokenColumn | None = None
+    """How many of them each sampled token has, as long as the completion."""
+
+    def __attrs_post_init__(self) -> None:
+        ids = 0 if self.top_p_ids is None else len(self.top_p_ids)
+        counts = np.empty(0, np.int32) if self.top_p_counts is None else self.top_p_counts
+        if int(counts.sum()) != ids or (counts < 0).any():
+            raise ValueError(f"the sets of top_p have {ids} ids; expected {int(counts.sum())}, the sum of their sizes")
+
+    @classmethod
+    def joined(cls, parts: Sequence[Extras]) -> Extras:
+        """The extras of consecutive completions of one sequence.
+
+        The rows of a position are those of the part that had it first: a later part computed them again, perhaps with
+        other weights.
+
+        Raises:
+            ValueError: the rows of a part begin after the last ones.
+        """
+        start: int | None = None
+        rows: list[TokenColumn] = []
+        held = 0
+        for part in parts:
+            if part.experts is None:
+                continue
+            if start is None:
+                start = held = part.experts_start
+            if part.experts_start > held:
+                raise ValueError(f"routed experts from position {part.experts_start} on; expected {held} or less")
+            new = part.experts[held - part.experts_start :]
+            rows.append(new)
+            held += len(new)
+        ids = [part.top_p_ids for part in parts if part.top_p_ids is not None]
+        counts = [part.top_p_counts for part in parts if part.top_p_counts is not None]
+        return cls(
+            requests=tuple(request for part in parts for request in part.requests),
+            experts=None if start is None else np.concatenate(rows),
+            experts_start=start or 0,
+            top_p_ids=np.concatenate(ids) if ids else None,
+            top_p_counts=np.concatenate(counts) if counts else None,
+        )
+
+
 @attrs.frozen
 class Completion:
     """The result of one request to the policy: exactly the tokens that it sampled.
@@ -591,6 +654,8 @@ class Completion:
     """Number of prompt ids that the server read from its prefix cache."""
     seconds: float = 0.0
     """Wall time of the request, retries included."""
+    extras: Extras | None = attrs.field(default=None, eq=False, repr=False)
+    """Further columns and numbers; ``None`` unless the caller asked for them."""
 
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):

@@ -45,6 +45,9 @@ _BUILT_IN = Path(__file__).parent / "recipes"
 RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
 
+ENDPOINTS = "endpoints"
+"""A parameter of recipes that is no option: the endpoints of other models of the launch, by name."""
+
 
 GENERATE_OPTIONS: Mapping[str, Any] = {
     "history": OnRewrite,
@@ -152,7 +155,7 @@ def recipe_options(function: RecipeFunction) -> list[Option]:
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
-    return [Option(each.name, hints.get(each.name, str), each.default) for each in parameters]
+    return [Option(each.name, hints.get(each.name, str), each.default) for each in parameters if each.name != ENDPOINTS]
 
 
 def summary_of(function: RecipeFunction) -> str:
@@ -194,8 +197,19 @@ def _argument(option: str) -> str:
     return f"--{option}" if option in ("data", "seed") else "--set"
 
 
-def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, str]) -> Recipe:
+def build(
+    function: RecipeFunction,
+    endpoint: Endpoint,
+    options: Mapping[str, str],
+    endpoints: Mapping[str, Endpoint] | None = None,
+) -> Recipe:
     """Call a recipe function with options as text; those that it does not have are bound to its generate function.
+
+    Args:
+        function: the recipe.
+        endpoint: where the trained model answers.
+        options: texts by name.
+        endpoints: other models by name, for a recipe with the parameter ``endpoints``.
 
     Raises:
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
@@ -203,6 +217,8 @@ def build(function: RecipeFunction, endpoint: Endpoint, options: Mapping[str, st
     values = read_options(function, options)
     own = inspect.signature(function).parameters
     bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}
+    if ENDPOINTS in own:
+        values[ENDPOINTS] = dict(endpoints or {})
     try:
         recipe: Any = function(endpoint, **values)
     except RolloutsError:

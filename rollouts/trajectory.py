@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rollouts.dtypes import (
     Completion,
+    Extras,
     FinishReason,
     LogprobColumn,
     Message,
@@ -74,16 +75,18 @@ class CompletionRecord:
     seconds: float
     continues: bool = attrs.field(default=False, converter=bool)
     """Whether the reply goes on in the turn of the completion before it, after a text of the environment."""
+    extras: Extras | None = attrs.field(default=None, eq=False, repr=False)
+    """Further columns and numbers of the completion; in memory only."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, without ``continues`` if it is false."""
+        """The fields by name, as they are stored: without ``extras``, and without ``continues`` if it is false."""
         fields = dict(zip(_RECORD_FIELDS, _record_values(self), strict=True))
         if not self.continues:
             del fields["continues"]
         return fields
 
 
-_RECORD_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord))
+_RECORD_FIELDS = tuple(field.name for field in attrs.fields(CompletionRecord) if field.name != "extras")
 _record_values = operator.attrgetter(*_RECORD_FIELDS)
 
 
@@ -204,6 +207,7 @@ class Trajectory:
                 cached_tokens=completion.cached_tokens,
                 seconds=completion.seconds,
                 continues=continues,
+                extras=completion.extras,
             )
         )
 

@@ -5,18 +5,28 @@ Names, keywords and argument orders are the guide's; only the server is a loopba
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
+import shlex
+import tomllib
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from rollouts.commands.check_env import load_environment
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.integrations.slime import close_rollouts
+from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.settings import load_function
 from rollouts.recipe_files import build, load_recipe
 from rollouts.renderer import load_tokenizer
 from rollouts.testing.environment_check import CheckOptions, examine
@@ -227,3 +237,115 @@ def test_the_code_of_the_page_about_rewards_runs() -> None:
     names: dict[str, Any] = {}
     exec(compile(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], "rewards.md", "exec"), names)
     assert repr(names["reward_fn"]) == "<WeightedSum 1 * right + 0.2 * polite>"
+
+
+# -- docs/slime.md ----------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks_of_the_slime_page(language: str) -> list[str]:
+    page = (ROOT / "docs" / "slime.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+
+
+def flags_of_the_launch() -> dict[str, Any]:
+    """The flags of ``launch.sh`` as slime's parser would name them."""
+    words = shlex.split(blocks_of_the_slime_page("bash")[0].partition('"${MODEL_ARGS[@]}"')[2])
+    flags: dict[str, Any] = {}
+    for word, value in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            flags[name] = True if value.startswith("--") else int(value) if value.isdigit() else value
+    return flags
+
+
+class Rows:
+    """slime's data source on the file of the page."""
+
+    def __init__(self, path: Path, flags: dict[str, Any]) -> None:
+        self.rows = [json.loads(line) for line in path.read_text().splitlines()]
+        self.flags, self.taken = flags, 0
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = []
+        for _ in range(num_samples):
+            row, size = self.rows[self.taken % len(self.rows)], self.flags["n_samples_per_prompt"]
+            texts = {"prompt": row[self.flags["input_key"]], "label": row[self.flags["label_key"]]}
+            groups.append(
+                [records().sample(**texts, group_index=self.taken, index=size * self.taken + i) for i in range(size)]
+            )
+            self.taken += 1
+        return groups
+
+
+def test_the_launch_of_the_slime_page_fills_a_batch(tmp_path: Path, tokenizer: Any) -> None:
+    """``docs/slime.md``: its environment, data, YAML and flags, up to the batch that the trainer gets."""
+    file = tmp_path / "atlas.py"
+    file.write_text(blocks_of_the_slime_page("python")[0])
+    program = runpy.run_path(str(file))
+    (tmp_path / "atlas.jsonl").write_text("".join(json.dumps(row) + "\n" for row in program["ROWS"]))
+    yaml = blocks_of_the_slime_page("yaml")[0]
+    keys = dict(line.split(": ", 1) for line in yaml.splitlines())
+    assert keys == {"rollouts_recipe": "/path/to/atlas.py", "rollouts_recipe_options": "{max_turns: 3}"}
+    countries, asked = program["CAPITALS"], iter(range(10**6))
+
+    def reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
+        text = tokenizer.decode(input_ids)
+        country = next(name for name in countries if f"capital of {name}?" in text)
+        answer = f'<tool_call>\n{{"name": "capital", "arguments": {{"country": "{country}"}}}}\n</tool_call>'
+        if "<tool_response>" in text:
+            answer = f"The answer is {countries[country] if next(asked) % 3 else 'Rome'}."
+        return list(tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False))
+
+    flags = flags_of_the_launch()
+    assert len(flags) > 30
+    assert load_function(flags["data_source_path"])
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(StubServer(reply=reply)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        args = Namespace(
+            **{**flags, "rollout_temperature": 1.0, "hf_checkpoint": str(DEMO_MODEL), "advantage_estimator": "grpo"},
+            sglang_router_ip=host,
+            sglang_router_port=int(port),
+            rollouts_recipe=str(file),
+            rollouts_recipe_options={"max_turns": 3},
+        )
+        source = Rows(tmp_path / "atlas.jsonl", flags)
+        try:
+            output = load_function(flags["rollout_function_path"])(args, 0, source, evaluation=False)
+        finally:
+            close_rollouts()
+    assert [len(group) for group in output.samples] == [4] * 4
+    for group in output.samples:
+        assert {sample.reward for sample in group} == {0.0, 1.0}
+        for sample in group:
+            assert 0 < sum(sample.loss_mask) < sample.response_length == len(sample.rollout_log_probs)
+    raw, advantages = load_function(flags["custom_reward_post_process_path"])(args, [*leaves(output.samples)])
+    assert sum(advantages) == pytest.approx(0.0, abs=1e-4)
+    assert set(raw) == {0.0, 1.0}
+
+
+def test_the_slime_page_names_every_package() -> None:
+    """Each dependency of the package is installed by its line, or is in slime's image."""
+    page = (ROOT / "docs" / "slime.md").read_text(encoding="utf-8")
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    in_the_image = ("numpy", "transformers", "jinja2")
+    assert [name for name in needed if not name.startswith(in_the_image) and f'"{name}"' not in page] == []
+
+
+def test_the_comparison_with_slime_names_tests_that_exist() -> None:
+    """``SLIME_vs_ROLLOUTS.md``: each row's test or script is there."""
+    page = (ROOT / "SLIME_vs_ROLLOUTS.md").read_text(encoding="utf-8")
+    file, missing = "", []
+    for path, test in re.findall(r"`((?:[\w/]+\.py)?)(?:::)?(test_\w+)?`", page):
+        if not path and not test:
+            continue
+        file = path or file
+        places = [ROOT / file, ROOT / "tests/integrations/slime" / file]
+        texts = [place.read_text() for place in places if place.is_file()]
+        if not path:
+            texts += [each.read_text() for each in (ROOT / "tests/integrations/slime").glob("test_*.py")]
+        if not texts or (test and not any(f"def {test}(" in text for text in texts)):
+            missing.append((file, test))
+    assert missing == []
+    assert all((ROOT / script).exists() for script in re.findall(r"`(scripts/\w+)", page))

@@ -13,6 +13,7 @@ import pytest
 from rollouts.dtypes import (
     Completion,
     Endpoint,
+    Extras,
     Limits,
     Message,
     Prompt,
@@ -255,3 +256,23 @@ def test_completions_compare_and_pickle() -> None:
     assert completion() != completion(tokens=[5, 7])
     assert pickle.loads(pickle.dumps(completion())) == completion()
     assert len(completion(tokens=[], logprobs=[], versions=[]).tokens) == 0
+
+
+def test_joined_extras_keep_the_first_row_of_each_position() -> None:
+    """A later part may repeat rows, but a gap is an error."""
+
+    def part(start: int, rows: list[int]) -> Extras:
+        return Extras(({"seconds": 1.0},), np.array([[row] for row in rows], np.int32), start)
+
+    joined = Extras.joined([part(2, [20, 21]), Extras(), part(3, [31, 32, 33]), part(0, [40] * 8)])
+    assert joined.experts is not None
+    assert joined.experts[:, 0].tolist() == [20, 21, 32, 33, 40, 40]
+    assert (joined.experts_start, len(joined.requests), joined.top_p_ids) == (2, 3, None)
+    with pytest.raises(ValueError, match="from position 5 on; expected 4 or less"):
+        Extras.joined([part(2, [20, 21]), part(5, [1])])
+
+
+def test_sets_of_top_p_add_up() -> None:
+    """The sizes are those of the ids."""
+    with pytest.raises(ValueError, match="have 3 ids; expected 4"):
+        Extras(top_p_ids=packed_tokens([1, 2, 3]), top_p_counts=packed_tokens([2, 2]))

@@ -163,6 +163,23 @@ def test_each_built_in_recipe_describes_itself(name: str) -> None:
     assert [option.name for option in options.values() if option.required] == REQUIRED_OPTIONS.get(name, [])
 
 
+def test_other_endpoints_are_no_option() -> None:
+    """A parameter ``endpoints`` gets those of the launch, none in ``rollouts run``, and is on no command line."""
+    seen: list[Any] = []
+
+    def judged(endpoint: Endpoint, *, endpoints: dict[str, Endpoint], count: int = 1) -> Any:
+        seen.append(endpoints)
+        return load_recipe(CALCULATOR)(endpoint)
+
+    assert [option.name for option in recipe_options(judged)] == ["count"]
+    ref = {"ref": Endpoint(model="ref")}
+    build(judged, Endpoint(), {})
+    build(judged, Endpoint(), {"count": "2"}, ref)
+    assert seen == [{}, ref]
+    with pytest.raises(ConfigError, match="endpoints"):
+        build(judged, Endpoint(), {"endpoints": "{}"})
+
+
 # -- options --
 
 

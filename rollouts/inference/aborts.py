@@ -9,6 +9,7 @@ This module does not know why a generation is aborted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,18 +78,27 @@ async def abort_generation(transport: HttpClient, url: str, rid: str, headers: M
 
 
 async def abort_until_idle(
-    transport: HttpClient, url: str, headers: Mapping[str, str], *, seconds: float, interval: float = 0.2
+    transport: HttpClient,
+    url: str,
+    headers: Mapping[str, str],
+    *,
+    seconds: float,
+    grace: float = 0.0,
+    interval: float = 0.2,
 ) -> None:
     """Abort all requests of everyone on a server, or on the workers behind a router, until none is left.
 
     A request that arrives between an abort and the query of the load is aborted in the next round. A server without
-    ``/v1/loads`` counts as idle after one acknowledged abort.
+    ``/v1/loads`` counts as idle after one acknowledged abort. With ``grace``, a server that becomes idle within so many
+    seconds gets no abort.
 
     Raises:
         EndpointUnavailable: not acknowledged, or still not idle, within ``seconds``.
     """
     with boundary(EndpointUnavailable, f"aborting all requests on {without_password(url)}", seconds=seconds):
         for worker in [*await workers_behind(transport, url, headers)] or [url]:
+            if grace and await _becomes_idle(transport, worker, headers, grace, interval):
+                continue
             while True:
                 status, payload = await _abort(transport, worker, {"rid": "", "abort_all": True}, headers)
                 if status != 200:
@@ -99,6 +109,17 @@ async def abort_until_idle(
                 if not await _is_busy(transport, worker, headers):
                     break
                 await anyio.sleep(interval)
+
+
+async def _becomes_idle(
+    transport: HttpClient, url: str, headers: Mapping[str, str], seconds: float, interval: float
+) -> bool:
+    """Poll until a server is idle, for at most ``seconds``; whether it is."""
+    for _ in range(math.ceil(seconds / interval)):
+        if not await _is_busy(transport, url, headers):
+            return True
+        await anyio.sleep(interval)
+    return False
 
 
 async def _is_busy(transport: HttpClient, url: str, headers: Mapping[str, str]) -> bool:

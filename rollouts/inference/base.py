@@ -11,7 +11,7 @@ import attrs
 
 from rollouts.dtypes import Completion, SamplingParams, TokenColumn
 
-__all__ = ["Policy", "ServerInfo"]
+__all__ = ["ExtrasRequest", "Policy", "ServerInfo"]
 
 
 @attrs.frozen
@@ -23,6 +23,18 @@ class ServerInfo:
     weight_version: str | None = None
     max_context: int | None = None
     """Maximum length of prompt and reply together, in tokens, as far as context and KV pool allow."""
+
+
+@attrs.frozen
+class ExtrasRequest:
+    """The :class:`~rollouts.dtypes.Extras` that a completion needs. Numbers of the request come with any."""
+
+    experts_width: int | None = None
+    """Numbers of routed experts for each position, layers times top-k; ``None`` for none."""
+    experts_start: int = 0
+    """The first position whose routed experts are needed; at most the number of prompt ids."""
+    top_p_sets: bool = False
+    """Whether the ids that ``top_p`` kept are needed."""
 
 
 class Policy(Protocol):

@@ -9,8 +9,10 @@ Fields that older servers lack have defaults. This module does no I/O and does n
 
 from __future__ import annotations
 
+import base64
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -20,21 +22,45 @@ import numpy as np
 from rollouts.dtypes import (
     LOGPROB_TOLERANCE,
     Completion,
+    Extras,
     LogprobColumn,
     SamplingParams,
     TokenColumn,
     VersionSpan,
     are_logprobs,
+    finite,
+    frozen,
+    packed_tokens,
 )
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 
-__all__ = ["BrokenNumbers", "check_obeyed", "most_response_bytes", "read_completion", "request_body", "request_options"]
+__all__ = [
+    "BrokenNumbers",
+    "MissingField",
+    "check_obeyed",
+    "most_response_bytes",
+    "read_completion",
+    "request_body",
+    "request_options",
+]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+
+class MissingField(EndpointRefused):
+    """The response lacks a field of ``meta_info`` that was requested."""
+
+    def __init__(self, field: str) -> None:
+        self.field = field
+        super().__init__(
+            f"meta_info.{field}: got none; expected the requested column: the server was started without it, or a"
+            " proxy drops fields of requests"
+        )
 
 
 class BrokenNumbers(EndpointUnavailable):
@@ -70,6 +96,29 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[_Triple] | None = None
     output_token_logprobs_length: int | None = None
+    # Read only where the caller asks for extras, so that a value of another type harms no other run.
+    routed_experts: Any = None
+    routed_experts_start_len: Any = None
+    top_p_token_ids: Any = None
+    top_p_token_offsets: Any = None
+    top_p_kept_token_ids: Any = None
+    top_p_kept_token_offsets: Any = None
+    e2e_latency: Any = None
+    queue_time: Any = None
+    decode_throughput: Any = None
+    spec_accept_token_num: Any = None
+    spec_draft_token_num: Any = None
+    spec_verify_ct: Any = None
+
+
+_NUMBERS = (
+    "e2e_latency",
+    "queue_time",
+    "decode_throughput",
+    "spec_accept_token_num",
+    "spec_draft_token_num",
+    "spec_verify_ct",
+)
 
 
 class _Reply(msgspec.Struct):
@@ -80,6 +129,10 @@ class _Reply(msgspec.Struct):
 
 
 _RESPONSE_BYTES, _BYTES_PER_TOKEN, _BYTES_PER_REQUEST_BYTE = 1 << 18, 512, 32
+_BYTES_PER_EXPERT, _BYTES_PER_SET = 6, 1 << 16
+"""An int32 in base64; the ids that ``top_p`` kept for one token, some 12,000."""
+_BASE64_PIECE = 1 << 20
+"""Characters decoded at once; between two pieces, other threads run."""
 _REPLY = msgspec.json.Decoder(_Reply)
 _IDS = msgspec.json.Decoder(list[Id] | None)
 
@@ -87,7 +140,7 @@ _IDS = msgspec.json.Decoder(list[Id] | None)
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> bytes:
+def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, top_p_sets: bool = False) -> bytes:
     """Encode the part of a ``/generate`` body that follows its ids, for :func:`request_body`.
 
     Raises:
@@ -114,6 +167,8 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
         if not -(2**63) <= sampling.seed < 2**63:
             raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["sampling_seed"] = sampling.seed
+    if top_p_sets:
+        params["custom_params"] = {"return_top_p_token_ids": True}
     encoded = msgspec.json.encode(params)
     # logprob_start_len -1: logprobs of the reply only; 0 would also disable the prefix cache for the prompt.
     return b"".join(
@@ -121,23 +176,35 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> 
     )
 
 
-def request_body(rid: str, ids: EncodedIds, options: bytes, namespace: str = "") -> tuple[bytes, int]:
+def request_body(
+    rid: str, ids: EncodedIds, options: bytes, namespace: str = "", extras: ExtrasRequest | None = None
+) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
     ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`.
     """
     extra = b'"extra_key":%b,' % msgspec.json.encode(namespace) if namespace else b""
+    if extras is not None and extras.experts_width is not None:
+        start = b'"routed_experts_start_len":%d,' % extras.experts_start if extras.experts_start else b""
+        extra = b'%b"return_routed_experts":true,%b' % (extra, start)
     head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 
 
-def most_response_bytes(request_bytes: int, sampling: SamplingParams) -> int:
+def most_response_bytes(
+    request_bytes: int, sampling: SamplingParams, prompt_tokens: int = 0, extras: ExtrasRequest | None = None
+) -> int:
     """Upper bound of a sound response to a request of this size.
 
     Each new token is an id, a logprob and at most a short text in two places. A server that ignores
     ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request.
     """
-    return _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
+    most = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
+    if extras is not None:
+        rows = prompt_tokens + sampling.max_new_tokens
+        most += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
+        most += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
+    return most
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
@@ -151,6 +218,7 @@ def read_completion(
     stop: Sequence[str] = (),
     seconds: float = 0.0,
     vocab_size: int | None = None,
+    extras: ExtrasRequest | None = None,
 ) -> Completion:
     """Decode and check the body of a response with status 200.
 
@@ -161,8 +229,10 @@ def read_completion(
         stop: stop strings of the request.
         seconds: wall time of the call.
         vocab_size: upper bound of ids; ``None`` if unknown.
+        extras: what was requested beyond tokens and logprobs.
 
     Raises:
+        MissingField: the response lacks a column of ``extras``.
         EndpointUnavailable: not JSON, a transient error, or NaN instead of logprobs.
         EndpointRefused: not a ``/generate`` response, or an inconsistent one: another number of prompt ids than sent,
             logprobs of other ids than ``output_ids``, an id outside the vocabulary, a logprob above 0.
@@ -206,9 +276,76 @@ def read_completion(
             request_id=rid,
             cached_tokens=meta.cached_tokens or 0,
             seconds=seconds,
+            extras=None if extras is None else _extras(meta, ids.count, len(tokens), seconds, extras),
         )
     except ValueError as error:  # everything but the versions was checked above
         raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+
+
+def _extras(meta: _Meta, prompt_tokens: int, sampled: int, seconds: float, wanted: ExtrasRequest) -> Extras:
+    """Read the requested columns; an aborted request without tokens may lack them."""
+    request: dict[str, float] = {
+        "ended": time.time(),
+        "seconds": seconds,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": sampled,
+        "cached_tokens": meta.cached_tokens or 0,
+    }
+    for name in _NUMBERS:
+        number = finite(getattr(meta, name))
+        if number is not None:
+            request[name] = number
+    experts, start = None, 0
+    aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
+    if wanted.experts_width is not None and (meta.routed_experts is not None or not aborted):
+        start = _start_of(meta.routed_experts_start_len, wanted.experts_start)
+        column = _int32_column(meta.routed_experts, "routed_experts")
+        rows = max(0, prompt_tokens + sampled - 1 - start)
+        if len(column) != rows * wanted.experts_width:
+            raise EndpointRefused(
+                f"meta_info.routed_experts: got {len(column)} numbers; expected {rows} rows of {wanted.experts_width}"
+                f" (layers x top-k), from position {start} to that before the last of {prompt_tokens + sampled} tokens"
+            )
+        experts = column.reshape(rows, wanted.experts_width)
+    ids = counts = None
+    if wanted.top_p_sets and sampled:
+        ids = _int32_column(_first(meta.top_p_token_ids, meta.top_p_kept_token_ids), "top_p_token_ids")
+        offsets = _int32_column(_first(meta.top_p_token_offsets, meta.top_p_kept_token_offsets), "top_p_token_offsets")
+        if len(offsets) != sampled + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+            got = f"{len(offsets)} offsets from {offsets[:1]} to {offsets[-1:]} for {len(ids)} ids"
+            raise EndpointRefused(
+                f"meta_info.top_p_token_offsets: got {got}; expected {sampled + 1}, rising from 0 to the number of ids"
+            )
+        counts = frozen(np.diff(offsets))
+    return Extras((request,), experts, start, ids, counts)
+
+
+def _start_of(given: Any, wanted: int) -> int:
+    """The first position of the routed experts: servers that do not know the option start at 0."""
+    start = 0 if given is None else given
+    if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= wanted:
+        raise EndpointRefused(f"meta_info.routed_experts_start_len: got {str(given)[:80]}; expected 0 to {wanted}")
+    return start
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _int32_column(value: Any, name: str) -> TokenColumn:
+    """A column of int32 numbers: base64 of little-endian bytes, or a list."""
+    if value is None:
+        raise MissingField(name)
+    try:
+        if isinstance(value, str):
+            pieces = [value[at : at + _BASE64_PIECE] for at in range(0, len(value), _BASE64_PIECE)]
+            payload = b"".join([base64.b64decode(piece, validate=True) for piece in pieces])
+            return frozen(np.frombuffer(payload, "<i4").astype(np.int32, copy=False))
+        return packed_tokens(value)
+    except (ValueError, TypeError) as error:
+        raise EndpointRefused(
+            f"meta_info.{name}: {str(error)[:200]}; expected int32 numbers, as base64 or as a list"
+        ) from None
 
 
 def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ It does not know trainers, messages or samples.
 from __future__ import annotations
 
 import contextvars
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
@@ -20,14 +21,15 @@ import numpy as np
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import Completion, Extras, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import EndpointUnavailable
-from rollouts.inference.base import Policy, ServerInfo
+from rollouts.inference.base import ExtrasRequest, Policy, ServerInfo
 
 __all__ = ["InterruptiblePolicy", "ResumablePolicy", "recorded_sessions"]
 
 _EMPTY_ABORTS = 30
 """Consecutive aborts without a token after which a server counts as broken."""
+_MOST_SESSIONS = 1 << 16
 _INTERRUPT_SECONDS = 0.5
 """Delay before the next interrupt: the server does not know a request that had not arrived at the last one."""
 
@@ -58,6 +60,8 @@ class ResumablePolicy:
         inner: policy that samples.
         at_most: maximum requests in flight, or a limiter that is shared with another policy; ``None`` for no limit.
         stop_token_ids: ids that end a reply, in addition to those of each call.
+        extras: what each completion needs beyond tokens and logprobs; ``inner`` must accept it. Routed experts are
+            requested once for each position of a session.
         backoff_seconds: delay between attempts if a server aborts before the first token.
     """
 
@@ -67,9 +71,13 @@ class ResumablePolicy:
         *,
         at_most: int | anyio.CapacityLimiter | None = None,
         stop_token_ids: tuple[int, ...] = (),
+        extras: ExtrasRequest | None = None,
         backoff_seconds: float = 0.5,
     ) -> None:
         self._backoff_seconds = backoff_seconds
+        self._extras = extras
+        self._routed: OrderedDict[str, int] = OrderedDict()
+        """Number of positions of each session whose routed experts are known."""
         self.inner = inner
         self.stop_token_ids = stop_token_ids
         self.resumed = 0
@@ -143,12 +151,27 @@ class ResumablePolicy:
     ) -> Completion:
         async with self.slot():
             self.in_flight += 1
+            options = {} if self._extras is None else {"extras": self._extras_of(session)}
             try:
-                return await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session)
+                part = await self.inner.complete(
+                    ids, sampling, stop_token_ids=stop_token_ids, session=session, **options
+                )
             finally:
                 self.in_flight -= 1
                 if not self.in_flight:
                     self._idle.set()
+        if session and part.extras is not None and part.extras.experts is not None:
+            self._routed.pop(session, None)
+            self._routed[session] = part.extras.experts_start + len(part.extras.experts)
+            if len(self._routed) > _MOST_SESSIONS:
+                self._routed.popitem(last=False)  # its next request gets all rows again
+        return part
+
+    def _extras_of(self, session: str) -> ExtrasRequest:
+        """The extras of the next request of a session."""
+        assert self._extras is not None
+        known = self._routed.get(session, 0)
+        return attrs.evolve(self._extras, experts_start=known) if known else self._extras
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -194,6 +217,7 @@ def _joined(parts: list[Completion]) -> Completion:
         versions += [VersionSpan(span.version, start + span.start, start + span.stop) for span in part.versions]
         start += len(part.tokens)
     last = parts[-1]
+    extras = [part.extras for part in parts if part.extras is not None]
     return Completion(
         tokens=np.concatenate([part.tokens for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -204,4 +228,5 @@ def _joined(parts: list[Completion]) -> Completion:
         request_id=last.request_id,
         cached_tokens=parts[0].cached_tokens,
         seconds=sum(part.seconds for part in parts),
+        extras=Extras.joined(extras) if extras else None,
     )

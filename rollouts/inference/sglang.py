@@ -10,6 +10,7 @@ This module knows tokens, but no messages, environments or samples.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, End
 from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
 from rollouts.inference import generate_wire
 from rollouts.inference.aborts import abort_generation, abort_until_idle, headers_of
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import ExtrasRequest, ServerInfo
 from rollouts.inference.discovery import describe_server, merged
 from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
 from rollouts.inference.outages import Outage, ServedWeights, ServerAway
@@ -57,6 +58,8 @@ _CRASH_SECONDS = 1.0
 """A request takes longer than this to crash its server: an id outside the vocabulary took 65 s."""
 _LONG_REPLY = 1 << 16
 """Bytes (some 1,600 tokens) from which on a response is decoded alone in its loop iteration."""
+_LARGE_REPLY = 1 << 20
+"""Bytes from which on a response with extras is decoded in a thread: routed experts take megabytes."""
 
 
 def full_jitter(failures: int) -> float:
@@ -95,6 +98,7 @@ class _Call:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     namespace: str
+    extras: ExtrasRequest | None
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
     """Worker and rid of a generation that may be running; no attempt is sent while this is set."""
@@ -151,7 +155,7 @@ class SGLangPolicy:
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._checked_stops: set[tuple[int, ...]] = set()
-        self._last_options: tuple[SamplingParams | None, tuple[int, ...], bytes] = (None, (), b"")
+        self._last_options: tuple[SamplingParams | None, tuple[int, ...], bool, bytes] = (None, (), False, b"")
         self._long_reply_lock = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
         """Workers of the requests in flight, by rid."""
@@ -193,7 +197,13 @@ class SGLangPolicy:
         await self._transport.aclose()
 
     async def complete(
-        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
+        self,
+        tokens: TokenColumn,
+        sampling: SamplingParams,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        session: str = "",
+        extras: ExtrasRequest | None = None,
     ) -> Completion:
         """Sample one continuation of ``tokens``.
 
@@ -202,6 +212,7 @@ class SGLangPolicy:
             sampling: sampling parameters; ``max_new_tokens`` limits this reply.
             stop_token_ids: ids that end the reply, in addition to the model's own.
             session: name of the sequence; its calls go to one worker, and only new ids are encoded.
+            extras: what the completion needs beyond tokens and logprobs; a reply without it is refused.
 
         Raises:
             EndpointUnavailable: no valid response within ``request_seconds`` and ``max_retries``.
@@ -216,12 +227,13 @@ class SGLangPolicy:
             self._checked_stops = {tuple(stop_token_ids)}
         call = _Call(
             ids=self._sequences.encode(tokens, session),  # not kept in a variable: see move_into
-            options=self._options(sampling, stop_token_ids),
+            options=self._options(sampling, stop_token_ids, top_p_sets=extras is not None and extras.top_p_sets),
             headers={**self._headers, "X-SMG-Routing-Key": _header_safe(session)} if session else self._headers,
             session=session,
             sampling=sampling,
             stop_token_ids=stop_token_ids,
             namespace=self._namespaces.of(session, self._workers.all[0].url),
+            extras=extras,
         )
         self.totals.encoded_tokens = self._sequences.encoded
         worker = self._workers.worker_for(session)
@@ -241,12 +253,12 @@ class SGLangPolicy:
         if self._unread_vocab_size is not None:  # else a concurrent call was first
             self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
 
-    def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...]) -> bytes:
+    def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         """Encode the options; those of the last call are reused if they are the same objects."""
-        last_sampling, last_stops, options = self._last_options
-        if sampling is not last_sampling or stop_token_ids is not last_stops:
-            options = generate_wire.request_options(sampling, stop_token_ids)
-            self._last_options = (sampling, stop_token_ids, options)
+        last_sampling, last_stops, last_sets, options = self._last_options
+        if sampling is not last_sampling or stop_token_ids is not last_stops or top_p_sets is not last_sets:
+            options = generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
+            self._last_options = (sampling, stop_token_ids, top_p_sets, options)
         return options
 
     async def interrupt(self) -> None:
@@ -272,14 +284,14 @@ class SGLangPolicy:
             for rid, worker in list(self._running.items()):
                 aborts.start_soon(abort, rid, worker)
 
-    async def abort_all(self, seconds: float) -> None:
-        """Abort the requests of everyone on all servers until none is left.
+    async def abort_all(self, seconds: float, *, grace: float = 0.0) -> None:
+        """Abort the requests of everyone on all servers until none is left; first give them ``grace`` seconds to end.
 
         Raises:
             EndpointUnavailable: a server does not respond, or is still not idle after ``seconds``.
         """
         for worker in self._workers.all:
-            await abort_until_idle(self._transport, worker.url, self._admin_headers, seconds=seconds)
+            await abort_until_idle(self._transport, worker.url, self._admin_headers, seconds=seconds, grace=grace)
 
     async def look_for_pauses(self) -> None:
         """Poll the servers that keep turns waiting for a pause; no answer counts as not paused."""
@@ -481,7 +493,7 @@ class SGLangPolicy:
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # fixed width, so that none is a prefix of another: SGLang aborts by prefix
-        body, start = generate_wire.request_body(rid, call.ids, call.options, call.namespace)
+        body, start = generate_wire.request_body(rid, call.ids, call.options, call.namespace, call.extras)
         call.ids.move_into(body, start)
         call.running = (worker, rid)
         self.totals.requests += 1
@@ -490,7 +502,7 @@ class SGLangPolicy:
         worker.unanswered[rid] = sent = time.monotonic()
         clocks = worker.pause.entered()
         try:
-            most = generate_wire.most_response_bytes(len(body), call.sampling)
+            most = generate_wire.most_response_bytes(len(body), call.sampling, call.ids.count, call.extras)
             url = f"{worker.url}/generate"
             status, payload = await self._transport.post(url, body, call.headers, fresh=fresh, most=most)
         except ConnectFailed:
@@ -526,14 +538,18 @@ class SGLangPolicy:
                 # Of long responses that arrive together, decode one in each loop iteration.
                 async with self._long_reply_lock:
                     await anyio.lowlevel.checkpoint()
-            completion = generate_wire.read_completion(
+            read = functools.partial(
+                generate_wire.read_completion,
                 payload,
                 rid=rid,
                 ids=call.ids,
                 stop=call.sampling.stop,
                 seconds=seconds,
                 vocab_size=self._sequences.vocab_size,
+                extras=call.extras,
             )
+            large = call.extras is not None and len(payload) >= _LARGE_REPLY
+            completion = await anyio.to_thread.run_sync(read) if large else read()
             generate_wire.check_obeyed(completion, call.sampling, call.stop_token_ids)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self._hide_key(error)

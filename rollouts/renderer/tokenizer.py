@@ -21,7 +21,7 @@ from rollouts.renderer.byte_level import ByteTable
 from rollouts.renderer.special_text import plain_encoder
 from rollouts.renderer.word_cache import Words
 
-__all__ = ["Codec", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
+__all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 
 _IMPORTING = threading.Lock()
 
@@ -60,7 +60,7 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
     Nothing is guessed: a model with other stop ids must declare them in generation_config.json, or the user sets them.
     """
     stops: list[int] = []
-    declared = _model_file(tokenizer, "generation_config.json").get("eos_token_id")
+    declared = _model_file(_source_of(tokenizer), "generation_config.json").get("eos_token_id")
     for value in (*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id):
         if isinstance(value, int) and value not in stops:
             stops.append(value)
@@ -73,15 +73,25 @@ def vocab_size_of(tokenizer: Any) -> int:
     A model may have more ids than its tokenizer (padded embeddings), and may sample them. A tokenizer with more ids
     than the model (added tokens) does not raise the number: such an id would crash the server.
     """
-    config = _model_file(tokenizer, "config.json")
+    declared = declared_vocab_size(_source_of(tokenizer))
+    return len(tokenizer) if declared is None else declared
+
+
+def declared_vocab_size(source: str) -> int | None:
+    """``vocab_size`` of the config.json of a model, by its folder or name; ``None`` if it declares none."""
+    config = _model_file(source, "config.json")
     text = config.get("text_config")
     declared = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return declared if isinstance(declared, int) else len(tokenizer)
+    return declared if isinstance(declared, int) else None
 
 
-def _model_file(tokenizer: Any, name: str) -> dict[str, Any]:
-    """Return a JSON file of the tokenizer's model, local or from the hub; empty if there is none."""
-    source = str(getattr(tokenizer, "name_or_path", "") or "")
+def _source_of(tokenizer: Any) -> str:
+    """The folder or name that a tokenizer was loaded from; empty if it does not say."""
+    return str(getattr(tokenizer, "name_or_path", "") or "")
+
+
+def _model_file(source: str, name: str) -> dict[str, Any]:
+    """Return a JSON file of a model, local or from the hub; empty if there is none."""
     if not source:
         return {}
     file = Path(source) / name

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes import ChatDict, TokenColumn, VersionSpan
+from rollouts.dtypes import ChatDict, Extras, TokenColumn, VersionSpan
 from rollouts.trajectory import CompletionRecord
 
 __all__ = ["CompactRecord"]
@@ -40,6 +40,8 @@ class CompactRecord:
     """Long texts that are not part of the response."""
     _messages: bytes
     _completions: bytes
+    _extras: tuple[Extras | None, ...]
+    """The extras of the completions, as they are: they may be large arrays. Empty if no completion has any."""
     _versions: bytes
 
     @classmethod
@@ -96,6 +98,7 @@ class CompactRecord:
             tuple(others),
             packed,
             pickle.dumps([_FIELDS(completion) for completion in completions], 5),
+            tuple(completion.extras for completion in completions) if any(c.extras for c in completions) else (),
             pickle.dumps([(span.version, span.start, span.stop) for span in versions], 5),
         )
         _remember(compact, response)
@@ -126,14 +129,16 @@ class CompactRecord:
 
     def completions(self) -> list[CompletionRecord]:
         """The completions of the replies."""
-        return [CompletionRecord(*fields) for fields in pickle.loads(self._completions)]
+        stored: list[Any] = pickle.loads(self._completions)
+        extras = self._extras or (None,) * len(stored)
+        return [CompletionRecord(*(*fields, extra)) for fields, extra in zip(stored, extras, strict=True)]
 
     def versions(self) -> list[VersionSpan]:
         """Policy versions of the sampled tokens."""
         return [VersionSpan(*span) for span in pickle.loads(self._versions)]
 
 
-_FIELDS = operator.attrgetter(*(field.name for field in attrs.fields(CompletionRecord)))
+_FIELDS = operator.attrgetter(*(field.name for field in attrs.fields(CompletionRecord) if field.name != "extras"))
 
 
 _recent: tuple[tuple[CompactRecord, str], ...] = ()

@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
-
 from rollouts.agent.episode import Past
 from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages
 from rollouts.environments.base import EnvironmentFactory
@@ -125,7 +123,8 @@ def _completion(sample: Sample, record: CompletionRecord) -> Completion:
         logprobs=logprobs[record.start : record.stop],
         versions=spans,
         prompt_tokens=record.start,
-        **{name: value for name, value in attrs.asdict(record).items() if name not in ("start", "stop", "continues")},
+        extras=record.extras,
+        **{name: value for name, value in record.to_dict().items() if name not in ("start", "stop", "continues")},
     )
 
 

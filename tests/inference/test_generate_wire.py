@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import struct
 from typing import Any
 
 import msgspec
@@ -20,7 +22,15 @@ from rollouts.errors import (
     EndpointRefused,
     EndpointUnavailable,
 )
-from rollouts.inference.generate_wire import BrokenNumbers, read_completion, request_body, request_options
+from rollouts.inference.base import ExtrasRequest
+from rollouts.inference.generate_wire import (
+    BrokenNumbers,
+    MissingField,
+    most_response_bytes,
+    read_completion,
+    request_body,
+    request_options,
+)
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
@@ -359,3 +369,88 @@ def test_ids_outside_the_vocabulary_are_refused(vocab_size: int | None, valid: b
         return
     with pytest.raises(EndpointRefused, match=r"output_ids\[2\]: got id 9; expected 0 <= id < 9 \(vocab_size\)"):
         read(reply(), vocab_size=vocab_size)
+
+
+# -- extras -----------------------------------------------------------------------------------------------------------
+
+EXPERTS, SETS = ExtrasRequest(experts_width=2), ExtrasRequest(top_p_sets=True)
+ROWS = list(range(14))
+"""Seven rows of two: five prompt ids and three sampled ones, but the last."""
+
+
+def base64_of(numbers: list[int]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
+
+
+def test_extras_are_requested_only_where_they_are_wanted() -> None:
+    """Routed experts from a position on, the sets of top_p among the sampling parameters."""
+    wanted = ExtrasRequest(experts_width=2, experts_start=4, top_p_sets=True)
+    body, start = request_body("r", IDS, request_options(SamplingParams(), (), top_p_sets=True), "", wanted)
+    sent = loads(body)
+    assert (sent["return_routed_experts"], sent["routed_experts_start_len"]) == (True, 4)
+    assert sent["sampling_params"]["custom_params"] == {"return_top_p_token_ids": True}
+    assert body[start:].startswith(b"1,2,3,4,5]")
+    plain = loads(request_body("r", IDS, request_options(SamplingParams(), ()), "", ExtrasRequest())[0])
+    assert plain.keys() == {"rid", "input_ids", "return_logprob", "logprob_start_len", "stream", "sampling_params"}
+    assert "custom_params" not in plain["sampling_params"]
+    bound = most_response_bytes(100, SamplingParams(), 5, ExtrasRequest())
+    assert most_response_bytes(100, SamplingParams(), 5, wanted) > bound == most_response_bytes(100, SamplingParams())
+
+
+@pytest.mark.parametrize("form", [list, base64_of], ids=["list", "base64"])
+def test_routed_experts_are_rows_of_positions(form: Any) -> None:
+    """All positions but the last token's, or those from the start on that the server names."""
+    extras = read(reply(routed_experts=form(ROWS)), extras=EXPERTS).extras
+    assert extras is not None
+    assert extras.experts is not None
+    assert extras.experts.tolist() == [[row, row + 1] for row in range(0, 14, 2)]
+    later = reply(routed_experts=form(ROWS[8:]), routed_experts_start_len=4)
+    extras = read(later, extras=ExtrasRequest(experts_width=2, experts_start=4)).extras
+    assert extras is not None
+    assert extras.experts is not None
+    assert (extras.experts_start, extras.experts.shape) == (4, (3, 2))
+
+
+@pytest.mark.parametrize("names", ["top_p_{}", "top_p_kept_{}"])
+def test_sets_of_top_p_are_counted(names: str) -> None:
+    """Under both names of their fields."""
+    fields = {names.format("token_ids"): [7, 8, 1, 9], names.format("token_offsets"): base64_of([0, 1, 3, 4])}
+    extras = read(reply(**fields), extras=SETS).extras
+    assert extras is not None
+    assert extras.top_p_ids is not None
+    assert extras.top_p_counts is not None
+    assert (extras.top_p_ids.tolist(), extras.top_p_counts.tolist()) == ([7, 8, 1, 9], [1, 2, 1])
+
+
+BAD_EXTRAS: list[tuple[ExtrasRequest, dict[str, Any], str]] = [
+    (EXPERTS, {}, r"meta_info\.routed_experts: got none"),
+    (EXPERTS, {"routed_experts": ROWS[:-1]}, "got 13 numbers; expected 7 rows of 2"),
+    (EXPERTS, {"routed_experts": "no base64!"}, "routed_experts: .*expected int32 numbers"),
+    (EXPERTS, {"routed_experts": 5}, "routed_experts: .*expected int32 numbers"),
+    (EXPERTS, {"routed_experts": ROWS, "routed_experts_start_len": 1}, "start_len: got 1; expected 0 to 0"),
+    (EXPERTS, {"routed_experts": ROWS, "routed_experts_start_len": "x"}, "start_len: got x"),
+    (SETS, {}, r"meta_info\.top_p_token_ids: got none"),
+    (SETS, {"top_p_token_ids": [1]}, r"meta_info\.top_p_token_offsets: got none"),
+    (SETS, {"top_p_token_ids": [1], "top_p_token_offsets": [0, 1]}, "expected 4, rising from 0"),
+    (SETS, {"top_p_token_ids": [1], "top_p_token_offsets": [0, 2, 1, 1]}, "rising from 0"),
+    (SETS, {"top_p_token_ids": [1], "top_p_token_offsets": [0, 0, 0, 2]}, "rising from 0"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "fields", "message"), BAD_EXTRAS)
+def test_extras_that_do_not_fit_are_refused(wanted: ExtrasRequest, fields: dict[str, Any], message: str) -> None:
+    """By the name of the field; a request without extras does not read them."""
+    with pytest.raises(EndpointRefused, match=message):
+        read(reply(**fields), extras=wanted)
+    assert read(reply(**fields)).extras is None
+
+
+def test_an_aborted_request_may_lack_its_columns() -> None:
+    """It was aborted in the queue; the numbers of its request are known."""
+    aborted = reply(output_ids=(), output_token_logprobs=[], finish_reason={"type": "abort"}, e2e_latency="no number")
+    extras = read(aborted, extras=ExtrasRequest(experts_width=2, top_p_sets=True)).extras
+    assert extras is not None
+    assert (extras.experts, extras.top_p_ids) == (None, None)
+    assert extras.requests[0].keys() == {"ended", "seconds", "prompt_tokens", "completion_tokens", "cached_tokens"}
+    with pytest.raises(MissingField):
+        read(reply(finish_reason={"type": "abort"}), extras=SETS)

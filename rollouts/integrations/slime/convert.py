@@ -19,6 +19,7 @@ import numpy as np
 
 from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
+from rollouts.integrations.slime.extras import Replay, add_extras, length_with_routing
 from rollouts.integrations.slime.records import records
 from rollouts.training.types import Sample, Status
 
@@ -34,6 +35,7 @@ __all__ = [
     "trains",
 ]
 
+_NO_REPLAY = Replay()
 _TRAINABLE = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED)
 """PENDING too: slime also trains a sample whose generate function never set a status."""
 
@@ -46,6 +48,8 @@ def to_slime(
     session: str = "",
     reward_key: str | None = None,
     scored: bool = True,
+    replay: Replay = _NO_REPLAY,
+    evaluation: bool = False,
 ) -> Any:
     """Convert a sample to slime's; the conversation becomes its attribute ``messages``.
 
@@ -56,17 +60,22 @@ def to_slime(
         session: the routing key of its requests.
         reward_key: slime's ``--reward-key``; if set, the reward becomes a dict with this key.
         scored: whether a reward is required.
+        replay: columns of its completions that slime's sample needs.
+        evaluation: whether it belongs to an evaluation.
 
     Raises:
-        ConfigError: no sampled token, no prompt token, no logprobs, or a reward that is not a finite number.
+        ConfigError: no sampled token, no prompt token, no logprobs, a reward that is not a finite number, or a column
+            to replay that does not cover the sample.
     """
     check_trainable(sample)
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
-    width, mask, logprobs = sample.response_length, sample.mask_column, sample.logprob_column
+    mask, logprobs = sample.mask_column, sample.logprob_column
     assert logprobs is not None  # just checked
+    logprobs = np.where(mask, logprobs, 0.0)
     if mask_earlier_versions:
         mask = mask & _of_last_version(sample)
+    first, length = len(sample) - sample.response_length, length_with_routing(sample, replay)
     kind = records().sample
     record = kind() if template is None else copy.copy(template)
     record.metadata = {**(record.metadata or {}), **sample.metadata}
@@ -75,11 +84,11 @@ def to_slime(
     record.group_index = sample.group_index if record.group_index is None else record.group_index
     record.index = sample.index if record.index is None else record.index
     record.rollout_id = record.index if record.rollout_id is None else record.rollout_id
-    record.tokens = sample.token_column.tolist()
+    record.tokens = sample.token_column[:length].tolist()
     record.response = sample.response
-    record.response_length = width
-    record.loss_mask = mask[-width:].astype(int).tolist()
-    record.rollout_log_probs = np.where(sample.mask_column, logprobs, 0.0)[-width:].tolist()
+    record.response_length = length - first
+    record.loss_mask = mask[first:length].astype(int).tolist()
+    record.rollout_log_probs = logprobs[first:length].tolist()
     has_parts = reward_key is not None and sample.reward is not None
     record.reward = {reward_key: sample.reward} if has_parts else sample.reward
     record.status = kind.Status(sample.status.value)
@@ -91,6 +100,7 @@ def to_slime(
     record.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
     record.messages = sample.messages
     record.session_id = record.session_id or session or None
+    add_extras(record, sample, replay, evaluation=evaluation)
     return record
 
 
@@ -202,6 +212,7 @@ def check_training_batch(
     rollouts_in_group: int,
     reward_key: str | None = None,
     any_reward: bool = False,
+    replay: Replay = _NO_REPLAY,
 ) -> None:
     """Check everything that slime assumes about a batch and does not check itself.
 
@@ -227,6 +238,7 @@ def check_training_batch(
             for sample in samples:
                 place = f"groups[{number}], sample {sample.index}"
                 check_shape(sample, place)
+                check_replayed(sample, place, replay)
                 if trains(sample) and Status(sample.status.value) not in _TRAINABLE:
                     raise ConfigError.of(f"{place}.status", sample.status, "COMPLETED, TRUNCATED or PENDING")
                 if reward_number(sample.reward, reward_key, any_reward=any_reward) is None:
@@ -251,6 +263,20 @@ def check_shape(sample: Any, place: str) -> None:
         )
     if not isinstance(sample.status, records().sample.Status):
         raise ConfigError.of(f"{place}.status", sample.status, "one of slime's Sample.Status")
+
+
+def check_replayed(sample: Any, place: str, replay: Replay) -> None:
+    """Check the columns that the trainer replays.
+
+    Raises:
+        ConfigError: one is missing, or does not cover the sample.
+    """
+    for name, flag in replay.fields.items():
+        column = getattr(sample, name)
+        length = len(sample.tokens) - 1 if name == "rollout_routed_experts" else sample.response_length + 1
+        if column is None or len(column) != length:
+            got = None if column is None else f"{len(column)} entries"
+            raise ConfigError.of(f"{place}.{name}", got, f"{length} entries, since args.{flag} is set")
 
 
 def _of_last_version(sample: Sample) -> Any:

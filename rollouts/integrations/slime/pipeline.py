@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import anyio
 import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import function_name
-from rollouts.dtypes import Limits, Prompt, SamplingParams
+from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.inference.generate_wire import MissingField
 from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
@@ -40,6 +42,7 @@ from rollouts.integrations.slime.settings import (
     stop_ids_of_params,
 )
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
+from rollouts.integrations.slime.teacher import Teacher
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe_files import build, built_in, load_recipe
 from rollouts.training.config import RolloutConfig
@@ -47,6 +50,8 @@ from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample,
 
 __all__ = ["Pipeline", "find_recipe"]
 
+PROBE = (0, 0)
+"""The prompt of the request that tests what the server returns."""
 _LOST = (Status.FAILED, Status.ABORTED)
 
 
@@ -76,7 +81,7 @@ def find_recipe(settings: Settings) -> Recipe | None:
         name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for name, value in settings.recipe_options.items()
     }
-    recipe = build(make, settings.endpoint, texts)
+    recipe = build(make, settings.endpoint, texts, settings.endpoints)
     if not settings.template_kwargs:
         return recipe
     before = getattr(recipe.config.generate_fn, "keywords", {}).get("template_kwargs") or {}
@@ -110,8 +115,11 @@ class Pipeline:
         self.policy = policy
         self.calls = calls
         self.recipe = find_recipe(settings)
+        url, temperature = settings.teacher_url, settings.endpoint.sampling.temperature
+        self.teacher = None if url is None else Teacher(url, temperature)
         self.rollout_id = 0
         self._taken = taken
+        self._checking, self._checked = anyio.Lock(), False
         if self.recipe is not None and settings.apply_chat_template:
             raise ConfigError.of(
                 "args.apply_chat_template", True, "off with a recipe: its prompts are rendered with their tools, once"
@@ -120,19 +128,48 @@ class Pipeline:
             self._check_text(data)
 
     async def check(self) -> None:
-        """Test the recipe's environment, template, tools and dialect, if its agent loop uses them.
+        """Test the recipe's environment, template, tools and dialect, and what the server returns; once.
 
         Raises:
-            ConfigError, EnvironmentFailure: as :func:`~rollouts.recipe.preflight`.
+            ConfigError, EnvironmentFailure: as :func:`~rollouts.recipe.preflight`; or the server leaves out a column
+                that the trainer replays.
         """
+        async with self._checking:
+            if not self._checked:
+                await self._check()
+                self._checked = True
+
+    async def _check(self) -> None:
+        flags = ", ".join(f"args.{flag}" for flag in self.settings.replay.fields.values())
         if self.recipe is not None and _is_agent_loop(self.recipe.config.generate_fn):
             await check_recipe(self.recipe)
+        elif self.recipe is not None and flags:
+            name = function_name(self.recipe.config.generate_fn)
+            raise ConfigError.of(flags, f"set, with the generate_fn {name}", "a generate_fn that takes a policy")
+        if flags and self._custom(None) is None:
+            await self._check_replay()
+
+    async def _check_replay(self) -> None:
+        """Send one request, and check that its reply has every column that the trainer replays.
+
+        Raises:
+            ConfigError: the server, or a router before it, leaves one out.
+        """
+        sampling = SamplingParams(max_new_tokens=1, top_p=self.settings.endpoint.sampling.top_p)
+        try:
+            await self.policy.complete(packed_tokens(PROBE), sampling)
+        except MissingField as error:
+            flag = "use_rollout_routing_replay" if error.field == "routed_experts" else "rollout_top_p"
+            expected = f"a server that returns meta_info.{error.field} ({error})"
+            raise ConfigError.of(f"args.{flag}", getattr(self.args, flag), expected) from error
 
     def for_evaluation(self, data: EvalSet, rollout_id: int) -> Pipeline:
         """A copy for one data set: its policy shares the limit of the training rollouts, but not their pauses."""
         other = copy.copy(self)
         stops = stop_ids_of_params(data.params)
-        other.policy = ResumablePolicy(self.policy.inner, at_most=self.policy.limiter, stop_token_ids=stops)
+        extras = self.settings.replay.request(evaluation=True)
+        inner, limiter = self.policy.inner, self.policy.limiter
+        other.policy = ResumablePolicy(inner, at_most=limiter, stop_token_ids=stops, extras=extras)
         other.rollout_id = rollout_id
         return other
 
@@ -205,6 +242,8 @@ class Pipeline:
                     check_trainable(sample)
                 if self.settings.sample_hooks:
                     samples[branch] = await self._hooked(sample, prompt, branch, data)
+                if self.teacher is not None and data is None:
+                    await self.teacher.score(self._numbered_record(samples[branch], prompt, data))
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
         return samples
@@ -233,6 +272,8 @@ class Pipeline:
                 mask_earlier_versions=self.settings.mask_earlier_versions and data is None,
                 session="" if taken is None else taken.sessions.get(number, ""),
                 scored=False,
+                replay=self.settings.replay,
+                evaluation=data is not None,
             )
             record.reward = None
             if data is not None:
@@ -350,12 +391,16 @@ class Pipeline:
             options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
         return functools.partial(generate_fn, **options)
 
-    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int, data: EvalSet | None) -> Sample:
-        """Run the sample hooks; if they changed the tokens, return a sample with the changed columns."""
+    def _numbered_record(self, sample: Sample, prompt: Prompt, data: EvalSet | None) -> Any:
+        """slime's sample of ours, before the manager has numbered it."""
         sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
         sample.index = prompt.index if sample.index is None else sample.index
+        return self.record_of(sample, data=data)
+
+    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int, data: EvalSet | None) -> Sample:
+        """Run the sample hooks; if they changed the tokens, return a sample with the changed columns."""
         evaluation = data is not None
-        record = self.record_of(sample, data=data)
+        record = self._numbered_record(sample, prompt, data)
         rollout, before = sample.trainer_record.rollout, _columns(record)
         for path in self.settings.sample_hooks:
             hook = load_function(path)

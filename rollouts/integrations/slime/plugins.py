@@ -19,6 +19,7 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy, shared_policy
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
+from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
@@ -44,13 +45,17 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         args: slime's namespace.
         sample: slime's sample from its data source; ``prompt``, ``label`` and ``metadata`` are read.
         sampling_params: slime's; temperature, top_p, top_k, max_new_tokens, stop and sampling_seed are used.
-        evaluation: not used.
+        evaluation: whether the sample belongs to an evaluation.
 
     Returns:
         One sample, or a list if the rollout forks. The reward is set if the recipe's reward scores single samples.
+
+    Raises:
+        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once.
     """
     pipeline = _pipeline(args)
     config = _recipe(pipeline).config
+    await pipeline.check()
     prompt = Prompt(
         sample.prompt,
         label=sample.label,
@@ -74,12 +79,15 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 check_trainable(entry)
                 if config.reward_fn is not None and not config.group_rm:
                     await score(entry, config.reward_fn, seconds=config.reward_seconds)
-            return _to_records(sample, samples, args)
+            return _to_records(sample, samples, args, pipeline.settings.replay, evaluation=evaluation)
         except ConfigError as error:
             failure = Failure.of(GenerateFailure(str(error)))
         except Exception as error:  # noqa: BLE001 - an exception would end slime's loop and every rollout in flight
             failure = Failure.of(error)
     return removed_sample(sample, failure)
+
+
+generate.abort_mode = "request"  # type: ignore[attr-defined]  # a cancelled call ends its own request
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> Any:
@@ -119,7 +127,8 @@ def _pipeline(args: Any) -> Pipeline:
             return pipeline
     client = shared_policy(settings.endpoint, settings.vocab_size)
     stops = stop_ids_of_params(settings.params)
-    policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops)
+    extras = settings.replay.request()
+    policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
     pipelines.append(Pipeline(args, settings, policy, CustomCalls(client.abort_all), lambda index: None))
     return pipelines[-1]
 
@@ -130,9 +139,10 @@ def _recipe(pipeline: Pipeline) -> Recipe:
     return pipeline.recipe
 
 
-def _to_records(sample: Any, samples: list[Sample], args: Any) -> Any:
-    key = getattr(args, "reward_key", None)
-    converted = [to_slime(entry, template=sample, reward_key=key, scored=False) for entry in samples]
+def _to_records(sample: Any, samples: list[Sample], args: Any, replay: Replay, *, evaluation: bool) -> Any:
+    options: dict[str, Any] = {"replay": replay, "evaluation": evaluation, "scored": False}
+    options["reward_key"] = getattr(args, "reward_key", None)
+    converted = [to_slime(entry, template=sample, **options) for entry in samples]
     if len(converted) == 1:
         return _copy_onto(sample, converted[0])
     return converted

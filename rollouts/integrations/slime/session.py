@@ -80,7 +80,8 @@ class TrainerRollouts:
         settings = self.settings
         client = SGLangPolicy(settings.endpoint, vocab_size=settings.vocab_size)
         stops = stop_ids_of_params(settings.params)
-        policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops)
+        extras = settings.replay.request()
+        policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
         self._calls = CustomCalls(client.abort_all)
         pipeline = Pipeline(self.args, settings, policy, self._calls, self.buffer.taken.get)
         await pipeline.check()
@@ -199,6 +200,7 @@ class TrainerRollouts:
             rollouts_in_group=size,
             reward_key=self.settings.reward_key,
             any_reward=self.settings.reward_is_processed,
+            replay=self.settings.replay,
         )
         return groups
 

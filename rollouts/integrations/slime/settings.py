@@ -17,6 +17,7 @@ import attrs
 
 from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
+from rollouts.integrations.slime.extras import Replay
 from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
 
 __all__ = [
@@ -40,14 +41,27 @@ OWN_KEYS: Mapping[str, str] = {
     "rollouts_fully_async": "true: carry over, and continue to generate between calls, while the trainer works",
     "rollouts_max_staleness": "most policy versions that a trained token may be old, with any kind of carry-over",
     "rollouts_max_attempts": "attempts at a rollout before its group fails",
+    "rollouts_teacher_url": "URL of a teacher's /generate, whose logprobs each sample gets, for --use-opd",
     "rollouts_recipe_filter": "true: the recipe's filter drops groups; without it only the launch's filter does",
 }
 
-_NOT_SAMPLING = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "stop_token_ids"}
-"""Keys of slime's sampling parameters that are no part of ours: stop ids go to the policy, the others concern text."""
+_NOT_SAMPLING = {
+    "skip_special_tokens",
+    "no_stop_trim",
+    "spaces_between_special_tokens",
+    "stop_token_ids",
+    "custom_params",
+}
+"""Keys of slime's sampling parameters that are no part of ours: stop ids and the request for the sets of ``top_p`` go
+to the policy, the others concern text."""
 
 TEXT_ONLY = "nothing: prompts of this rollout function are text"
 
+OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
+_TEACHER = (
+    "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, or --custom-reward-post-process-path"
+    f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
+)
 _REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
 
 
@@ -100,6 +114,12 @@ class Settings:
     """``--apply-chat-template-kwargs``: variables of the chat template."""
     params: Mapping[str, Any]
     """slime's sampling parameters, as a custom generate function gets them."""
+    replay: Replay
+    """What the trainer needs of each completion beyond tokens and logprobs."""
+    endpoints: Mapping[str, Endpoint]
+    """The routers of all models of the launch, by name; for judges and other agents of a recipe."""
+    teacher_url: str | None
+    """Where the logprobs of a teacher are requested for each rollout."""
     seed: int | None
     """With deterministic inference, the sampling seed of the first rollout of each group; the next one has the next."""
     scored_by_slime: bool
@@ -170,6 +190,9 @@ class Settings:
             apply_chat_template=bool(get("apply_chat_template", False)),
             template_kwargs=_template_kwargs(get("apply_chat_template_kwargs", {})),
             params=params,
+            replay=Replay.of(args),
+            endpoints=_endpoints(get("sglang_model_routers", {})),
+            teacher_url=get("rollouts_teacher_url"),
             seed=seed,
             scored_by_slime=get("custom_rm_path") is not None or bool(get("rm_type")),
             custom_rm=get("custom_rm_path"),
@@ -232,9 +255,12 @@ def stop_ids_of_params(params: Mapping[str, Any]) -> tuple[int, ...]:
 def _refuse(args: Any, get: Any) -> None:
     """Raise for flags whose effect would be wrong later."""
     refusals = {
-        "rollout_top_p": (get("rollout_top_p", 1.0) != 1.0, "1.0: slime replays the nucleus of every token then"),
-        "use_rollout_routing_replay": (bool(get("use_rollout_routing_replay", False)), "off: routed experts are lost"),
         "multimodal_keys": (bool(get("multimodal_keys")), TEXT_ONLY),
+        "opd_type": (_lacks_teacher(get), _TEACHER),
+        "dynamic_sampling_filter_path": (
+            get("custom_rm_path") == OPD_REWARD and get("dynamic_sampling_filter_path") is not None,
+            f"none with {OPD_REWARD}: the reward is a reply of the teacher, and all rewards become 0",
+        ),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
         "colocate": (
@@ -245,6 +271,12 @@ def _refuse(args: Any, get: Any) -> None:
     for name, (refused, expected) in refusals.items():
         if refused:
             raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
+
+
+def _lacks_teacher(get: Any) -> bool:
+    """Whether the trainer expects logprobs of a teacher that no part of the launch sets."""
+    sources = ("custom_generate_function_path", "rollout_sample_hook_path", "rollouts_teacher_url", *_REWARD_PROCESSING)
+    return bool(get("use_opd", False)) and get("opd_type") == "sglang" and not any(get(name) for name in sources)
 
 
 def _template_kwargs(value: Any) -> Mapping[str, Any]:
@@ -276,9 +308,25 @@ def _required(args: Any, name: str) -> Any:
 
 
 def _urls(args: Any) -> str:
-    host = str(_required(args, "sglang_router_ip"))
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"http://{host}:{_required(args, 'sglang_router_port')}"
+    return _url(_required(args, "sglang_router_ip"), _required(args, "sglang_router_port"))
+
+
+def _url(host: Any, port: Any) -> str:
+    name = str(host)
+    name = f"[{name}]" if ":" in name and not name.startswith("[") else name
+    return f"http://{name}:{port}"
+
+
+def _endpoints(routers: Any) -> Mapping[str, Endpoint]:
+    """An endpoint for each router that the launch names.
+
+    Raises:
+        ConfigError: not a mapping of names to host and port.
+    """
+    try:
+        return {str(name): Endpoint(model=str(name), base_url=_url(*place)) for name, place in routers.items()}
+    except (AttributeError, TypeError) as error:
+        raise ConfigError.of("args.sglang_model_routers", routers, f"host and port of each name ({error})") from error
 
 
 def _engines(get: Any) -> int:
@@ -312,6 +360,8 @@ def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
+    if entry is None and params["top_p"] != 1.0:
+        params["custom_params"] = {"return_top_p_token_ids": True}
     if entry is not None:
         params["no_stop_trim"] = get("no_stop_trim", True, flag="")
         for name in ("repetition_penalty", "min_new_tokens"):

@@ -22,7 +22,7 @@ from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
 from rollouts.inference.resumable import ResumablePolicy
-from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped
+from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import views_of_rollout
 from rollouts.integrations.slime.settings import load_function
@@ -131,6 +131,7 @@ async def generate_with_slime(
     for prompt in prompts:
         given = template(prompt)
         function = load_function(getattr(given, "generate_function_path", None) or path)
+        ends_requests = ends_its_requests(function)
         extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
         returned: Any = _begun(given, evaluation)
         empty = 0
@@ -140,9 +141,13 @@ async def generate_with_slime(
                 returned.loss_mask = [0] * before
             try:
                 call = functools.partial(function, args, returned, dict(params), **extra)
-                returned = await calls.run(policy, call)
+                returned = await calls.run(policy, call, ends_requests=ends_requests)
             except Stopped:
-                returned, empty = _begun(given, evaluation), 0
+                empty = 0
+                if ends_requests and resumes and returned.response_length:
+                    returned.status = records().sample.Status.ABORTED  # it goes on from what stands on the sample
+                else:
+                    returned = _begun(given, evaluation)
                 continue
             if not resumes or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
                 break

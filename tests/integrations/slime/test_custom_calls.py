@@ -16,7 +16,7 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
-from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped
+from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
 from rollouts.integrations.slime.records import records
 from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
@@ -125,6 +125,59 @@ async def test_a_function_that_does_not_return_in_time_is_cancelled() -> None:
         assert found == ["aborted", "stopped"]
     assert len(rounds) >= 2
     assert repr(calls) == "<CustomCalls: 0 running>"
+
+
+async def partial_reply(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Keeps what it has on the sample, and ends its own request when it is cancelled; slow from the third group on."""
+    if sample.group_index >= 2 and not sample.response_length:
+        filled(sample, status=records().sample.Status.PENDING)
+        args.waits.add(sample.index)
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        body = {"rid": f"slow {sample.index}", "input_ids": [sample.group_index]}
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with session.post(f"{url}/generate", json=body) as response:
+                    await response.read()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await session.post(f"{url}/abort_request", json={"rid": body["rid"]})
+    args.calls.append((sample.index, sample.response_length, sample.status))
+    return filled(sample, reward=1.0)
+
+
+partial_reply.abort_mode = "request"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_function_that_ends_its_own_requests_is_cancelled_alone(serve: Serve, partial: bool) -> None:
+    """No request is left, requests of others are not aborted, and a partial rollout goes on from its sample."""
+    worker = serve(latency=late, loads=dict)
+    args, source = on(worker, "partial_reply", over_sampling_batch_size=4, partial_rollout=partial), Source(2)
+    generate_rollout_batch(args, 0, source)
+    assert worker.live == set()
+    assert args.waits
+    assert "" not in worker.aborted
+    args.calls.clear()
+    if partial:
+        (group, *_) = generate_rollout_batch(args, 1, source).samples
+        assert [sample.group_index for sample in group] == [2, 2]
+        aborted = records().sample.Status.ABORTED
+        assert {(4, 3, aborted), (5, 3, aborted)} <= set(args.calls)
+
+
+def test_an_unknown_way_to_abort_is_refused() -> None:
+    """By the function's name."""
+    assert ends_its_requests(partial_reply)
+    assert not ends_its_requests(one_request)
+    with pytest.raises(ConfigError, match=r"odd\.abort_mode: got 'later'; expected \"request\""):
+        ends_its_requests(odd)
+
+
+def odd() -> None:
+    """Names no way that exists."""
+
+
+odd.abort_mode = "later"  # type: ignore[attr-defined]
 
 
 def test_a_call_without_leftovers_aborts_nothing(serve: Serve) -> None:

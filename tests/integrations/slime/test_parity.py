@@ -8,9 +8,12 @@ has it.
 from __future__ import annotations
 
 import ast
+import base64
 import copy
 import importlib
+import itertools
 import shutil
+import struct
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,6 +29,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.pipeline import PROBE
 from rollouts.integrations.slime.records import records
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.testing.replies import Request
@@ -77,7 +81,8 @@ class Bench:
             samples, extra = data["samples"], {"rewards": data["rewards"], "truncated": data["truncated"]}
         else:
             samples, extra = list(leaves(output.samples)), {"shape": shape(output.samples)}
-        return Played(samples, sorted(map(self.asked, self.router.requests), key=repr), extra, seen=args.seen)
+        requests = [request for request in self.router.requests if tuple(request.input_ids) != PROBE]
+        return Played(samples, sorted(map(self.asked, requests), key=repr), extra, seen=args.seen)
 
     def asked(self, request: Request) -> Any:
         """A request without what concerns only its text, and with the defaults of what it leaves out."""
@@ -86,7 +91,8 @@ class Bench:
         params = {"min_p": 0.0, "min_new_tokens": 0, "repetition_penalty": 1.0, "sampling_seed": None, **given}
         params["stop"] = sorted(params.get("stop") or ())
         params["stop_token_ids"] = sorted({*(params.get("stop_token_ids") or ())} - self.stops)
-        return list(request.input_ids), sorted(params.items()), request.body["return_logprob"]
+        routed = request.body.get("return_routed_experts", False)
+        return list(request.input_ids), sorted(params.items()), request.body["return_logprob"], routed
 
     def both(self, *, evaluation: bool, **overrides: Any) -> tuple[Played, Played]:
         """slime's function, then ours, each with its own namespace."""
@@ -126,6 +132,9 @@ class Played:
         for entry in found:
             entry["session_id"] = entry["session_id"] is not None
             entry["rollout_id"] = entry["index"] if entry["rollout_id"] is None else entry["rollout_id"]
+            for name, value in entry.items():
+                if hasattr(value, "numpy"):  # tensors compare element by element
+                    entry[name] = (str(value.dtype), value.tolist())
         return found
 
 
@@ -161,8 +170,20 @@ def bench(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
     def answer(input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         """A reply with logprobs that are equal in 32 and 64 bits, and its text as the server would decode it."""
+        if not params["max_new_tokens"]:  # the request of a reward function for the logprobs of a teacher
+            rows = [[None if at == 0 else -token / 1024, token, None] for at, token in enumerate(input_ids)]
+            return {"text": "", "meta_info": {"input_token_logprobs": rows}}
         ids = reply[: params["max_new_tokens"]]
         cut = len(ids) < len(reply)
+        replayed: dict[str, Any] = {}
+        if stub.requests[-1].body.get("return_routed_experts"):
+            rows = [(position + layer) % 5 + 1 for position in range(len(input_ids) + len(ids) - 1) for layer in (0, 1)]
+            replayed["routed_experts"] = base64.b64encode(struct.pack(f"<{len(rows)}i", *rows)).decode()
+        if "custom_params" in params:
+            assert params["custom_params"] == {"return_top_p_token_ids": True}
+            sets = [[token, *range(number % 3)] for number, token in enumerate(ids)]
+            replayed["top_p_token_ids"] = [token for kept in sets for token in kept]
+            replayed["top_p_token_offsets"] = [0, *itertools.accumulate(map(len, sets))]
         return {
             "text": codec.decode(ids, skip_special=params.get("skip_special_tokens", True)),
             "output_ids": ids,
@@ -174,6 +195,13 @@ def bench(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 "completion_tokens": len(ids),
                 "cached_tokens": 2,
                 "weight_version": "7",
+                "e2e_latency": 0.25,
+                "queue_time": 0.125,
+                "decode_throughput": 8.0,
+                "spec_accept_token_num": 3,
+                "spec_draft_token_num": 4,
+                "spec_verify_ct": 2,
+                **replayed,
                 "output_token_logprobs": [[-0.25 * (1 + number % 3), token, None] for number, token in enumerate(ids)],
             },
         }
@@ -247,6 +275,46 @@ def test_every_field_is_that_of_slimes_own_function(bench: Bench, function: str 
     check_equal(ours, theirs)
     if function is not None:
         assert {sample.another_attribute for sample in ours.samples} == {"kept"}
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+def test_slimes_dashboards_have_the_same_keys(bench: Bench, evaluation: bool) -> None:
+    """Every metric that slime computes from samples exists, and those that measure no time are equal."""
+    flags = {
+        "sglang_speculative_algorithm": "EAGLE",
+        "rollout_top_p": 0.9,
+        "log_reward_category": None,
+        "advantage_estimator": "grpo",
+        "rollout_num_gpus": 1,
+    }
+    both = bench.both(evaluation=evaluation, **flags)
+    metrics = importlib.import_module("slime.observability.rollout_metrics")
+    theirs, ours = (metrics.compute_metrics_from_samples(bench.args(**flags), played.samples) for played in both)
+    assert ours == theirs
+    assert (ours["spec_accept_rate"], "top_p_kept_vocab_per_token" in ours) == (0.75, not evaluation)
+    theirs, ours = (metrics.compute_perf_metrics_from_samples(bench.args(**flags), one.samples, 2.0) for one in both)
+    assert ours.keys() == theirs.keys()
+    assert ours["request/e2e_latency/mean"] == 0.25
+
+
+def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
+    """Its reward function returns the teacher's reply; its post-processing puts the logprobs on the samples."""
+    module = "slime.rollout.on_policy_distillation"
+    theirs, ours = bench.both(
+        evaluation=False,
+        use_opd=True,
+        opd_type="sglang",
+        custom_rm_path=f"{module}.reward_func",
+        custom_reward_post_process_path=f"{module}.post_process_rewards",
+        rm_url=f"{bench.router.url}/generate",
+    )
+    check_equal(ours, theirs)
+    for played in (ours, theirs):
+        rewards = importlib.import_module(module).post_process_rewards(bench.args(), played.samples)
+        assert rewards == ([0.0] * 4, [0.0] * 4)
+        for sample in played.samples:
+            expected = [-token / 1024 for token in sample.tokens[-sample.response_length :]]
+            assert sample.teacher_log_probs.tolist() == expected
 
 
 # -- every flag -------------------------------------------------------------------------------------------------------
@@ -327,21 +395,25 @@ CHANGED: dict[str, dict[str, Any]] = {
     "rollout_stop_token_ids": {"rollout_stop_token_ids": [7, 8]},
     "rollout_temperature": {"rollout_temperature": 0.5},
     "rollout_top_k": {"rollout_top_k": 20},
+    "rollout_top_p": {"rollout_top_p": 0.9},
     "router_policy": {"router_policy": "consistent_hashing"},
     "sglang_dp_size": {"sglang_dp_size": 2},
     "sglang_enable_deterministic_inference": {"sglang_enable_deterministic_inference": True},
     "sglang_model_routers": {"sglang_model_routers": {"other": ("127.0.0.1", 9)}},
     "sglang_server_concurrency": {"sglang_server_concurrency": 1},
+    "sglang_speculative_algorithm": {"sglang_speculative_algorithm": "EAGLE"},
+    "use_rollout_routing_replay": {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 1},
 }
 """Each flag with another value than the default; equal requests and equal samples."""
 
 REFUSED: dict[str, dict[str, Any]] = {
     "multimodal_keys": {"multimodal_keys": {"image": "images"}},
     "rollout_global_dataset": {"rollout_global_dataset": False},
-    "rollout_top_p": {"rollout_top_p": 0.9},
-    "use_rollout_routing_replay": {"use_rollout_routing_replay": True},
 }
 """Each flag with the value that is refused by its name."""
+
+READ_BY_THE_SAMPLE = {"sglang_speculative_algorithm"}
+"""Flags that slime's ``Sample`` reads when tokens are appended."""
 
 BY_CONSTRUCTION = {"sglang_router_ip", "sglang_router_port"}
 """The address of the server, without which nothing here is equal."""
@@ -396,7 +468,7 @@ def test_every_flag_that_slime_reads_is_in_the_tables(slime_path: Path) -> None:
     """A flag or a field of a data set that a later slime reads has to be compared, or refused."""
     flags = read_by_slime(slime_path, "args")
     assert len(flags) > 30
-    assert flags == CHANGED.keys() | REFUSED.keys() | BY_CONSTRUCTION
+    assert flags | READ_BY_THE_SAMPLE == CHANGED.keys() | REFUSED.keys() | BY_CONSTRUCTION
     assert read_by_slime(slime_path, "dataset_cfg") == FIELDS.keys() | REFUSED_FIELDS.keys() | METHODS
 
 

@@ -8,19 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
+import attrs
 import pytest
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.inference.sglang import shared_policy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
+from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from rollouts.training import check_reward_nonzero_std
 from tests.integrations.slime.launches import DEFAULT, Launch, Source
+from tests.integrations.slime.launches import recipe as launch_recipe
 from tests.integrations.slime.test_evaluation import data_set
 from tests.integrations.slime.test_returned_samples import filled, plain_args
 
@@ -144,6 +149,52 @@ def with_tools(endpoint: Endpoint, *, dialect: str = "", max_turns: int = 4) -> 
         max_turns=max_turns,
         **({"dialect": dialect} if dialect else {}),
     )
+
+
+JUDGED: dict[str, Any] = {}
+"""The recipe's other endpoints, and how its launch plays."""
+
+
+def with_judge(endpoint: Endpoint, *, endpoints: dict[str, Endpoint], name: str) -> Recipe:
+    """Rewards that ask another model."""
+    JUDGED.update(endpoints)
+
+    async def reward(sample: Any) -> float:
+        ids = packed_tokens([sample.group_index + 1])
+        completion = await shared_policy(endpoints["ref"]).complete(ids, SamplingParams(max_new_tokens=1))
+        return float(len(completion.tokens))
+
+    made = launch_recipe(endpoint, name=name)
+    return attrs.evolve(made, config=attrs.evolve(made.config, reward_fn=reward))
+
+
+async def later_groups_wait(request: Request) -> None:
+    """The judge never answers for the third group and later."""
+    if request.input_ids[0] > 2:
+        await anyio.sleep_forever()
+
+
+def test_other_models_are_reached_by_name_and_never_stopped(serve: Serve) -> None:
+    """A recipe gets the routers of the launch; the end of a batch pauses the trained model's only."""
+    actor, judge = serve(loads=dict), serve(latency=later_groups_wait, loads=dict)
+    host, port = judge.url.removeprefix("http://").split(":")
+    launch = Launch(over_sampling_factor=2.0)
+    flags = {"sglang_model_routers": {"ref": (host, int(port))}, "rollouts_recipe": f"{__name__}.with_judge"}
+    place = actor.url.removeprefix("http://").split(":")
+    args = launch.args(**flags, sglang_router_ip=place[0], sglang_router_port=int(place[1]))
+    output = generate_rollout_batch(args, 0, launch.source())
+    assert [group[0].reward for group in output.samples] == [1.0, 1.0]
+    assert JUDGED.keys() == {"ref"}
+    assert JUDGED["ref"].base_url == (judge.url,)
+    assert len(judge.live) == 4
+    assert judge.aborted == []
+
+
+@pytest.mark.parametrize("routers", [["ref"], {"ref": 5}, {"ref": ("host",)}])
+def test_routers_are_host_and_port_by_name(routers: Any) -> None:
+    """Anything else is named."""
+    with pytest.raises(ConfigError, match=r"args\.sglang_model_routers"):
+        generate_rollout_batch(Launch().args(sglang_model_routers=routers), 0, Source(2))
 
 
 def broken(endpoint: Endpoint) -> Recipe:

@@ -92,6 +92,17 @@ async def test_without_a_recipe_it_says_so() -> None:
         await generate(Launch().args(rollouts_recipe=None), asked(), dict(SAMPLING))
 
 
+async def test_a_recipe_is_tested_before_its_first_rollout() -> None:
+    """Also in slime's own loop: an unknown dialect would make every rollout worthless, so the launch ends."""
+    async with StubServer() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        flags = {"rollouts_recipe": "calculator", "rollouts_recipe_options": {"dialect": "klingon"}}
+        place = {"sglang_router_ip": host, "sglang_router_port": int(port), "hf_checkpoint": str(DEMO_MODEL)}
+        with pytest.raises(ConfigError, match="klingon"):
+            await generate(Launch().args(**flags, **place), asked(), dict(SAMPLING))
+        assert server.requests == []
+
+
 async def test_the_client_is_shared() -> None:
     """One pool of connections for all rollouts of a loop."""
     args = Launch().args()

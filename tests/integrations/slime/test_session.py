@@ -13,6 +13,7 @@ import pytest
 
 from rollouts.dtypes import VersionSpan
 from rollouts.engine import DEMO_MODEL
+from rollouts.errors import ConfigError
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
@@ -285,11 +286,12 @@ def test_masked_tokens_are_not_stale() -> None:
 
 
 @pytest.mark.parametrize("flag", ["rollout_top_p", "use_rollout_routing_replay"])
-def test_what_the_router_would_drop_is_refused(flag: str) -> None:
-    """The router drops these fields silently; the error names the flag."""
+def test_a_recipe_without_a_policy_replays_nothing(flag: str) -> None:
+    """Its own requests return no columns for the trainer; the error names the flag."""
     launch = Launch()
-    with pytest.raises(Exception, match=flag):
-        generate_rollout_batch(launch.args(**{flag: 0.9}), 0, launch.source())
+    flags = {flag: 0.9, "num_layers": 2, "moe_router_topk": 1}
+    with pytest.raises(ConfigError, match=rf"args\.{flag}: .* expected a generate_fn that takes a policy"):
+        generate_rollout_batch(launch.args(**flags), 0, launch.source())
 
 
 def test_records_are_those_of_the_process() -> None:

@@ -68,8 +68,7 @@ def test_the_recipe_comes_from_the_launch_or_the_environment(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"rollout_top_p": 0.9}, "rollout_top_p"),
-        ({"use_rollout_routing_replay": True}, "use_rollout_routing_replay"),
+        ({"use_rollout_routing_replay": True}, r"args\.num_layers"),
         ({"multimodal_keys": {"image": "images"}}, "multimodal_keys"),
         ({"rollout_temperature": 0.0}, "rollout_temperature"),
         ({"rollout_global_dataset": False}, "rollout_global_dataset"),

@@ -1,0 +1,174 @@
+"""What slime's trainer and dashboards read beyond tokens and logprobs, from the extras of a sample's completions.
+
+Invariant: a column of :func:`add_extras` covers its sample completely, or :class:`ConfigError` is raised. The routing
+of a position is that of the request which first had it, so it belongs to the weights that sampled the next token.
+
+This module knows no server and no schedule.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rollouts.dtypes import Extras
+from rollouts.errors import ConfigError
+from rollouts.inference.base import ExtrasRequest
+from rollouts.integrations.slime.records import records
+from rollouts.training.types import Sample
+
+__all__ = ["Replay", "add_extras", "length_with_routing"]
+
+_SPAN = "sglang_generate"
+"""The name by which slime's dashboards find the requests in a trace."""
+_SHOWN = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
+_SPECULATIVE = ("spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct")
+
+
+@attrs.frozen
+class Replay:
+    """The columns that a launch replays in training."""
+
+    experts: tuple[int, int] | None = None
+    """Layers and top-k of ``--use-rollout-routing-replay``; ``None`` without it."""
+    top_p_sets: bool = False
+    """Whether ``--rollout-top-p`` is not 1, so that the trainer needs the ids that it kept."""
+    speculative: bool = False
+    """Whether the engines decode speculatively: their counters are kept."""
+
+    @classmethod
+    def of(cls, args: Any) -> Replay:
+        """Read slime's namespace.
+
+        Raises:
+            ConfigError: a size of the routed experts is missing.
+        """
+        experts = None
+        if getattr(args, "use_rollout_routing_replay", False):
+            sizes = {name: getattr(args, name, None) for name in ("num_layers", "moe_router_topk")}
+            for name, size in sizes.items():
+                if not isinstance(size, int) or size < 1:
+                    expected = "an integer >= 1: --use-rollout-routing-replay needs the sizes of the routed experts"
+                    raise ConfigError.of(f"args.{name}", size, expected)
+            experts = (int(args.num_layers), int(args.moe_router_topk))
+        top_p = getattr(args, "rollout_top_p", None)
+        return cls(
+            experts=experts,
+            top_p_sets=top_p is not None and top_p != 1.0,
+            speculative=bool(getattr(args, "sglang_speculative_algorithm", None)),
+        )
+
+    def request(self, *, evaluation: bool = False) -> ExtrasRequest:
+        """The extras of each completion; evaluation has no use for the sets of ``top_p``, as in slime."""
+        width = None if self.experts is None else self.experts[0] * self.experts[1]
+        return ExtrasRequest(experts_width=width, top_p_sets=self.top_p_sets and not evaluation)
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The flag for each field of slime's sample that training then needs."""
+        experts = {"rollout_routed_experts": "use_rollout_routing_replay"} if self.experts else {}
+        return {**experts, **({"rollout_top_p_token_offsets": "rollout_top_p"} if self.top_p_sets else {})}
+
+
+def length_with_routing(sample: Sample, replay: Replay) -> int:
+    """The number of tokens to train on: with replayed routing, those after the last reply are cut off.
+
+    Their routing is not known, because no request contained them.
+    """
+    if replay.experts is None or not sample.completions:
+        return len(sample)
+    return int(sample.completions[-1].stop)
+
+
+def add_extras(record: Any, sample: Sample, replay: Replay, *, evaluation: bool = False) -> None:
+    """Set the columns, counters and spans of slime's sample.
+
+    Args:
+        record: slime's sample, with its tokens and response length.
+        sample: ours, whose completions have the extras.
+        replay: the columns to set.
+        evaluation: whether the sample belongs to an evaluation.
+
+    Raises:
+        ConfigError: a column does not cover the sample.
+    """
+    calls = [(call, call.extras) for call in sample.completions if call.extras is not None]
+    if not calls:
+        return
+    if replay.experts is not None:
+        record.rollout_routed_experts = _experts(record, sample, [extras for _, extras in calls], replay.experts)
+    if replay.top_p_sets and not evaluation:
+        record.rollout_top_p_token_ids, record.rollout_top_p_token_offsets = _sets(record, sample)
+    requests = [request for _, extras in calls for request in extras.requests]
+    if replay.speculative:
+        counters = {name: int(sum(request.get(name, 0) for request in requests)) for name in _SPECULATIVE}
+        tokens = int(sum(request["completion_tokens"] for request in requests))
+        record.spec_info = records().sample.SpecInfo(completion_token_num=tokens, **counters)
+    record.trace = _trace(record, requests)
+
+
+def _experts(record: Any, sample: Sample, extras: list[Extras], shape: tuple[int, int]) -> Any:
+    """slime's column of routed experts: int32, ``(tokens - 1, layers, top_k)``."""
+    import torch
+
+    try:
+        joined = Extras.joined(extras)
+    except ValueError as error:
+        raise ConfigError(f"{sample!r}.completions: {error}") from error
+    rows = 0 if joined.experts is None else len(joined.experts)
+    if joined.experts is None or joined.experts_start or rows != len(record.tokens) - 1:
+        got = f"rows {joined.experts_start} to {joined.experts_start + rows}"
+        expected = f"rows 0 to {len(record.tokens) - 1}, one for each token but the last"
+        raise ConfigError.of(f"{sample!r}: routed experts", got, expected)
+    return torch.from_numpy(joined.experts.reshape(rows, *shape).copy())
+
+
+def _sets(record: Any, sample: Sample) -> tuple[Any, Any]:
+    """slime's columns of the ids that ``top_p`` kept; the tokens of the environment have empty sets."""
+    import torch
+
+    first = len(sample) - sample.response_length
+    sizes = np.zeros(record.response_length, np.int64)
+    ids = []
+    for call in sample.completions:
+        if call.start == call.stop:
+            continue
+        extras = call.extras
+        if extras is None or extras.top_p_ids is None or extras.top_p_counts is None:
+            raise ConfigError.of(f"{sample!r}: top_p sets", None, f"those of tokens {call.start} to {call.stop}")
+        sizes[call.start - first : call.stop - first] = extras.top_p_counts
+        ids.append(extras.top_p_ids)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    return torch.from_numpy(np.concatenate(ids)), torch.from_numpy(offsets)
+
+
+def _trace(record: Any, requests: list[Mapping[str, float]]) -> dict[str, Any]:
+    """slime's trace of a sample, with a span for each request."""
+    trace = uuid.uuid4().hex
+    return {
+        "version": 1,
+        "trace_id": trace,
+        "events": [event for request in requests for event in _span(record, trace, request)],
+        "sample_id": record.index,
+        "group_id": record.group_index,
+        "attempt": 0,
+    }
+
+
+def _span(record: Any, trace: str, request: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    span = uuid.uuid4().hex
+    common = {
+        "name": _SPAN,
+        "trace_id": trace,
+        "sample_id": record.index,
+        "group_id": record.group_index,
+        "attempt": 0,
+        "span_id": span,
+    }
+    yield {"type": "span_start", "ts": request["ended"] - request["seconds"], **common}
+    shown = {name: request[name] for name in _SHOWN if name in request}
+    yield {"type": "span_end", "ts": request["ended"], **common, "attrs": shown}

@@ -1,0 +1,64 @@
+"""Logprobs of a teacher for on-policy distillation, ``rollouts_teacher_url``: the task's rewards stay what they are.
+
+Invariant: a sample gets one logprob for each token of its response, of exactly its own ids, or
+:class:`~rollouts.errors.RewardFailure` is raised. slime's way, a reward function and a post-processing function, works
+without this module, and replaces the rewards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollouts.errors import RewardFailure
+from rollouts.training.rewards.http import Poster
+
+__all__ = ["Teacher"]
+
+
+class Teacher:
+    """A client of a teacher's server.
+
+    Args:
+        url: of its ``/generate``.
+        temperature: that of the rollouts.
+
+    Raises:
+        ConfigError: not a URL.
+    """
+
+    def __init__(self, url: str, temperature: float) -> None:
+        self._post = Poster(url)
+        self._temperature = temperature
+
+    async def score(self, record: Any) -> None:
+        """Set ``teacher_log_probs`` of slime's sample, float32, as long as its response.
+
+        Raises:
+            RewardFailure: no answer, or not a logprob for each token.
+        """
+        import torch
+
+        params = {"temperature": self._temperature, "max_new_tokens": 0, "skip_special_tokens": False}
+        body = {
+            "input_ids": record.tokens,
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await self._post(body, "logprobs of the teacher")
+        width = record.response_length
+        try:
+            rows = reply["meta_info"]["input_token_logprobs"]
+            ids = [row[1] for row in rows]
+            logprobs = np.array([row[0] for row in rows[-width:]], np.float32)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise RewardFailure(
+                f"teacher: got no meta_info.input_token_logprobs of [logprob, id] ({error!r}); expected one for each id"
+            ) from None
+        if ids != list(record.tokens):
+            raise RewardFailure(f"teacher: got logprobs of other ids than the {len(record.tokens)} that were sent")
+        if not np.isfinite(logprobs).all():
+            raise RewardFailure("teacher: got a logprob that is not finite; expected a finite one for each token")
+        record.teacher_log_probs = torch.from_numpy(logprobs)

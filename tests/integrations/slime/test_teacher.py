@@ -1,0 +1,81 @@
+"""Logprobs of a teacher: one for each token of the response, of exactly the ids of the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.integrations.slime import generate_rollout_batch
+from rollouts.integrations.slime.convert import leaves
+from rollouts.testing.server import StubServer
+from tests.integrations.slime.launches import Launch, Source
+from tests.integrations.slime.test_pipeline import single_turn
+
+Serve = Callable[..., StubServer]
+
+
+def teacher(**changed: Any) -> Callable[[list[int], dict[str, Any]], Mapping[str, Any]]:
+    """A server's script: the logprob of a token is minus its id over 1024."""
+
+    def answer(input_ids: list[int], params: dict[str, Any]) -> Mapping[str, Any]:
+        rows = [[None if at == 0 else -token / 1024, token, None] for at, token in enumerate(input_ids)]
+        return {"text": "", "meta_info": {"input_token_logprobs": rows, **changed}}
+
+    return answer
+
+
+@pytest.mark.parametrize("recipe", [False, True], ids=["single turn", "recipe"])
+def test_every_sample_has_the_logprobs_of_the_teacher(serve: Serve, recipe: bool) -> None:
+    """The rewards of the task stay what they are; the request is that of slime's own reward function."""
+    stub, judge = serve(), serve(reply=teacher())
+    flags = {"use_opd": True, "opd_type": "sglang", "rollouts_teacher_url": f"{judge.url}/generate"}
+    args = Launch().args(**flags) if recipe else single_turn(stub, rollout_temperature=0.5, **flags)
+    samples = list(leaves(generate_rollout_batch(args, 0, Source(2)).samples))
+    for sample in samples:
+        expected = [-token / 1024 for token in sample.tokens[-sample.response_length :]]
+        assert str(sample.teacher_log_probs.dtype) == "torch.float32"
+        assert sample.teacher_log_probs.tolist() == expected
+    assert {sample.reward for sample in samples} == ({0.0, 1.0} if recipe else {1.0})
+    request = judge.requests[0]
+    params = {"temperature": 1.0 if recipe else 0.5, "max_new_tokens": 0, "skip_special_tokens": False}
+    assert request.sampling_params == params
+    assert (request.body["return_logprob"], request.body["logprob_start_len"]) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "input_token_logprobs"),
+        ([[-0.5, 1, None]], "other ids"),
+        ([], "other ids"),
+        ("text", "expected one for each id"),
+    ],
+)
+def test_logprobs_of_other_tokens_are_a_failure(serve: Serve, rows: Any, message: str) -> None:
+    """The rollout is lost, and never trained towards another text."""
+    judge = serve(reply=teacher(input_token_logprobs=rows))
+    args = single_turn(serve(), rollouts_teacher_url=f"{judge.url}/generate", rollouts_max_attempts=1)
+    with pytest.raises(GenerateFailure, match=message):
+        generate_rollout_batch(args, 0, Source(2))
+
+
+def test_distillation_without_a_teacher_is_refused() -> None:
+    """The loss would fail after the first batch."""
+    flags = {"use_opd": True, "opd_type": "sglang"}
+    with pytest.raises(ConfigError, match=r"args\.opd_type.*rollouts_teacher_url"):
+        generate_rollout_batch(Launch().args(**flags), 0, Source(2))
+    assert generate_rollout_batch(Launch().args(use_opd=True, opd_type="megatron"), 0, Source(2)).samples
+
+
+def test_a_filter_of_a_teachers_replies_is_refused() -> None:
+    """Their rewards are all 0, so the filter could only drop every group."""
+    flags = {
+        "custom_rm_path": "slime.rollout.on_policy_distillation.reward_func",
+        "custom_reward_post_process_path": "slime.rollout.on_policy_distillation.post_process_rewards",
+        "dynamic_sampling_filter_path": "rollouts.integrations.slime.filters.check_reward_nonzero_std",
+    }
+    with pytest.raises(ConfigError, match=r"args\.dynamic_sampling_filter_path.*none with"):
+        generate_rollout_batch(Launch().args(**flags), 0, Source(2))
