@@ -1,11 +1,11 @@
 """Runs SGLang's server where there is no GPU: ``python scripts/sglang_on_cpu.py --model-path DIR ...``
 
 SGLang imports ``sgl_kernel`` and torchvision at its start, and calls neither for a text model on the CPU. The wheel of
-``sgl_kernel`` needs CUDA, and PyPI's torchvision registers its operators only beside a torch with CUDA. So this module
-replaces the one by functions that raise, and declares two operators of the other. SGLang's child processes import their
-main module, which is this one, so that both hold there too.
+``sgl_kernel`` needs CUDA, and PyPI's torchvision registers its operators only with a torch that has CUDA. So this
+module replaces the one by functions that raise, and declares two operators of the other. SGLang's child processes
+import their main module, which is this one, so that both hold there too.
 
-It runs in the environment of SGLang, without this package.
+It runs in the environment of SGLang, and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class _Kernels(types.ModuleType):
     """``sgl_kernel`` without a kernel."""
 
     __version__ = KERNEL_VERSION
-    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -45,6 +44,7 @@ class _Kernels(types.ModuleType):
 def install() -> None:
     """Replace what this machine cannot load."""
     kernels = _Kernels("sgl_kernel")
+    kernels.__path__ = []
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
     sys.modules["sgl_kernel"] = kernels
     for schema in _SCHEMAS:

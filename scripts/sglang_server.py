@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 import json
 import os
 import shlex
@@ -29,7 +28,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["READY", "Refused", "command_of", "main", "serve"]
+from rollouts.errors import ConfigError
+from rollouts.http.access import is_loopback
+
+__all__ = ["READY", "command_of", "main", "serve"]
 
 READY = "scripts/serve_sglang: serving at "
 """Prefix of the line with the URL, which is printed when the server is ready."""
@@ -63,10 +65,6 @@ LOOK_SECONDS = 0.5
 STOP_SECONDS = 10.0
 
 
-class Refused(Exception):
-    """A command line that is not started; the message names the flag, its value, and what was expected."""
-
-
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="scripts/serve_sglang", description=__doc__, allow_abbrev=False)
     found.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -85,17 +83,17 @@ def command_of(
     """The command without its keys, and the keys as SGLang's config file names them.
 
     Raises:
-        Refused: a flag, or an address without a key.
+        ConfigError: a refused flag, or an address without a key.
     """
     names = {flag.partition("=")[0] for flag in further if flag.startswith("--")}
     for flag, expected in REFUSED.items():
         if flag in names:
-            raise Refused(f"{flag}: expected {expected}")
+            raise ConfigError(f"{flag}: expected {expected}")
     given = {"api-key": environment.get("ROLLOUTS_API_KEY"), "admin-api-key": environment.get("ROLLOUTS_ADMIN_KEY")}
     keys = {name: key for name, key in given.items() if key}
     if "api-key" not in keys and not is_loopback(options.host):
-        expected = "127.0.0.1, or ROLLOUTS_API_KEY in the environment: without a key, all that reach the address"
-        raise Refused(f"--host: got {options.host!r}; expected {expected} can pause it and replace its weights")
+        expected = "127.0.0.1, or a key in ROLLOUTS_API_KEY: every machine that reaches this address could use it"
+        raise ConfigError.of("--host", options.host, expected)
     start = [str(ON_CPU)] if options.cpu else ["-m", "sglang.launch_server"]
     command = [
         sys.executable,
@@ -113,13 +111,6 @@ def command_of(
     if options.cpu:
         command += [flag for flag in CPU_SWITCHES if flag not in names]
     return [*command, *further], keys
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextlib.contextmanager
@@ -202,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.port = free.getsockname()[1]
     try:
         command, keys = command_of(options, further, os.environ)
-    except Refused as refused:
+    except ConfigError as refused:
         say(f"error: {refused}")
         return 2
     host = "127.0.0.1" if options.host == "0.0.0.0" else options.host

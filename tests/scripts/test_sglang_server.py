@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sglang_server import READY, Refused, command_of, config_of, parser
+from rollouts.errors import ConfigError
+from scripts.sglang_server import READY, command_of, config_of, parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,7 @@ def command(*arguments: str, **environment: str) -> tuple[list[str], dict[str, s
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-3"])
 def test_an_open_address_needs_a_key(host: str) -> None:
     """Without a key, a server that others reach is not started: its control routes would be open to them."""
-    with pytest.raises(Refused, match=r"--host: got .*; expected 127.0.0.1, or ROLLOUTS_API_KEY"):
+    with pytest.raises(ConfigError, match=r"--host: got .*; expected 127.0.0.1, or a key in ROLLOUTS_API_KEY"):
         command("model", "--host", host)
     assert command("model", "--host", host, ROLLOUTS_API_KEY="k")[1] == {"api-key": "k"}
 
@@ -50,7 +51,7 @@ def test_an_open_address_needs_a_key(host: str) -> None:
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key=k", "--config", "--allow-auto-truncate"])
 def test_an_unsafe_flag_is_refused(flag: str) -> None:
     """A key that every user can read, and a server that cuts prompts, are refused by name."""
-    with pytest.raises(Refused, match=rf"{flag.partition('=')[0]}: expected "):
+    with pytest.raises(ConfigError, match=rf"{flag.partition('=')[0]}: expected "):
         command("model", flag)
 
 
