@@ -37,7 +37,7 @@ def test_an_extra_that_a_verb_installs_exists() -> None:
     named = {
         extra
         for verb in VERBS
-        for listed in re.findall(r'(?:^ *scripts/install|extras\+?=),?"?([\w,-]+)', verb.read_text(), re.MULTILINE)
+        for listed in re.findall(r'(?:^ *scripts/install |extras\+?=),?"?([\w,-]+)', verb.read_text(), re.MULTILINE)
         for extra in listed.split(",")
     }
     assert {"engine", "bench", "bench-peers"} <= named <= known

@@ -8,6 +8,9 @@ and every sampled token stores its version. Held-out prompts are never trained o
 Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows what the policy
 does, the sampled one also how sure it is. ``--kinds`` adds prompts of other kinds than those that are trained on.
 
+With ``--endpoint`` a running SGLang server generates, which must be able to read the folder of ``--out``: it loads the
+model that training starts from, and then each version. Without it, the embedded engine does.
+
 By default generation and training alternate, and every batch comes from the newest weights. With ``--async`` generation
 continues while the trainer steps, and batches are up to ``--max-staleness`` versions old.
 """
@@ -16,11 +19,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +97,8 @@ class Lesson:
     keep_weights: bool = False
     """Keep the weights of every version and the samples of every batch, so that they can be compared."""
     resume: bool = False
+    endpoint: Endpoint | None = None
+    """The servers that generate, by their URLs and keys; ``None`` starts the embedded engine."""
     slots: int = 64
 
     @property
@@ -109,8 +115,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
     began = time.monotonic()
     source = lesson.checkpoint if lesson.resume else lesson.model
     async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(engine_process(source, lesson.out / "engine.log", slots=lesson.slots))
-        endpoint = Endpoint(model=str(source), base_url=engine.url)
+        endpoint = await stack.enter_async_context(_endpoint(lesson, source))
         recipe = build(load_recipe(lesson.recipe), endpoint, lesson.options)
         server = await preflight(recipe)
         held_out = held_out_prompts(lesson, endpoint, recipe)
@@ -180,6 +185,18 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
     said = f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}"
     console.print(Text(visible(said)), soft_wrap=True)
     return result
+
+
+@contextlib.asynccontextmanager
+async def _endpoint(lesson: Lesson, source: Path) -> AsyncIterator[Endpoint]:
+    """The server, with the weights of ``source``."""
+    if lesson.endpoint is None:
+        async with engine_process(source, lesson.out / "engine.log", slots=lesson.slots) as engine:
+            yield Endpoint(model=str(source), base_url=engine.url)
+        return
+    # Another training run may have left its weights on the server.
+    await update_weights(lesson.endpoint, source, f"start-{time.time_ns():x}")
+    yield attrs.evolve(lesson.endpoint, model=str(source))
 
 
 def held_out_prompts(lesson: Lesson, endpoint: Endpoint, recipe: Recipe) -> dict[str, list[Prompt]]:
@@ -366,6 +383,14 @@ def main() -> int:
     add("recipe", type=Path, help="a built-in recipe, or a recipe file")
     add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; they are replaced")
     add("--model", type=Path, default=START_MODEL, help="folder of the model to start from (training/start_model)")
+    add(
+        "--endpoint",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a running SGLang server that can read --out and --model; repeat it for several. The keys are read from"
+        " ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY (default: the embedded engine)",
+    )
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=40)
@@ -421,7 +446,17 @@ def _lesson(args: argparse.Namespace) -> Lesson:
         {"over_sampling_factor": "2"} if args.asynchronous else {}
     )  # one batch is generated while another is trained on
     options = {"seed": str(args.seed), **ahead, **options_of(args)}
+    endpoint = (
+        Endpoint(
+            base_url=tuple(args.endpoint),
+            api_key=os.environ.get("ROLLOUTS_API_KEY"),
+            admin_key=os.environ.get("ROLLOUTS_ADMIN_KEY"),
+        )
+        if args.endpoint
+        else None
+    )
     return Lesson(
+        endpoint=endpoint,
         recipe=args.recipe,
         out=args.out,
         model=args.model,

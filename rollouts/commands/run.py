@@ -69,6 +69,7 @@ from rollouts.runs.settings import settings_of
 from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, versions
 from rollouts.terminal import say
 from rollouts.testing.stalls import StallWatch
+from rollouts.training.agent_integration import resuming
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
@@ -336,7 +337,7 @@ async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
         renderer = await anyio.to_thread.run_sync(recipe.renderer)
         policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
     environment_cls = bound.get("environment_cls", recipe.environment_cls)
-    generate_fn = recorded(config.generate_fn, journal, environment_cls, policy)
+    generate_fn = recorded(config.generate_fn, journal, environment_cls, resuming(policy))
     return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))
 
 

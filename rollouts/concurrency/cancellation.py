@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from rollouts.concurrency.deadlines import deadline, exit_scopes_inside
+from rollouts.concurrency.deadlines import deadline, exit_scopes_inside, is_cancelled_from
 
 __all__ = ["CancellationGuard", "left_behind"]
 
@@ -129,7 +129,8 @@ class CancellationGuard:
         self._timer = loop.call_later(delay, self._check_grace)
 
     def _count(self, thrown: BaseException) -> None:
-        if isinstance(thrown, asyncio.CancelledError):
+        # Timeouts of the coroutine itself are no cancellations of it: it may wait in any number of them.
+        if isinstance(thrown, asyncio.CancelledError) and is_cancelled_from(self._around.scope):
             self._since = self._since or time.monotonic()
             self._suppressed += 1
 

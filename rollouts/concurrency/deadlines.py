@@ -19,7 +19,16 @@ from typing import Self
 import anyio
 import attrs
 
-__all__ = ["Clocks", "Pause", "deadline", "exit_scopes_inside", "listed_pause", "paused_deadlines", "pauses"]
+__all__ = [
+    "Clocks",
+    "Pause",
+    "deadline",
+    "exit_scopes_inside",
+    "is_cancelled_from",
+    "listed_pause",
+    "paused_deadlines",
+    "pauses",
+]
 
 _CLOCKS: contextvars.ContextVar[tuple[deadline, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
 
@@ -109,6 +118,17 @@ def exit_scopes_inside(scope: anyio.CancelScope) -> bool:
         left.cancel()
         left.__exit__(None, None, None)
     return bool(inside)
+
+
+def is_cancelled_from(scope: anyio.CancelScope | None) -> bool:
+    """Whether ``scope`` or one around it is cancelled, so that its cancellation is repeated inside ``scope``."""
+    while scope is not None:
+        if scope.cancel_called:
+            return True
+        if scope.shield:
+            return False
+        scope = _parent(scope)
+    return False
 
 
 def _parent(scope: anyio.CancelScope) -> anyio.CancelScope | None:

@@ -69,7 +69,7 @@ class Result(msgspec.Struct, frozen=True):
     came: str
 
     def __str__(self) -> str:
-        return f"{self.verdict:<9}  {self.name}: {self.came}"
+        return f"{self.verdict:<9}  {self.name}: {' '.join(self.came.split())}"
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -127,11 +127,13 @@ class ResumablePolicy:
         parts: list[Completion] = []
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:
-            rest = attrs.evolve(
-                sampling,
-                max_new_tokens=sampling.max_new_tokens - sampled,
-                min_new_tokens=max(0, sampling.min_new_tokens - sampled),
-            )
+            rest = sampling
+            if sampled:
+                rest = attrs.evolve(
+                    sampling,
+                    max_new_tokens=sampling.max_new_tokens - sampled,
+                    min_new_tokens=max(0, sampling.min_new_tokens - sampled),
+                )
             ids = np.concatenate([tokens, *(part.tokens for part in parts)]) if parts else tokens
             part = await self._send(ids, rest, stop_token_ids, session)
             parts.append(part)

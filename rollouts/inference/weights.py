@@ -43,7 +43,7 @@ WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
 ``retract``: they are interrupted and continue under the new weights, which prefill their tokens again. The logprob of
 each token is exactly that of the version of the token.
 
-``wait``: they finish first, under the old weights. ``abort``: they end at once; the caller may send them again. Neither
+``wait``: they finish first, under the old weights. ``abort``: they end at once; rollouts continue them. Neither
 pauses the server before the weights are new. If the server then fails to flush, as SGLang sometimes does under load, it
 is flushed at once in a pause that retracts. Tokens sampled in between have the new version but may have read K/V of the
 old weights; a warning is logged.

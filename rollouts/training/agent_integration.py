@@ -24,12 +24,13 @@ from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, Sampli
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, ServerInfo
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.resumable import ResumablePolicy
+from rollouts.inference.sglang import SGLangPolicy, shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
-__all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "check_limits", "generate_rollout_batch"]
+__all__ = ["agent_rollout_to_sample", "agent_rollout_to_samples", "check_limits", "generate_rollout_batch", "resuming"]
 
 
 async def agent_rollout_to_sample(prompt: Prompt | str | Sequence[Message | dict[str, Any]], **options: Any) -> Sample:
@@ -96,15 +97,15 @@ async def agent_rollout_to_samples(
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     renderer = await _renderer(tokenizer, with_prompt_options(options, prompt.metadata))
-    policy = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
+    client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     branches = await run_branches(
         prompt,
         environment_cls,
-        policy,
+        resuming(client),
         renderer,
         sampling=sampling or endpoint.sampling,
         limits=check_limits(limits, max_turns),
-        max_context=(await _describe(policy)).max_context,
+        max_context=(await _describe(client)).max_context,
         on_step=on_step,
         history=history,
         past=past,
@@ -141,6 +142,11 @@ async def generate_rollout_batch(
     if errors:
         raise errors[0]
     return [sample for number in range(len(prompts)) for sample in samples[number]]
+
+
+def resuming(policy: Policy) -> Policy:
+    """The policy; one of servers continues a reply that they abort, as an update of their weights may order them to."""
+    return ResumablePolicy(policy) if isinstance(policy, SGLangPolicy) else policy
 
 
 def check_limits(limits: Limits | None, max_turns: int | None) -> Limits:

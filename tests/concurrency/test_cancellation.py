@@ -136,6 +136,19 @@ async def test_results_and_errors_pass_the_guard() -> None:
         assert await CancellationGuard(future, around, "a future") == 7
 
 
+async def test_timeouts_of_the_coroutine_itself_are_not_counted() -> None:
+    """A coroutine that waits in many short timeouts of its own is not abandoned: no scope around it is cancelled."""
+
+    async def looks_often() -> str:
+        for _ in range(125):
+            with anyio.move_on_after(0.01):
+                await anyio.sleep_forever()
+        return "done"
+
+    with deadline(60, armed=False) as around:
+        assert await CancellationGuard(looks_often(), around, "a look") == "done"
+
+
 async def test_a_wait_report_sees_through_the_guard() -> None:
     """The reported line is that of the coroutine."""
 

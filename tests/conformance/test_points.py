@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.conformance.points import Finding, Point, Report, Skipped, ask_all, table
+from rollouts.conformance.points import Finding, Point, Report, Result, Skipped, ask_all, table
 from rollouts.conformance.sglang import POINTS
 from rollouts.errors import EndpointRefused
 
@@ -58,6 +58,12 @@ async def test_a_point_fails_only_if_a_feature_relies_on_it(
     assert [one.name for one in report.failed] == (["a point"] if verdict == "FAIL" else [])
     assert ("leans on it: a feature" in str(report)) == (verdict == "FAIL")
     assert "differs    a difference" in str(report)
+
+
+def test_a_result_is_one_line() -> None:
+    """A server's message of several lines is shown in one."""
+    result = Result("bad requests", "", "", True, "yes", "status 400: 1 validation error:\n  {'type': 'x'}")
+    assert str(result) == "yes        bad requests: status 400: 1 validation error: {'type': 'x'}"
 
 
 async def test_a_table_has_a_column_for_each_server() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import aclosing
 from functools import partial
 from itertools import islice
@@ -22,6 +23,7 @@ from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.environments.base import StepResult
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.errors import ConfigError
+from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
 from rollouts.recipe_files import build, load_recipe
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
@@ -168,6 +170,34 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
     result = await learn(attrs.evolve(lesson, steps=3, resume=True), console)
     assert result["steps"] == 3
     assert [row["step"] for row in read_steps(tmp_path / "steps.csv")] == [1, 2, 3]
+
+
+async def test_a_lesson_on_a_running_server(tmp_path: Path) -> None:
+    """The server of ``--endpoint`` has other weights; it gets those that training starts from, then each version."""
+    start = tmp_path / "start"
+    shutil.copytree(START_MODEL, start)
+    model = model_of(START_MODEL)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1.1)
+    model.save_pretrained(start)
+    async with running_server(START_MODEL) as url:
+        lesson = Lesson(
+            recipe=Path("calculator_grpo"),
+            out=tmp_path / "out",
+            model=start,
+            options={"batch_size": "2", "n_samples_per_prompt": "4", "prompts": "20", "over_sampling_factor": "1"},
+            steps=1,
+            held_out=0,
+            endpoint=Endpoint(base_url=url),
+        )
+        lesson.out.mkdir()
+        result = await learn(lesson, Console(quiet=True))
+        served = await SGLangPolicy(Endpoint(base_url=url)).describe()
+    assert result["steps"] == 1
+    assert served.weight_version == "1"
+    assert read_steps(lesson.out / "steps.csv")[0]["logprob_diff"] < 1e-4, "the trainer's weights sampled"
+    assert not (lesson.out / "engine.log").exists()
 
 
 @pytest.mark.parametrize(

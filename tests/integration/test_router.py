@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
-import subprocess
-import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import anyio
 import anyio.to_thread
 import attrs
@@ -32,52 +27,11 @@ from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
 from rollouts.renderer.example import ExamplePart
 from rollouts.testing.server import StubServer
+from tests.integration.routers import get, router, until_ready
 
 pytest.importorskip("sglang_router", reason="sglang-router is not installed")
 
-READY_SECONDS = 120.0
 LONG = SamplingParams(temperature=1.0, max_new_tokens=400)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def router(workers: list[str], log: Path, *, policy: str = "manual") -> Iterator[str]:
-    """Run the router as a process; yields its URL."""
-    port, metrics = free_port(), free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(metrics), "--policy", policy, "--worker-urls", *workers]
-    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-
-
-async def get(url: str) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        text = await answer.text()
-        with contextlib.suppress(ValueError):
-            return answer.status, json.loads(text)
-        return answer.status, text
-
-
-async def until_ready(url: str, workers: int) -> None:
-    """Wait for ``/readiness``, since ``/health`` returns 200 without any worker."""
-    with anyio.fail_after(READY_SECONDS):
-        while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                status, answer = await get(f"{url}/readiness")
-                listed = (await get(f"{url}/workers"))[1]
-                healthy = [worker for worker in listed["workers"] if worker.get("is_healthy", True)]
-                if status == 200 and answer and len(healthy) == workers:
-                    return
-            await anyio.sleep(0.2)
 
 
 @attrs.frozen

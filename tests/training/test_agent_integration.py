@@ -1,0 +1,36 @@
+"""Rollouts of an endpoint: what a server aborts is continued."""
+
+from __future__ import annotations
+
+from rollouts.dtypes import Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import SingleTurnEnvironment
+from rollouts.renderer import load_tokenizer
+from rollouts.testing.server import StubServer
+from rollouts.training import Status, agent_rollout_to_sample
+
+
+async def test_a_reply_that_a_server_aborts_is_continued() -> None:
+    """An update that aborts does not lose the prompt: the reply goes on after the tokens that it has."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    whole = tokenizer.encode("The answer is 8.<|im_end|>", add_special_tokens=False)
+    opening = tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
+
+    def reply(input_ids: list[int], params: object) -> list[int]:
+        """The rest of the reply, after what the request has of it."""
+        begun = len(input_ids) - 1 - input_ids[::-1].index(opening) + 3  # the role and a newline
+        return whole[len(input_ids) - begun :]
+
+    async with StubServer(reply, faults=["abort"]) as server:
+        sample = await agent_rollout_to_sample(
+            prompt="What is 5 + 3?",
+            environment_cls=SingleTurnEnvironment,
+            endpoint=Endpoint(model=str(DEMO_MODEL), base_url=server.url),
+            tokenizer=tokenizer,
+        )
+        first, second = (request.body["input_ids"] for request in server.requests)
+    assert sample.status is Status.COMPLETED
+    assert sample.response == "The answer is 8.<|im_end|>"
+    assert [*sample.tokens][-len(whole) :] == whole
+    assert second == [*first, *whole[: len(second) - len(first)]]
+    assert len(second) > len(first)
