@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import anyio
 import anyio.to_thread
 import attrs
+from anyio.lowlevel import RunVar
 
 from rollouts.agent.turn_log import Turn, TurnLog, prompt_digest, replayed
 from rollouts.concurrency.boundary import boundary, call_foreign
@@ -623,7 +624,19 @@ async def _render(new: Sequence[Message], function: Callable[..., Rendered], *ar
     """Call a rendering function, in a worker thread where the new messages are long."""
     if sum([len(message.content) for message in new]) < _LONG_TEXT:
         return function(*arguments)
-    return await anyio.to_thread.run_sync(function, *arguments)
+    return await anyio.to_thread.run_sync(function, *arguments, limiter=_threads())
+
+
+_THREADS: RunVar[anyio.CapacityLimiter] = RunVar("rollouts_rendering_threads")
+
+
+def _threads() -> anyio.CapacityLimiter:
+    """The limiter of the event loop: two threads, because each thread that encodes keeps memory."""
+    limiter = _THREADS.get(None)
+    if limiter is None:
+        limiter = anyio.CapacityLimiter(2)
+        _THREADS.set(limiter)
+    return limiter
 
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:

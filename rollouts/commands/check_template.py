@@ -96,6 +96,7 @@ async def check(options: TemplateCheckOptions, console: Console) -> bool:
         renderer, tools, history = await _recipe_settings(options, options.recipe, model)
     test = await anyio.to_thread.run_sync(renderer.self_test, tools)
     about = f"{renderer!r}\n{test.strategy} dummy · {len(tools)} tools · history: {history} ({_POLICIES[history]})"
+    about += f"\nencoder: {await anyio.to_thread.run_sync(lambda: renderer.encoder)}"
     about += f"\nspecial_text: {renderer.special_text} ({_SPECIAL_TEXT[renderer.special_text]})"
     console.print(Text(visible(about), "bold"))
     console.print(steps_table(test))

@@ -147,6 +147,11 @@ class Renderer:
         return self._template.reads
 
     @property
+    def encoder(self) -> str:
+        """The library that encodes: ``"fastokens"``, ``"tokenizers"``, or ``"transformers"`` for a slow tokenizer."""
+        return self._codec.encoder
+
+    @property
     def encoded_tokens(self) -> int:
         """Tokens encoded so far for openings and bridges."""
         return self._codec.encoded_tokens
@@ -182,7 +187,7 @@ class Renderer:
             return cached.result()
         try:
             text = self._opening_text(messages, tools)
-            future.set_result(self._encode(text, opening=True))
+            future.set_result(self._encode(text))
         except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._openings.pop(key, None)
@@ -220,10 +225,9 @@ class Renderer:
         return text
 
     def forget(self) -> None:
-        """Clear the caches of openings and words."""
+        """Clear the cache of openings."""
         with self._lock:
             self._openings.clear()
-        self._codec.forget()
 
     def bridge(
         self,
@@ -340,10 +344,10 @@ class Renderer:
         guarded = self._marks.guarded(messages)
         return self._encode(rendered if guarded is messages else self._template.render(guarded, tools))
 
-    def _encode(self, text: str, *, counted: bool = True, opening: bool = False) -> TokenColumn:
+    def _encode(self, text: str, *, counted: bool = True) -> TokenColumn:
         """Encode a text with guards: the marks that they break are plain text."""
         if GUARD not in text:
-            return self._codec.encode(text, counted=counted, opening=opening)
+            return self._codec.encode(text, counted=counted)
         ids: list[int] = []
         for part, plain in self._marks.parts(text):
             ids += self._codec.encode_plain(part) if plain else self._codec.encode(part, counted=counted).tolist()

@@ -10,6 +10,7 @@ import json
 import threading
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import numpy as np
 from rollouts.dtypes import TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
+from rollouts.renderer.fast_encoder import FastEncoder, loading
 from rollouts.renderer.special_text import plain_encoder
-from rollouts.renderer.word_cache import Words
 
 __all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
 
@@ -126,29 +127,46 @@ class Codec:
     """Encode and decode with one tokenizer.
 
     Fast tokenizers are used without their Python wrapper: the wrapper sets padding and truncation on a shared object
-    at each call, which is not thread-safe. A slow tokenizer is used directly, one thread at a time.
+    at each call, which is not thread-safe. Those that tokenizer.json sets are cleared. A slow tokenizer is used
+    directly, one thread at a time.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._raw = getattr(tokenizer, "backend_tokenizer", None)
         self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
         self._bytes = ByteTable.of(tokenizer) if self._slow is None else None
-        self._words = Words.of(self._raw) if self._slow is None else None
+        if self._raw is not None and self._slow is None:
+            self._raw.no_truncation()
+            self._raw.no_padding()
+        self._tokenizer = tokenizer
+        self._fast: Future[FastEncoder | None] | None = None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that :meth:`encode` has returned so far, if ``counted``."""
         self.encoded_characters = 0
         """Characters that :meth:`encode` has taken so far, if ``counted``."""
 
-    def encode(self, text: str, *, counted: bool = True, opening: bool = False) -> TokenColumn:
+    @property
+    def encoder(self) -> str:
+        """The library that encodes: ``"fastokens"``, ``"tokenizers"``, or ``"transformers"`` for a slow tokenizer.
+
+        Waits until ``fastokens`` is loaded; until then ``tokenizers`` encodes.
+        """
+        if self._slow is not None:
+            return "transformers"
+        return "tokenizers" if loading(self._tokenizer).result() is None else "fastokens"
+
+    def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
         """Return the ids of a text; int32, read-only. Special tokens in the text become their ids; none is added.
 
         Args:
             text: the text.
             counted: whether the text enters a conversation, and so the counters.
-            opening: whether other conversations will begin with the same text.
         """
-        ids = self._words.encode(text, opening=opening) if self._words is not None else None
+        if counted and self._fast is None and self._slow is None:
+            self._fast = loading(self._tokenizer)
+        fast = self._fast.result() if self._fast is not None and self._fast.done() else None
+        ids = None if fast is None else fast.encode(text)
         if ids is None:
             ids = np.array(self._encode(text), np.int32)  # a tokenizer's ids need no check
             ids.flags.writeable = False
@@ -201,11 +219,6 @@ class Codec:
         model.pop("truncation", None)  # state of the last call of its wrapper
         model.pop("padding", None)
         return zlib.crc32(json.dumps(model, sort_keys=True).encode())
-
-    def forget(self) -> None:
-        """Clear the cache of words."""
-        if self._words is not None:
-            self._words.forget()
 
     def decode(self, ids: Sequence[int] | TokenColumn, *, skip_special: bool = False) -> str:
         """Return the text of ids, with or without special tokens, with spaces unchanged."""

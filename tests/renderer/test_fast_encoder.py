@@ -1,0 +1,121 @@
+"""The fast encoder gives the ids of the tokenizer, or the tokenizer encodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollouts.engine import DEMO_MODEL
+from rollouts.renderer import load_tokenizer
+from rollouts.renderer.fast_encoder import FastEncoder, hard_texts
+from rollouts.renderer.tokenizer import Codec
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+PIECES = [
+    *hard_texts([])[:12],
+    "don't",
+    "  ",
+    "\n\n",
+    "\t",
+    "1234",
+    "CamelCASE",
+    "😀",
+    "é",
+    "你好",
+    "<|im_",
+    "|>",
+    "x" * 40,
+]
+
+
+def any_texts(marks: list[str], count: int, seed: int = 0) -> list[str]:
+    """Texts of hard pieces, added tokens and random characters of all planes."""
+    rng = random.Random(seed)
+
+    def piece() -> str:
+        kind = rng.random()
+        if kind < 0.4:
+            return rng.choice(PIECES)
+        if kind < 0.6 and marks:
+            return rng.choice(marks)
+        first, stop = rng.choice([(0, 0x80), (0, 0x250), (0, 0x3000), (0x3000, 0xD800), (0xE000, 0x20000)])
+        return "".join(chr(rng.randrange(first, stop)) for _ in range(rng.randint(1, 12)))
+
+    return ["".join(piece() for _ in range(rng.randint(1, 12))) for _ in range(count)]
+
+
+def of_bytes(vocabulary: dict[str, int] | None = None) -> Any:
+    """A byte-level tokenizer without merges."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary or {one: at for at, one in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return made
+
+
+def codec_of(raw: Any) -> Codec:
+    return Codec(transformers.PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen3", "qwen2_5", "deepseek_v3", "gptoss"])
+def test_it_gives_the_ids_of_the_tokenizer(name: str, tokenizer: Callable[..., Any], conversations: int) -> None:
+    """Texts of all planes of Unicode, with added tokens; 40,000 with ``--long``."""
+    raw = (load_tokenizer(DEMO_MODEL) if name == "demo" else tokenizer(name)).backend_tokenizer
+    fast = FastEncoder.of(raw)
+    assert fast is not None
+    texts = any_texts([token.content for token in raw.get_added_tokens_decoder().values()], 20 * conversations)
+    for text, expected in zip(texts, raw.encode_batch_fast(texts, add_special_tokens=False), strict=True):
+        found = fast.encode(text)
+        assert found is not None
+        assert found.tolist() == expected.ids, repr(text)
+
+
+def test_a_tokenizer_that_is_read_differently_is_found() -> None:
+    """A vocabulary that lacks a byte: both drop it, or one gives another id; then ``tokenizers`` encodes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    raw = of_bytes({one: 3 * at for at, one in enumerate(alphabet) if one != "Q"})
+    raw.add_tokens([tokenizers.AddedToken("<new>", normalized=False)])
+    codec = codec_of(raw)
+    assert codec.encoder == "tokenizers"
+    assert codec.encode("a <new> b").tolist() == raw.encode("a <new> b", add_special_tokens=False).ids
+
+
+def test_a_tokenizer_of_another_kind_is_not_loaded() -> None:
+    """Such as one with a vocabulary of whole words."""
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"plum": 0, "?": 1}, unk_token="?"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    codec = codec_of(raw)
+    assert codec.encode("plum tree").tolist() == [0, 1]
+    assert codec.encoder == "tokenizers"
+
+
+def test_tokens_that_are_added_later_are_encoded() -> None:
+    """The tokenizer encodes from then on."""
+    raw = of_bytes()
+    codec = codec_of(raw)
+    assert codec.encoder == "fastokens"
+    before = codec.encode("a<new>")
+    codec._raw.add_tokens([tokenizers.AddedToken("<new>", normalized=False)])
+    assert codec.encode("a<new>").tolist() == [before[0], codec._raw.get_vocab_size() - 1]
+
+
+def test_an_encoder_is_loaded_once_for_a_tokenizer() -> None:
+    """Two codecs of one tokenizer share it; truncation of the tokenizer does not concern it."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes())
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    one, other = Codec(tokenizer), Codec(tokenizer)
+    assert one.encoder == other.encoder == "fastokens"
+    assert len(one.encode("plums")) == len(other.encode("plums")) == 5
+
+
+def test_a_text_that_cannot_be_encoded_has_the_tokenizers_error() -> None:
+    """A lone surrogate is no text."""
+    codec = codec_of(of_bytes())
+    assert codec.encoder == "fastokens"
+    with pytest.raises(TypeError, match="must be str"):
+        codec.encode("\ud800")
+    assert len(codec.encode("plums")) == 5
