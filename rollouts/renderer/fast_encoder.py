@@ -101,8 +101,8 @@ def _load(raw: Any, future: Future[FastEncoder | None]) -> None:
 def hard_texts(marks: list[str]) -> list[str]:
     """Texts on which two encoders of one tokenizer may differ; ``marks`` are its added tokens."""
     between = [f"{one}{text}{two}" for text in _HARD[:6] for one, two in zip(marks, marks[::-1], strict=True)]
-    beside = [text for mark in marks for text in (mark, f" {mark} ", f"x{mark}\n", f"{mark[:-1]} {mark[1:]}")]
-    return [*_HARD, *between, *beside]
+    around = [text for mark in marks for text in (mark, f" {mark} ", f"x{mark}\n", f"{mark[:-1]} {mark[1:]}")]
+    return [*_HARD, *between, *around]
 
 
 _LETTERS = "".join(chr(code) for code in range(0xA0, 0x250))
