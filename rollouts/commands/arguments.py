@@ -176,7 +176,6 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--chat-template",
-        "--template",
         type=Path,
         metavar="FILE",
         help="chat template to use instead of the model's own",

@@ -36,16 +36,16 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--text", default="Begin.", metavar="PROMPT", help="prompt, if there is no recipe (default: Begin.)"
     )
-    parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="prompts to play (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of replies (default: 0)")
+    parser.add_argument("--tasks", type=positive, default=4, metavar="N", help="play the first N prompts (default: 4)")
+    parser.add_argument("--reply-seed", type=int, default=0, metavar="N", help="seed of random replies (default: 0)")
 
 
 def _check_env(args: argparse.Namespace) -> int:
     options = options_of(args)
     if args.data is not None:
         options["data"] = str(args.data)
-    environment_cls, prompts = load_environment(args.path, options, text=args.text, count=args.prompts)
-    findings = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.seed))
+    environment_cls, prompts = load_environment(args.path, options, text=args.text, count=args.tasks)
+    findings = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.reply_seed))
     return 0 if show_findings(findings, SafeConsole()) else BROKEN
 
 

@@ -253,7 +253,7 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--model", metavar="NAME_OR_DIR", help="tokenizer (default: the model that the endpoint names)")
     parser.add_argument("--endpoint", metavar="URL", help="server to send ids to, and to compare the ids it scored")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe whose environment's tools are tested")
+    parser.add_argument("--recipe", type=Path, metavar="RECIPE", help="recipe whose environment's tools are tested")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
     add_generate_options(parser)
 

@@ -26,7 +26,9 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--pass-rate", type=_share, default=1.0, metavar="P", help="share of kept groups (default: 1)")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="groups per batch (default: the run's or 32)")
-    parser.add_argument("--n", type=positive, metavar="N", help="rollouts in a group (default: the run's, or 8)")
+    parser.add_argument(
+        "--rollouts", type=positive, metavar="N", help="rollouts of each prompt (default: the run's or 8)"
+    )
     parser.add_argument("--batches", type=positive, default=4, metavar="N", help="batches to simulate (default: 4)")
     parser.add_argument(
         "--factors", type=_factors, default=FACTORS, metavar="F,F", help="factors to try (default: 1,1.25,1.5,2,3)"
@@ -58,7 +60,7 @@ def _plan(args: argparse.Namespace) -> int:
     result = plan(
         measurements or Given(shape(args.latency), args.pass_rate),
         batch_size=args.batch_size or batch_size,
-        n=args.n or n,
+        n=args.rollouts or n,
         speed=speed,
         batches=args.batches,
         factors=args.factors,

@@ -20,7 +20,7 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(verbs, "replay", _replay, "replay a recorded run without a server, and compare", "replay runs/a")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was recorded with run --record")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe to play (default: the run's)")
+    parser.add_argument("--recipe", type=Path, metavar="RECIPE", help="recipe to play (default: the run's)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace an option of the run's recipe"
     )

@@ -27,7 +27,7 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the stored run")
     parser.add_argument(
-        "--recipe", type=Path, required=True, metavar="FILE", help="recipe with the reward, filter, batch size"
+        "--recipe", type=Path, required=True, metavar="RECIPE", help="recipe with the reward, filter, batch size"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")

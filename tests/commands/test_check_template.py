@@ -116,8 +116,8 @@ def test_the_command_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "chat.jinja"
     file.write_text(FORKS)
     assert main(["check", "--model", DEMO]) == 0
-    assert main(["check", "--model", DEMO, "--template", str(file)]) == 1
-    assert main(["check", "--model", DEMO, "--template", str(tmp_path / "none")]) == 2
+    assert main(["check", "--model", DEMO, "--chat-template", str(file)]) == 1
+    assert main(["check", "--model", DEMO, "--chat-template", str(tmp_path / "none")]) == 2
     assert main(["check"]) == 2
     assert "--model" in capsys.readouterr().err
 

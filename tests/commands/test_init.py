@@ -395,3 +395,90 @@ def test_the_table_of_verbs_agrees_with_the_verbs() -> None:
         importlib.import_module(f"rollouts.commands.{verb.module}").add(verbs)
         assert list(verbs.choices) == [name]
         assert [action.help for action in verbs._choices_actions] == [verb.does]
+
+
+OPTIONS = {
+    "--against": "an earlier result to compare with",
+    "--allow-changes": "accept what differs from the first part",
+    "--batch-size": "groups in a batch",
+    "--batches": "number of batches",
+    "--chat-template": "a chat template instead of the model's",
+    "--concurrency": "limits of concurrent requests",
+    "--data": "the data file of the recipe",
+    "--debug": "print tracebacks",
+    "--dialect": "notation of tool calls",
+    "--dtype": "type of the weights",
+    "--endpoint": "URL of a server",
+    "--factors": "over-sampling factors",
+    "--failures": "kinds of failures",
+    "--format": "file format of batches",
+    "--group": "a group of a run",
+    "--help": "help",
+    "--history": "what to do where the template rewrites the history",
+    "--host": "address to listen on",
+    "--idle-seconds": "how long a connection stays idle",
+    "--into": "the parent folder",
+    "--json": "print the result as JSON",
+    "--k": "the k of pass@k",
+    "--latency": "seconds of a rollout",
+    "--limit": "rows of the table",
+    "--log": "loggers",
+    "--max-context": "most tokens of a sequence",
+    "--metrics-port": "port of the Prometheus endpoint",
+    "--model": "a model",
+    "--no-greedy": "no greedy rollouts",
+    "--no-rehearsal": "no rehearsal",
+    "--out": "where the result is written",
+    "--outcome": "groups by outcome",
+    "--overwrite": "replace what is there",
+    "--pass-rate": "share of kept groups",
+    "--port": "port to listen on",
+    "--quiet": "print no progress",
+    "--recipe": "a recipe, for what is stored",
+    "--record": "record what rollouts receive",
+    "--reply-seed": "seed of random replies",
+    "--resume": "what to continue",
+    "--rollouts": "rollouts of each prompt",
+    "--sample": "a sample of a run",
+    "--seed": "the seed of the recipe",
+    "--servers": "numbers of servers",
+    "--set": "an option of the recipe",
+    "--slots": "concurrent requests of the engine",
+    "--special-text": "special tokens in texts",
+    "--speed": "relative speed of an engine",
+    "--split": "the split of a data set",
+    "--stop": "ids that end a turn",
+    "--stop-with-stdin": "stop at the end of standard input",
+    "--table": "a table of stored reports",
+    "--tasks": "the first N prompts",
+    "--template-kwargs": "variables of the chat template",
+    "--text": "the text of a prompt",
+    "--threshold": "lowest reward that passes",
+    "--to": "the output format of an export",
+    "--tokenizer": "a tokenizer",
+    "--tolerance": "largest difference of a logprob",
+    "--trace": "spans",
+    "--unsafe": "also what may end the server",
+    "--workers": "number of processes",
+}
+"""The one meaning of each option, in all verbs."""
+SEVERAL_KINDS = {"--model", "--out", "--resume"}
+"""Options whose value is a folder in one verb and a file or a name in another."""
+
+
+def test_an_option_has_one_name_and_one_meaning() -> None:
+    """The same meaning has the same name in every verb; a new option is added to the list, or takes a name of it."""
+    names: set[str] = set()
+    values: dict[str, set[object]] = {}
+    for name, verb in VERBS.items():
+        verbs = argparse.ArgumentParser().add_subparsers()
+        importlib.import_module(f"rollouts.commands.{verb.module}").add(verbs)
+        for action in verbs.choices[name]._actions:
+            long = [option for option in action.option_strings if option.startswith("--")]
+            assert len(long) == bool(action.option_strings), f"{name}: {action.option_strings}"
+            names.update(long)
+            for option in long:
+                values.setdefault(option, set()).add(action.metavar)
+    assert names == OPTIONS.keys()
+    assert len({*OPTIONS.values()}) == len(OPTIONS)
+    assert {option for option, kinds in values.items() if len(kinds) > 1} <= SEVERAL_KINDS

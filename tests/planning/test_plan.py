@@ -150,7 +150,7 @@ def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The output has the options, the fastest, and more servers."""
-    line = ["plan", "--latency", "bimodal:1,9,0.2", "--batch-size", "4", "--n", "2", "--factors", "1,2"]
+    line = ["plan", "--latency", "bimodal:1,9,0.2", "--batch-size", "4", "--rollouts", "2", "--factors", "1,2"]
     assert main([*line, "--pass-rate", "0.5", "--servers", "1,2"]) == 0
     output = capsys.readouterr().out
     assert "fastest: over_sampling_factor=" in output
