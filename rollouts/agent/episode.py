@@ -224,13 +224,14 @@ class Episode:
     ) -> tuple[tuple[Tool, ...], Message | None]:
         """Start with a past conversation; return the tools, and the last reply if the environment answers it next."""
         self.branches = [past.trajectory]
-        self.reply_start = past.reply_start
-        self.part_start = past.reply_start if past.part_start is None else past.part_start
         past.trajectory.history = self.history
         messages = list(past.trajectory.messages)
         self.replies = sum(message.role == "assistant" for message in messages)
         self.call_count = sum(len(message.tool_calls) for message in messages)
-        before = messages if past.state == "asked" and past.part_start is None else messages[:-1]
+        asked = past.state == "asked" and past.part_start is None
+        before = messages if asked else messages[:-1]
+        self.reply_start = past.reply_start - (0 if asked else self._begun_by_prompt(before))
+        self.part_start = self.reply_start if past.part_start is None else past.part_start
         known = [*messages, *past.new] if past.new else before
         if past.part_start is not None and not past.new:
             known = [*before, self._turn_until(past.part_start, ())]
@@ -247,16 +248,20 @@ class Episode:
         stored = past.trajectory.messages.pop()  # parsed again below: the ids are the record, the message is a view
         self.call_count -= len(stored.tool_calls)
         self.continues_reply = past.state == "cut"
-        given = as_messages(self.prompt.prompt)
-        if given and given[-1].role == "assistant" and self.replies == sum(m.role == "assistant" for m in given):
-            self.reply_start = self.renderer.reply_start([*before, given[-1]], tools)
-            if past.part_start is None:
-                self.part_start = self.reply_start
         if self.continues_reply:
             return tools, None
         reply, _ = self._parse(tools)
         past.trajectory.messages.append(self._whole_turn(reply, tools))
         return tools, reply
+
+    def _begun_by_prompt(self, before: Sequence[Message]) -> int:
+        """The number of tokens of the last turn that are the prompt's, which may end in an assistant message."""
+        given = as_messages(self.prompt.prompt)
+        first = given and given[-1].role == "assistant" and self.replies == sum(m.role == "assistant" for m in given)
+        if not first:
+            return 0
+        opening = [*before, given[-1]]
+        return len(self.renderer.opening(opening)) - self.renderer.reply_start(opening)
 
     async def _resume_logged(
         self, environment: Environment, resumable: Resumable, name: str, earlier: Trajectory

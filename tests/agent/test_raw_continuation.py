@@ -388,9 +388,11 @@ def options_of(policy: ScriptedPolicy) -> dict[str, Any]:
     return {"endpoint": Endpoint(sampling=SAMPLING), "tokenizer": PLAIN, "policy": policy}
 
 
-async def continued(cut: Sequence[str | Reply], rest: Sequence[str], left: Sequence[str]) -> tuple[Sample, Searching]:
+async def continued(
+    cut: Sequence[str | Reply], rest: Sequence[str], left: Sequence[str], begun: Sequence[Message] = ()
+) -> tuple[Sample, Searching]:
     """Play until the script ends or a reply is cut, store the sample, and continue it in another environment."""
-    prompt = Prompt([QUESTION], index=0, group_index=0)
+    prompt = Prompt([QUESTION, *begun], index=0, group_index=0)
     first = await agent_rollout_to_sample(prompt, environment_cls=Searching, **options_of(script(*cut)))
     stored = Sample.from_dict(json.loads(json.dumps(first.to_dict())))
     environment = Searching(left)
@@ -419,6 +421,18 @@ async def test_a_continuation_without_a_reply_is_asked_again() -> None:
     assert environment.replies == [SECOND, ANSWER]
     assert whole.messages[-1]["content"] == FIRST + FOUND[0] + SECOND + FOUND[1] + ANSWER
     assert [call.continues for call in whole.completions] == [False, True, True]
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["aborted", "without a reply"])
+async def test_a_turn_that_the_prompt_began_goes_on_whole(cut: bool) -> None:
+    """The prompt's part of the turn is in what the environment starts with, and in the message."""
+    half = PLAIN.encode(SECOND).tolist()
+    parts = [Reply(half[:5], "abort")] if cut else []
+    rest = [PLAIN.decode(half[5:]) if cut else SECOND, ANSWER + "<|im_end|>"]
+    whole, environment = await continued([" " + FIRST, *parts], rest, FOUND[1:], [Message("assistant", "Well.")])
+    assert environment.opened == (QUESTION, Message("assistant", "Well. " + FIRST + FOUND[0]))
+    assert environment.replies == [SECOND, ANSWER]
+    assert whole.messages[-1]["content"] == "Well. " + FIRST + FOUND[0] + SECOND + FOUND[1] + ANSWER
 
 
 async def test_an_unanswered_part_is_answered_by_the_environment() -> None:
