@@ -26,7 +26,7 @@ def to_msgpack(value: Any) -> bytes:
     """Encode a value as MessagePack."""
     encoded = _encoded(msgspec.msgpack.encode, value)
     if any(head in encoded for head in _TIMESTAMPS):  # or in a text, where it changes nothing
-        return msgspec.msgpack.encode(to_plain(value))
+        return msgspec.msgpack.encode(to_plain(value, keep_bytes=True))
     return encoded
 
 
@@ -34,25 +34,31 @@ def _encoded(encode: Callable[..., bytes], value: Any) -> bytes:
     try:
         return encode(value, enc_hook=_foreign)
     except (UnicodeEncodeError, OverflowError, TypeError):
-        return encode(to_plain(value), enc_hook=_foreign)
+        return encode(to_plain(value, keep_bytes=True), enc_hook=_foreign)
 
 
 def _foreign(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
-def to_plain(value: Any) -> Any:
-    """Convert to JSON types: keys as text, lone surrogates replaced, integers beyond 64 bits as text."""
-    if value is None or isinstance(value, bool | float):
+def to_plain(value: Any, *, keep_bytes: bool = False) -> Any:
+    """Convert to JSON types: keys as text, lone surrogates replaced, integers beyond 64 bits and bytes as text.
+
+    ``keep_bytes`` leaves bytes as they are, for MessagePack.
+    """
+    if value is None or isinstance(value, bool | float) or (keep_bytes and isinstance(value, bytes)):
         return value
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**64 else str(value)
     if isinstance(value, Mapping):
-        return {to_plain(key if isinstance(key, str) else str(key)): to_plain(entry) for key, entry in value.items()}
+        return {
+            to_plain(key if isinstance(key, str) else str(key)): to_plain(entry, keep_bytes=keep_bytes)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [to_plain(entry) for entry in value]
+        return [to_plain(entry, keep_bytes=keep_bytes) for entry in value]
     try:
         return to_plain(msgspec.to_builtins(value, enc_hook=_foreign))  # as JSON writes it: dates, bytes, UUIDs, sets
     except (OverflowError, TypeError, ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, JournalError
@@ -58,6 +58,7 @@ def test_a_token_costs_nine_bytes(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([{"bytes like the head of a timestamp": b"\xc7\x0c\xff"}])
 @given(
     st.lists(
         st.dictionaries(
