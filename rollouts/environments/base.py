@@ -117,11 +117,20 @@ def sound_opening(opening: Any, what: str) -> tuple[Message, ...]:
 
 
 def _messages_of(field: str, value: Any) -> tuple[Message, ...]:
-    if type(value) is tuple and all(type(message) is Message for message in value):
-        return value
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ConfigError.of(field, value, "a sequence of messages, e.g. [*prompt.messages, Message('user', text)]")
-    return as_messages(value)
+    messages = value if type(value) is tuple and all(type(one) is Message for one in value) else as_messages(value)
+    for message in messages:
+        _check_text(f"content of a {message.role} message", message.content)
+    return messages
+
+
+def _check_text(field: str, text: str) -> None:
+    """Refuse a text that no tokenizer can encode."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError.of(field, text, "a text without lone surrogates") from None
 
 
 def _cut(message: Message, max_bytes: int) -> Message:
@@ -141,10 +150,7 @@ def _continuation_of(step: StepResult, messages: Sequence[Message]) -> str:
     text: Any = step.continuation
     if not isinstance(text, str):
         raise ConfigError.of("StepResult.continuation", text, 'a text, "" for none')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError.of("StepResult.continuation", text, "a text without lone surrogates") from None
+    _check_text("StepResult.continuation", text)
     if text and messages:
         raise ConfigError.of("StepResult.continuation", text, "none with messages: a step answers in one way")
     if text and step.done:

@@ -120,6 +120,7 @@ def test_n07_the_default_limit_is_64_kib() -> None:
         (StepResult("plums"), "StepResult.messages: got 'plums'; expected a sequence of messages"),  # type: ignore[arg-type]
         (StepResult([3]), "prompt: got 3; expected a message"),  # type: ignore[list-item]
         (StepResult(None), "StepResult.messages: got None; expected a sequence of messages"),  # type: ignore[arg-type]
+        (StepResult([Message("user", "a\ud800")]), r"content of a user message: got 'a\ud800'; expected a text"),
         (StepResult(done="yes"), "StepResult.done: got 'yes'; expected True or False"),  # type: ignore[arg-type]
         (StepResult(done=True, reward="0.1"), "StepResult.reward: got '0.1'; expected a finite number"),  # type: ignore[arg-type]
         (StepResult(done=True, metrics={"n": None}), "StepResult.metrics['n']: got None"),  # type: ignore[dict-item]
