@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import logging
 import uuid
@@ -18,6 +19,7 @@ from rollouts.concurrency.boundary import waits
 from rollouts.concurrency.wait_report import where_of_users
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, at
+from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
 from rollouts.testing.replies import Answer, Fault, Request
 from rollouts.testing.server import StubServer
@@ -104,6 +106,23 @@ async def test_the_completion_contains_what_the_server_sampled(client: Client) -
     assert completion.prompt_digest == crc([1, 2, 3, 4, 5])
     assert completion.cached_tokens == 4
     assert completion.request_id == server.requests[0].rid
+
+
+async def test_megabytes_of_routed_experts_are_read(client: Client) -> None:
+    """A reply of this size is decoded in a thread, piece by piece; the bound of a response allows it."""
+    width = 100_000
+    column = np.arange(7 * width, dtype=np.int32)
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "prompt_tokens": 5,
+        "output_token_logprobs": [[-1.0, token, None] for token in (7, 8, 9)],
+        "routed_experts": base64.b64encode(column.tobytes()).decode(),
+    }
+    script = {"output_ids": [7, 8, 9], "meta_info": meta}
+    async with StubServer(lambda ids, params: script) as server, client.policy(server.url) as policy:
+        completion = await client.complete(policy, extras=ExtrasRequest(experts_width=width))
+    assert completion.extras is not None
+    assert np.array_equal(completion.extras.experts, column.reshape(7, width))
 
 
 async def test_a_growing_session_encodes_each_id_once(client: Client) -> None:

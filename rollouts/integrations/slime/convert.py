@@ -20,7 +20,7 @@ import numpy as np
 from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras, length_with_routing
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.training.types import Sample, Status
 
 __all__ = [
@@ -99,7 +99,7 @@ def to_slime(
     )
     record.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
     record.messages = sample.messages
-    record.session_id = record.session_id or session or None
+    setattr(record, family().session, getattr(record, family().session) or session or None)
     add_extras(record, sample, replay, evaluation=evaluation)
     return record
 

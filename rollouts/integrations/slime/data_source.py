@@ -20,12 +20,11 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import filters
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import load_function
 
 __all__ = ["CheckpointedDataSource"]
 
-_SLIME = "slime.rollout.data_source.RolloutDataSource"
 _PLAIN = "tensors, arrays and plain data only"
 
 
@@ -39,7 +38,7 @@ class CheckpointedDataSource:
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.inner = load_function(getattr(args, "rollouts_inner_data_source_path", None) or _SLIME)(args)
+        self.inner = load_function(getattr(args, "rollouts_inner_data_source_path", None) or family().data_source)(args)
         path = getattr(args, "buffer_filter_path", None)
         self.buffer_filter = filters.pop_first if path is None else load_function(path)
         self.buffer: list[list[Any]] = []
@@ -95,8 +94,10 @@ class CheckpointedDataSource:
             _read(written)  # what could not be loaded is found now
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{path}: the samples contain {_reason(error)}; expected {_PLAIN}") from error
-        with open(path, "wb") as file:
+        temporary = f"{path}.writing"
+        with open(temporary, "wb") as file:
             file.write(written.getbuffer())
+        os.replace(temporary, path)  # a process that is killed meanwhile leaves the last file complete
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore the state of :meth:`save`; groups that were in flight come out first."""

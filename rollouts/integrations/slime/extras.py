@@ -18,7 +18,7 @@ import numpy as np
 from rollouts.dtypes import Extras
 from rollouts.errors import ConfigError
 from rollouts.inference.base import ExtrasRequest
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.training.types import Sample
 
 __all__ = ["Replay", "add_extras", "length_with_routing"]
@@ -58,7 +58,7 @@ class Replay:
         top_p = getattr(args, "rollout_top_p", None)
         return cls(
             experts=experts,
-            top_p_sets=top_p is not None and top_p != 1.0,
+            top_p_sets=top_p is not None and top_p != 1.0 and family().replays_top_p,
             speculative=bool(getattr(args, "sglang_speculative_algorithm", None)),
         )
 
@@ -108,13 +108,12 @@ def add_extras(record: Any, sample: Sample, replay: Replay, *, evaluation: bool 
         counters = {name: int(sum(request.get(name, 0) for request in requests)) for name in _SPECULATIVE}
         tokens = int(sum(request["completion_tokens"] for request in requests))
         record.spec_info = records().sample.SpecInfo(completion_token_num=tokens, **counters)
-    record.trace = _trace(record, requests)
+    if family().traces:
+        record.trace = _trace(record, requests)
 
 
 def _experts(record: Any, sample: Sample, extras: list[Extras], shape: tuple[int, int]) -> Any:
     """slime's column of routed experts: int32, ``(tokens - 1, layers, top_k)``."""
-    import torch
-
     try:
         joined = Extras.joined(extras)
     except ValueError as error:
@@ -124,7 +123,13 @@ def _experts(record: Any, sample: Sample, extras: list[Extras], shape: tuple[int
         got = f"rows {joined.experts_start} to {joined.experts_start + rows}"
         expected = f"rows 0 to {len(record.tokens) - 1}, one for each token but the last"
         raise ConfigError.of(f"{sample!r}: routed experts", got, expected)
-    return torch.from_numpy(joined.experts.reshape(rows, *shape).copy())
+    column = joined.experts.reshape(rows, *shape).copy()
+    if family().numpy_columns:
+        return column
+
+    import torch
+
+    return torch.from_numpy(column)
 
 
 def _sets(record: Any, sample: Sample) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@ from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
 from rollouts.integrations.slime.settings import (
@@ -236,6 +236,9 @@ class Pipeline:
             taken.sessions[number] = sessions[0]
         if any(sample.status in _LOST for sample in samples):
             return samples
+        if data is not None and sessions and self.settings.keeps_session and family().router_policy is not None:
+            for sample in samples:
+                setattr(self.record_of(sample, data=data), family().session, sessions[0])
         for branch, sample in enumerate(samples):
             try:
                 if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
@@ -270,7 +273,7 @@ class Pipeline:
                 sample,
                 template=None if taken is None else taken.group[number],
                 mask_earlier_versions=self.settings.mask_earlier_versions and data is None,
-                session="" if taken is None else taken.sessions.get(number, ""),
+                session="" if taken is None or not self.settings.keeps_session else taken.sessions.get(number, ""),
                 scored=False,
                 replay=self.settings.replay,
                 evaluation=data is not None,
@@ -278,8 +281,8 @@ class Pipeline:
             record.reward = None
             if data is not None:
                 record.group_index = None  # as in slime; the rows of a data set are in order
-                for name in ("custom_rm_path", "generate_function_path"):
-                    setattr(record, name, _function_of(data, name))
+                for name, path in _functions_of(data).items():
+                    setattr(record, name, path)
             if (self.settings.params if data is None else data.params)["skip_special_tokens"]:
                 codec, _ = codec_of(self.settings.endpoint.model)
                 record.response = codec.decode(sample.token_column[-sample.response_length :], skip_special=True)
@@ -335,8 +338,7 @@ class Pipeline:
             label=prompt.label,
             metadata=dict(prompt.metadata),
             index=prompt.index,
-            generate_function_path=_function_of(data, "generate_function_path"),
-            custom_rm_path=_function_of(data, "custom_rm_path"),
+            **_functions_of(data),
         )
 
     def _generator(self, data: EvalSet | None, number: int) -> GenerateFn:
@@ -368,6 +370,7 @@ class Pipeline:
                 any_reward=settings.reward_is_processed and data is None,
                 evaluation=data is not None,
                 resumes=settings.partial_rollout and data is None,
+                keeps_session=settings.keeps_session,
                 mask_earlier=settings.partial_rollout and settings.mask_earlier_versions and data is None,
             )
         return functools.partial(
@@ -376,6 +379,7 @@ class Pipeline:
             model=settings.endpoint.model,
             sampling=sampling,
             endpoint=settings.endpoint,
+            max_context=settings.max_context,
         )
 
     def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams) -> GenerateFn:
@@ -445,6 +449,13 @@ def _function_of(data: EvalSet | None, name: str) -> str | None:
         name = "custom_generate_function_path"
     path: str | None = getattr(data and data.source, name, None)
     return path
+
+
+def _functions_of(data: EvalSet | None) -> dict[str, str | None]:
+    """The functions that a data set names, by the fields of slime's sample; miles' has only one of them."""
+    known = records().sample.__dataclass_fields__
+    names = ("custom_rm_path", "generate_function_path")
+    return {name: _function_of(data, name) for name in names if name in known}
 
 
 def _columns(record: Any) -> tuple[list[Any], ...]:

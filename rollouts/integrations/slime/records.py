@@ -1,7 +1,8 @@
-"""slime's own record classes where slime is installed, and stand-ins of the same shape elsewhere.
+"""The record classes of slime, or of its fork miles, where it is installed, and stand-ins of slime's shape elsewhere.
 
 Invariant: :class:`Sample` here has slime's fields, defaults, ``to_dict`` and ``from_dict``, so slime reads data that
-was written without it. Only a call of :func:`records` imports slime.
+was written without it. Only a call of :func:`records` imports slime. All that differs between slime and miles is in
+:data:`FAMILIES`; one process serves one of them.
 
 The stand-in lacks the methods with which slime's own rollout extends a sample.
 """
@@ -17,7 +18,20 @@ from typing import Any
 
 import attrs
 
-__all__ = ["DynamicFilterOutput", "Records", "RolloutFnEvalOutput", "RolloutFnTrainOutput", "Sample", "records"]
+from rollouts.errors import ConfigError
+
+__all__ = [
+    "FAMILIES",
+    "DynamicFilterOutput",
+    "Family",
+    "Records",
+    "RolloutFnEvalOutput",
+    "RolloutFnTrainOutput",
+    "Sample",
+    "family",
+    "records",
+    "use_family",
+]
 
 
 class _Status(enum.Enum):
@@ -155,6 +169,72 @@ class DynamicFilterOutput:
 
 
 @attrs.frozen
+class Family:
+    """A trainer with slime's samples and flags, and what is its own."""
+
+    package: str
+    session: str = "session_id"
+    """The field of a sample with the routing key of its requests."""
+    router_policy: str | None = None
+    """The flag without which samples have no routing key; ``None`` where they always have one."""
+    replays_top_p: bool = True
+    """Whether its trainer replays the ids that ``--rollout-top-p`` kept."""
+    numpy_columns: bool = False
+    """Whether routed experts are an array, not a tensor."""
+    traces: bool = True
+    """Whether its dashboards read the trace of a sample."""
+    bounds_single_turns: bool = False
+    """Whether ``--rollout-max-context-len`` bounds a rollout of one reply, too."""
+    refused: Mapping[str, str] = attrs.field(factory=dict)
+    """Flags of its own that are not served, and what is expected instead."""
+
+    @property
+    def data_source(self) -> str:
+        return f"{self.package}.rollout.data_source.RolloutDataSource"
+
+    @property
+    def rewards(self) -> str:
+        """The module of its rewards by name."""
+        return f"{self.package}.rollout.rm_hub"
+
+
+FAMILIES: Mapping[str, Family] = {
+    "slime": Family("slime"),
+    "miles": Family(
+        "miles",
+        session="routing_key",
+        router_policy="sglang_router_policy",
+        replays_top_p=False,
+        numpy_columns=True,
+        traces=False,
+        bounds_single_turns=True,
+        refused={
+            "use_miles_router": "off: workers are listed by the router of SGLang",
+            "chat_template_path": "none: a recipe has the option chat_template, in rollouts_recipe_options",
+            "use_rollout_indexer_replay": "off: the rows of the indexer are not requested",
+            "recompute_logprobs_via_prefill": "off: a logprob is that of the request that sampled its token",
+            "lora_rank": "0: requests name no adapter",
+            "lora_adapter_path": "none: requests name no adapter",
+            "dumper_enable": "off: the engines are not configured here",
+            "custom_agent_function_path": "none: its agents could not be stopped between two calls",
+        },
+    ),
+}
+_active = "slime"
+
+
+def use_family(name: str) -> None:
+    """Serve this trainer from now on in this process."""
+    global _active
+    _active = name
+
+
+def family() -> Family:
+    """The trainer that this process serves."""
+    return FAMILIES[_active]
+
+
+@attrs.frozen
 class Records:
     """The classes in use: slime's own, or those of this module."""
 
@@ -165,14 +245,22 @@ class Records:
     is_slime: bool
 
 
-@functools.cache
 def records() -> Records:
-    """slime's classes if it can be imported, else the stand-ins; decided once per process."""
+    """The trainer's classes if it can be imported, else the stand-ins; decided once per process and trainer."""
+    return _records(_active)
+
+
+@functools.cache
+def _records(package: str) -> Records:
     try:
-        types = importlib.import_module("slime.utils.types")
-        outputs = importlib.import_module("slime.rollout.base_types")
-        filters = importlib.import_module("slime.rollout.filter_hub.base_types")
-    except ImportError:
+        types = importlib.import_module(f"{package}.utils.types")
+        outputs = importlib.import_module(f"{package}.rollout.base_types")
+        filters = importlib.import_module(f"{package}.rollout.filter_hub.base_types")
+    except ImportError as error:
+        if package != "slime":
+            raise ConfigError.of(
+                package, f"not importable ({error})", "the trainer whose rollouts these are"
+            ) from error
         return Records(Sample, RolloutFnTrainOutput, RolloutFnEvalOutput, DynamicFilterOutput, is_slime=False)
     return Records(
         types.Sample,

@@ -16,7 +16,7 @@ import attrs
 
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.integrations.slime.convert import leaves, reward_number
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord
 from rollouts.integrations.slime.settings import Settings, load_function
 from rollouts.training.types import Sample, Status
@@ -65,11 +65,11 @@ class SlimeReward:
             sample.reward = value
 
     async def _call(self, given: Any) -> Any:
-        path = self.path if isinstance(given, list) else (given.custom_rm_path or self.path)
+        path = self.path if isinstance(given, list) else _reward_path(given) or self.path
         if path is not None:
             value = load_function(path)(self.args, given)
             return await value if inspect.isawaitable(value) else value
-        hub = importlib.import_module("slime.rollout.rm_hub")
+        hub = importlib.import_module(family().rewards)
         if isinstance(given, list):
             return await hub.batched_async_rm(self.args, given)
         return await hub.async_rm(self.args, given)
@@ -126,6 +126,12 @@ class SlimeFilter:
             elif not any(entry is rollout for entry in group):
                 group.append(rollout)
         return load_function(self.path)(self.args, group)
+
+
+def _reward_path(sample: Any) -> Any:
+    """The reward function that a sample names itself: slime's field, or that of miles' ``reward_spec``."""
+    spec = getattr(sample, "reward_spec", None)
+    return getattr(sample, "custom_rm_path", None) or getattr(spec, "custom_rm_path", None)
 
 
 def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]:

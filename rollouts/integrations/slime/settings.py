@@ -18,7 +18,8 @@ import attrs
 from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay
-from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
+from rollouts.integrations.slime.records import family
+from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, vocab_size_of
 
 __all__ = [
     "OWN_KEYS",
@@ -93,7 +94,8 @@ class VocabSizeOf:
     model: str
 
     def __call__(self) -> int:
-        return vocab_size_of(load_tokenizer(self.model))
+        declared = declared_vocab_size(self.model)
+        return vocab_size_of(load_tokenizer(self.model)) if declared is None else declared
 
 
 @attrs.frozen(kw_only=True)
@@ -114,6 +116,10 @@ class Settings:
     """``--apply-chat-template-kwargs``: variables of the chat template."""
     params: Mapping[str, Any]
     """slime's sampling parameters, as a custom generate function gets them."""
+    keeps_session: bool
+    """Whether samples get the routing key of their requests."""
+    max_context: int | None
+    """The most tokens of a rollout of one reply, prompt included."""
     replay: Replay
     """What the trainer needs of each completion beyond tokens and logprobs."""
     endpoints: Mapping[str, Endpoint]
@@ -190,6 +196,8 @@ class Settings:
             apply_chat_template=bool(get("apply_chat_template", False)),
             template_kwargs=_template_kwargs(get("apply_chat_template_kwargs", {})),
             params=params,
+            keeps_session=_keeps_session(get),
+            max_context=get("rollout_max_context_len") if family().bounds_single_turns else None,
             replay=Replay.of(args),
             endpoints=_endpoints(get("sglang_model_routers", {})),
             teacher_url=get("rollouts_teacher_url"),
@@ -268,9 +276,15 @@ def _refuse(args: Any, get: Any) -> None:
             "off with rollouts_fully_async: engines that generate between calls cannot release their memory",
         ),
     }
+    refusals |= {name: (bool(get(name)), expected) for name, expected in family().refused.items()}
     for name, (refused, expected) in refusals.items():
         if refused:
             raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
+
+
+def _keeps_session(get: Any) -> bool:
+    flag = family().router_policy
+    return flag is None or get(flag) in ("consistent_hashing", "manual")
 
 
 def _lacks_teacher(get: Any) -> bool:
@@ -360,7 +374,7 @@ def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-    if entry is None and params["top_p"] != 1.0:
+    if entry is None and params["top_p"] != 1.0 and family().replays_top_p:
         params["custom_params"] = {"return_top_p_token_ids": True}
     if entry is not None:
         params["no_stop_trim"] = get("no_stop_trim", True, flag="")

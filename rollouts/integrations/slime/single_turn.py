@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 import anyio.to_thread
+import attrs
 
-from rollouts.dtypes import Message, Prompt, SamplingParams, StopReason, packed_tokens
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import views_of_rollout
 from rollouts.integrations.slime.settings import load_function
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
@@ -42,13 +45,22 @@ _BACKOFF_SECONDS = 0.5
 
 
 async def generate_single_turn(
-    prompts: Sequence[Prompt], *, policy: Policy, model: str, sampling: SamplingParams, endpoint: Any
+    prompts: Sequence[Prompt],
+    *,
+    policy: Policy,
+    model: str,
+    sampling: SamplingParams,
+    endpoint: Any,
+    max_context: int | None = None,
 ) -> list[Sample]:
-    """Generate one reply to each prompt; a text prompt goes to the policy directly."""
+    """Generate one reply to each prompt; a text prompt goes to the policy directly.
+
+    ``max_context`` bounds prompt and reply together, in tokens.
+    """
     samples = []
     for prompt in prompts:
         if isinstance(prompt.prompt, str):
-            samples.append(await _continue_text(prompt, prompt.prompt, policy, model, sampling))
+            samples.append(await _continue_text(prompt, prompt.prompt, policy, model, sampling, max_context))
         else:
             samples.append(
                 await agent_rollout_to_sample(
@@ -56,7 +68,7 @@ async def generate_single_turn(
                     environment_cls=SingleTurnEnvironment,
                     endpoint=endpoint,
                     tokenizer=model,
-                    max_turns=1,
+                    limits=Limits(max_turns=1, max_tokens=max_context),
                     sampling=sampling,
                     policy=policy,
                 )
@@ -64,13 +76,23 @@ async def generate_single_turn(
     return samples
 
 
-async def _continue_text(prompt: Prompt, text: str, policy: Policy, model: str, sampling: SamplingParams) -> Sample:
+async def _continue_text(
+    prompt: Prompt, text: str, policy: Policy, model: str, sampling: SamplingParams, max_context: int | None
+) -> Sample:
     codec, stops = await anyio.to_thread.run_sync(codec_of, model)
     ids = packed_tokens(await anyio.to_thread.run_sync(codec.encode, text))
     if not len(ids):
         raise GenerateFailure(
             f"prompt of group {prompt.group_index}: got {text!r}; expected text of at least one token"
         )
+    if max_context is not None:
+        room = max_context - len(ids)
+        if room < 1:
+            raise GenerateFailure(
+                f"prompt of group {prompt.group_index}: got {len(ids)} tokens; expected less than {max_context},"
+                " rollout_max_context_len"
+            )
+        sampling = attrs.evolve(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
     trajectory = Trajectory()
     trajectory.add_context(ids, prompt.messages)
     try:
@@ -104,6 +126,7 @@ async def generate_with_slime(
     evaluation: bool = False,
     resumes: bool = False,
     mask_earlier: bool = False,
+    keeps_session: bool = True,
 ) -> list[Sample]:
     """Call a custom generate function as slime does: ``(args, sample, sampling_params[, evaluation])``.
 
@@ -123,6 +146,7 @@ async def generate_with_slime(
         evaluation: passed to a function that has this parameter.
         resumes: with partial rollouts: the function is called again with the sample that it returned as aborted.
         mask_earlier: train only the tokens that the function adds to such a sample.
+        keeps_session: whether samples get a routing key in training.
 
     Raises:
         GenerateFailure: slime could not use the returned samples.
@@ -132,22 +156,22 @@ async def generate_with_slime(
         given = template(prompt)
         function = load_function(getattr(given, "generate_function_path", None) or path)
         ends_requests = ends_its_requests(function)
-        extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        returned: Any = _begun(given, evaluation)
+        call_of = _calling(function, args, evaluation)
+        returned: Any = _begun(given, evaluation, keeps_session)
         empty = 0
         while True:
             before = returned.response_length
             if mask_earlier and before:
                 returned.loss_mask = [0] * before
             try:
-                call = functools.partial(function, args, returned, dict(params), **extra)
+                call = functools.partial(call_of, returned, dict(params))
                 returned = await calls.run(policy, call, ends_requests=ends_requests)
             except Stopped:
                 empty = 0
                 if ends_requests and resumes and returned.response_length:
                     returned.status = records().sample.Status.ABORTED  # it goes on from what stands on the sample
                 else:
-                    returned = _begun(given, evaluation)
+                    returned = _begun(given, evaluation, keeps_session)
                 continue
             if not resumes or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
                 break
@@ -164,9 +188,48 @@ async def generate_with_slime(
     return samples
 
 
-def _begun(given: Any, evaluation: bool) -> Any:
-    """slime's sample for a new attempt; in training it has a session, as in slime."""
+def _calling(function: Any, args: Any, evaluation: bool) -> Callable[[Any, dict[str, Any]], Awaitable[Any]]:
+    """A generate function as one of a sample and sampling parameters, in slime's form or in miles' newer one."""
+    if inspect.isclass(function) or next(iter(inspect.signature(function).parameters), "") == "input":
+        return functools.partial(_call_with_input, function, args, evaluation)
+    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    return functools.partial(_call, function, args, extra)
+
+
+async def _call(function: Any, args: Any, extra: dict[str, Any], sample: Any, params: dict[str, Any]) -> Any:
+    return await function(args, sample, params, **extra)
+
+
+async def _call_with_input(function: Any, args: Any, evaluation: bool, sample: Any, params: dict[str, Any]) -> Any:
+    """Call a function of one ``GenerateFnInput``; its ``state`` is miles' own, made once for each namespace."""
+    package = family().package
+    base = importlib.import_module(f"{package}.rollout.base_types")
+    if inspect.isclass(function):
+        function = function()
+    state = await anyio.to_thread.run_sync(_state_of, package, args)
+    given = base.GenerateFnInput(state=state, sample=sample, sampling_params=params, evaluation=evaluation)
+    output = await function(given)
+    return output.samples if isinstance(output, base.GenerateFnOutput) else output
+
+
+_LOCK = threading.Lock()
+_state: Any = None
+
+
+def _state_of(package: str, args: Any) -> Any:
+    """miles' ``GenerateState`` of a namespace, which loads a tokenizer; that of another namespace is dropped."""
+    global _state
+    with _LOCK:
+        if _state is None or _state.args is not args:
+            module = importlib.import_module(f"{package}.rollout.inference_rollout.inference_rollout_common")
+            _state = module.GenerateState(args)
+        return _state
+
+
+def _begun(given: Any, evaluation: bool, keeps_session: bool) -> Any:
+    """slime's sample for a new attempt. In training it has a session, as in slime; with miles in evaluation, too."""
     sample = copy.deepcopy(given)
-    if not evaluation and sample.session_id is None:
-        sample.session_id = str(uuid.uuid4())
+    name = family().session
+    if (not evaluation or family().router_policy is not None) and keeps_session and getattr(sample, name) is None:
+        setattr(sample, name, str(uuid.uuid4()))
     return sample

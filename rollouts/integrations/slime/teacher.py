@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.errors import RewardFailure
+from rollouts.dtypes import without_password
+from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training.rewards.http import Poster
 
 __all__ = ["Teacher"]
@@ -29,6 +30,9 @@ class Teacher:
     """
 
     def __init__(self, url: str, temperature: float) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            expected = "a URL that starts with http:// or https://"
+            raise ConfigError.of("args.rollouts_teacher_url", without_password(str(url)), expected)
         self._post = Poster(url)
         self._temperature = temperature
 

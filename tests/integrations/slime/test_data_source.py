@@ -185,3 +185,16 @@ def test_28_arrays_and_tensors_stay_in_a_checkpoint(tmp_path: Path) -> None:
     assert loaded["array"].dtype == np.int16
     assert loaded["array"].tolist() == [0, 1, 2]
     assert (loaded["scalar"], loaded["tensor"].tolist(), loaded["set"]) == (0.5, [1.0, 1.0], {1, 2})
+
+
+def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """A process that is killed while it saves leaves the last file complete: no byte of that file is overwritten."""
+    source = CheckpointedDataSource(with_source(Launch(), tmp_path))
+    source.save(0)
+    path = tmp_path / "rollout" / "rollouts_buffer_0.pt"
+    with path.open("rb") as earlier:
+        before = path.read_bytes()
+        source.add_samples(source.get_samples(1))
+        source.save(0)
+        assert earlier.read() == before != path.read_bytes()
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -79,3 +79,10 @@ def test_a_filter_of_a_teachers_replies_is_refused() -> None:
     }
     with pytest.raises(ConfigError, match=r"args\.dynamic_sampling_filter_path.*none with"):
         generate_rollout_batch(Launch().args(**flags), 0, Source(2))
+
+
+@pytest.mark.parametrize("url", ["teacher:8000", 8000])
+def test_a_teacher_is_a_url(url: Any) -> None:
+    """By the name of the key."""
+    with pytest.raises(ConfigError, match=r"args\.rollouts_teacher_url: got .*; expected a URL"):
+        generate_rollout_batch(Launch().args(rollouts_teacher_url=url), 0, Source(2))
