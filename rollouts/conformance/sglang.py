@@ -193,22 +193,23 @@ async def _seed(probe: Probe) -> Finding:
 
 async def _stop_id(probe: Probe) -> Finding:
     prompt = probe.prompt("stop")
-    greedy = await probe.reply(prompt, sampling_params={"temperature": 0})
+    greedy = await probe.reply(prompt, session="stop", sampling_params={"temperature": 0})
     stop = greedy.ids[0]
     asked = {"temperature": 0, "ignore_eos": False, "stop_token_ids": [stop]}
-    reply = await probe.reply(prompt, sampling_params=asked)
+    reply = await probe.reply(prompt, session="stop", sampling_params=asked)
     ok = reply.ids == [stop] and (reply.finish.get("type"), reply.finish.get("matched")) == ("stop", stop)
     return Finding(ok, f"{len(reply.ids)} ids, finish {reply.finish}")
 
 
 async def _stop_string(probe: Probe) -> Finding:
     prompt = probe.prompt("stop string")
-    greedy = await probe.reply(prompt, sampling_params={"temperature": 0})
+    greedy = await probe.reply(prompt, session="stop string", sampling_params={"temperature": 0})
     half = greedy.text[len(greedy.text) // 3 :]
     stop = re.search(r"[a-zA-Z0-9 ]{2}", half)
     if stop is None:
         raise Skipped("the server sends no text, or one without two letters in a row")
-    reply = await probe.reply(prompt, sampling_params={"temperature": 0, "stop": [stop[0]]})
+    asked = {"temperature": 0, "stop": [stop[0]]}
+    reply = await probe.reply(prompt, session="stop string", sampling_params=asked)
     ok = stop[0] in reply.text and reply.ids == greedy.ids[: len(reply.ids)] and reply.finish.get("type") == "stop"
     return Finding(ok, f"{len(reply.ids)} of {len(greedy.ids)} ids, finish {reply.finish}")
 
