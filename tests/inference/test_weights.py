@@ -332,7 +332,7 @@ async def test_a_router_is_updated_through_its_workers() -> None:
 
 
 async def test_control_routes_get_the_admin_key() -> None:
-    """And the description of a server, as generation, gets the other: a server with both refuses the admin key there."""
+    """The description, as generation, gets the other: a server with both refuses the admin key there."""
     server = Busy()
     keys: dict[str, str | None] = {}
 
