@@ -91,16 +91,16 @@ async def update_weights(
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
     path = os.path.abspath(folder)  # noqa: ASYNC240 - does not access the disk
-    headers = headers_of(endpoint, admin=True)
+    headers, admin_headers = headers_of(endpoint), headers_of(endpoint, admin=True)
     transport = HttpClient(connect_seconds=endpoint.connect_seconds)
     try:
         with contextlib.ExitStack() as stack:
             if while_running == "in_place":
                 stack.enter_context(isolated(endpoint.base_url, version))
-            urls = await _servers_of(endpoint, transport, headers_of(endpoint))
+            urls = await _servers_of(endpoint, transport, headers)
             for router in set(endpoint.base_url).difference(urls):
                 stack.enter_context(ordered(router))
-            servers = [_Server(transport, headers, url, version) for url in urls]
+            servers = [_Server(transport, headers, admin_headers, url, version) for url in urls]
             async with anyio.create_task_group() as tasks:
                 for server in servers:
                     tasks.start_soon(server.update, path, while_running, seconds)
@@ -127,6 +127,8 @@ class _Server:
 
     _transport: HttpClient
     _headers: dict[str, str]
+    _admin_headers: dict[str, str]
+    """For control routes; a server with two keys refuses it elsewhere."""
     _url: str
     _version: str
     updated: bool | None = False
@@ -274,7 +276,7 @@ class _Server:
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         # A new connection: the server may be closing an idle one at this moment.
-        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._headers, fresh=True)
+        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._admin_headers, fresh=True)
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
         kind = EndpointUnavailable if status >= 500 else EndpointRefused

@@ -332,7 +332,7 @@ async def test_a_router_is_updated_through_its_workers() -> None:
 
 
 async def test_control_routes_get_the_admin_key() -> None:
-    """And generation gets the other."""
+    """The description, as generation, gets the other: a server with both refuses the admin key there."""
     server = Busy()
     keys: dict[str, str | None] = {}
 
@@ -345,4 +345,5 @@ async def test_control_routes_get_the_admin_key() -> None:
         await update_weights(endpoint, DEMO_MODEL, "1")
     for path in ("/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation"):
         assert keys[path] == "Bearer root"
+    assert keys["/model_info"] == "Bearer user"
     assert "root" not in repr(endpoint)
