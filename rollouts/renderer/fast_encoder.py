@@ -32,14 +32,13 @@ class FastEncoder:
     """
 
     def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._size = raw.get_vocab_size()
+        self.vocab_size: int = raw.get_vocab_size()
         self._fast = fastokens.Tokenizer.from_json_str(raw.to_str())
         self._fast.no_truncation()  # state of the last call of its wrapper
         self._fast.no_padding()
 
     def __repr__(self) -> str:
-        return f"<FastEncoder: {self._size} tokens>"
+        return f"<FastEncoder: {self.vocab_size} tokens>"
 
     @classmethod
     def of(cls, raw: Any) -> FastEncoder | None:
@@ -63,8 +62,6 @@ class FastEncoder:
 
         Special tokens in the text become their ids.
         """
-        if self._raw.get_vocab_size() != self._size:  # tokens were added
-            return None
         try:
             ids, _ = self._fast.encode_batch_flat([text], add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
@@ -74,20 +71,21 @@ class FastEncoder:
         return np.frombuffer(ids, np.int32)
 
 
+# An encoder does not refer to its tokenizer, so both are freed together.
 _LOADED: weakref.WeakKeyDictionary[Any, Future[FastEncoder | None]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def loading(tokenizer: Any) -> Future[FastEncoder | None]:
-    """The fast encoder of a tokenizer of transformers, loaded once in a thread of its own.
+def loading(raw: Any) -> Future[FastEncoder | None]:
+    """The fast encoder of a tokenizer of the ``tokenizers`` library, loaded once in a thread of its own.
 
     It takes one to three seconds of CPU for a vocabulary of 150,000 tokens, most of them without the interpreter lock.
     """
     with _LOCK:
-        future = _LOADED.get(tokenizer)
+        future = _LOADED.get(raw)
         if future is None:
-            future = _LOADED[tokenizer] = Future()
-            threading.Thread(target=_load, args=(tokenizer.backend_tokenizer, future), name="fastokens").start()
+            future = _LOADED[raw] = Future()
+            threading.Thread(target=_load, args=(raw, future), name="fastokens").start()
     return future
 
 

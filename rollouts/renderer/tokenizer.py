@@ -138,7 +138,6 @@ class Codec:
         if self._raw is not None and self._slow is None:
             self._raw.no_truncation()
             self._raw.no_padding()
-        self._tokenizer = tokenizer
         self._fast: Future[FastEncoder | None] | None = None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
@@ -154,7 +153,7 @@ class Codec:
         """
         if self._slow is not None:
             return "transformers"
-        return "tokenizers" if loading(self._tokenizer).result() is None else "fastokens"
+        return "tokenizers" if loading(self._raw).result() is None else "fastokens"
 
     def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
         """Return the ids of a text; int32, read-only. Special tokens in the text become their ids; none is added.
@@ -164,8 +163,10 @@ class Codec:
             counted: whether the text enters a conversation, and so the counters.
         """
         if counted and self._fast is None and self._slow is None:
-            self._fast = loading(self._tokenizer)
+            self._fast = loading(self._raw)
         fast = self._fast.result() if self._fast is not None and self._fast.done() else None
+        if fast is not None and self._raw is not None and self._raw.get_vocab_size() != fast.vocab_size:
+            fast = None  # tokens were added
         ids = None if fast is None else fast.encode(text)
         if ids is None:
             ids = np.array(self._encode(text), np.int32)  # a tokenizer's ids need no check
