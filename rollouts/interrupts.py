@@ -12,11 +12,15 @@ import atexit
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["INTERRUPTED", "exit_on_interrupt", "handling_interrupts"]
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["INTERRUPTED", "exit_on_interrupt", "handling_interrupts", "waking"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -68,3 +72,29 @@ def handling_interrupts(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Wake an event loop at each signal: one that arrives just before the loop waits does not interrupt the wait.
+
+    A loop that has its own means, as that of uvloop, is left alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        reading.setblocking(False)
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            yield
+            return
+        loop.add_reader(reading, reading.recv, 4096)
+        try:
+            yield
+        finally:
+            loop.remove_reader(reading)
+            signal.set_wakeup_fd(-1)

@@ -106,3 +106,22 @@ except KeyboardInterrupt: sys.exit(130)
         process.send_signal(number)
         said, _ = process.communicate(timeout=SECONDS)
     assert (process.returncode, said) == (130, "cleaned up\n")
+
+
+def test_a_signal_just_before_the_loop_waits_is_not_lost() -> None:
+    """Another thread receives it, so it does not interrupt the wait of the event loop; the loop wakes nevertheless."""
+    script = """
+import signal, threading, sys
+from rollouts.commands.arguments import in_loop
+import anyio
+def send():
+    threading.Event().wait(0.2)  # the loop waits by then
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+async def main():
+    threading.Thread(target=send).start()
+    await anyio.sleep_forever()
+try: in_loop(main)
+except KeyboardInterrupt: sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=SECONDS, check=False)
+    assert done.returncode == 130

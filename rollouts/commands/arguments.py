@@ -22,7 +22,7 @@ import anyio
 from rollouts.commands.target import RunTarget
 from rollouts.dtypes import OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.interrupts import INTERRUPTED, handling_interrupts
+from rollouts.interrupts import INTERRUPTED, handling_interrupts, waking
 from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
 from rollouts.renderer import SpecialText
 from rollouts.terminal import say
@@ -75,7 +75,7 @@ def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Resu
         loop = asyncio.get_running_loop()
         with anyio.CancelScope() as scope:
             cancel = functools.partial(loop.call_soon_threadsafe, scope.cancel)
-            with handling_interrupts(cancel, signals=stop_signals()):
+            with waking(loop), handling_interrupts(cancel, signals=stop_signals()):
                 return await function(*arguments)
         raise KeyboardInterrupt
 

@@ -236,6 +236,7 @@ class TrainerRollouts:
                 continue  # not trainable: it is played again
             known = versions_of(sample, mask_earlier_versions=False)
             self._versions[:0] = [name for name in dict.fromkeys(known) if name not in self._versions]
+            self._sort_versions()
             sample.group_index = index
             sample.index = sample.rollout_id = index * self.settings.n_samples_per_prompt + number
             finished[number] = [sample]
@@ -263,6 +264,12 @@ class TrainerRollouts:
             return
         if version is not None and version not in self._versions:
             self._versions.append(version)
+            self._sort_versions()
+
+    def _sort_versions(self) -> None:
+        """Sort versions that are numbers, as slime's are; others are in the order in which they were seen."""
+        if all(name.isdecimal() for name in self._versions):
+            self._versions.sort(key=int)
 
     def _is_stale(self, samples: list[Sample]) -> bool:
         """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
@@ -272,6 +279,7 @@ class TrainerRollouts:
         for version in used:
             if version not in self._versions:
                 self._versions.append(version)
+                self._sort_versions()
         if bound is None or not used:
             return False
         return len(self._versions) - 1 - min(self._versions.index(version) for version in used) > bound

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
@@ -475,6 +476,8 @@ async def hooked_only(args: Any, given: Any, **_: Any) -> Any:
 async def versioned(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     args.calls.append(sample.group_index)
     old = sample.group_index == 0 and args.calls.count(0) <= 2
+    if old:
+        await anyio.wait_all_tasks_blocked()  # so groups of the new weights may end first
     return filled(sample, reward=1.0, weight_versions=["1"] if old else ["2"])
 
 
