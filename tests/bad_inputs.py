@@ -398,7 +398,7 @@ ROWS = [
     Row(DATA, "a row without a prompt", "DIR/data.jsonl, line 1: row: got ['question']; expected the keys \"prompt\", and \"label\" and \"metadata\" where known", data('{"question": "a"}\n')),
     Row(DATA, "a message without a role", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
     Row(DATA, "tool calls that are none", "DIR/data.jsonl, line 1: message.tool_calls: got 'x'; expected an object with a function that has name and arguments", data('{"prompt": [{"role": "assistant", "tool_calls": ["x"]}]}\n')),
-    Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 3000)),
+    Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 100_000)),
     Row(FOREIGN, "a world that does not start", "World.start raised ConnectionError: the world is down", world(start=raises)),
     Row(FOREIGN, "a step that raises", "World.step raised ConnectionError: the world is down", world(step=raises)),
     Row(FOREIGN, "a step that hangs", "World.step did not answer within 0.05 s", world(step=hangs, seconds=0.05)),
