@@ -2,7 +2,7 @@
 
 import sys
 
-from rollouts.interrupts import exit_on_interrupt
+from rollouts.concurrency.interrupts import exit_on_interrupt
 
 __all__ = ["main"]
 

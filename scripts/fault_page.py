@@ -38,7 +38,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/integration/test_restored.py",
     ),
     "signals and processes": (
-        "tests/test_interrupts.py",
+        "tests/concurrency/test_interrupts.py",
         "tests/runs/test_settings.py::test_26_a_closed_terminal_stops_a_run",
         "tests/distributed/test_processes.py::test_a_killed_process_is_replaced",
         "tests/distributed/test_processes.py::test_a_stopped_process_costs_its_own_groups_only",

@@ -14,6 +14,7 @@ import numpy as np
 
 from rollouts.agent import run_agent
 from rollouts.commands import main
+from rollouts.commands.rehearsal import rehearse
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult, ToolEnvironment, tool
@@ -24,7 +25,6 @@ from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.ors_server.app import environment_server
 from rollouts.recipe import agent_recipe
-from rollouts.rehearsal import rehearse
 from rollouts.renderer import renderer_for
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.reader import load_run

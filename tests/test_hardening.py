@@ -53,10 +53,10 @@ FINDINGS = {
     "training/test_rollout_attempt.py::test_hardening_13_cancelling_its_own_task_costs_one_group",
     14: "distributed/test_processes.py::test_a_stopped_process_costs_its_own_groups_only",
     15: "renderer/test_template_sandbox.py::test_a_template_that_does_not_end_is_found "
-    "test_interrupts.py::test_ctrl_c_ends_a_command_in_its_event_loop",
+    "concurrency/test_interrupts.py::test_ctrl_c_ends_a_command_in_its_event_loop",
     16: "engine/test_protocol.py::test_a_bad_sampling_value_is_an_error_with_a_message",
-    17: "test_interrupts.py::test_ctrl_c_works_while_the_packages_are_imported "
-    "test_interrupts.py::test_17_the_exit_code_survives_signals_while_the_interpreter_ends",
+    17: "concurrency/test_interrupts.py::test_ctrl_c_works_while_the_packages_are_imported "
+    "concurrency/test_interrupts.py::test_17_the_exit_code_survives_signals_while_the_interpreter_ends",
     18: "environments/sandbox/test_containment.py::"
     "test_what_is_required_by_default_needs_namespaces_or_both_of_the_others",
     19: "environments/sandbox/test_seccomp.py::test_what_outlives_or_watches_is_refused",
@@ -72,7 +72,7 @@ FINDINGS = {
     "ors_server/test_app.py::test_25_a_task_id_that_is_no_string_is_refused "
     "test_recipe.py::test_25_limits_that_contradict_max_turns_are_found_before_the_run",
     26: "runs/test_settings.py::test_26_a_closed_terminal_stops_a_run "
-    "test_interrupts.py::test_26_a_closed_terminal_cancels_a_command",
+    "concurrency/test_interrupts.py::test_26_a_closed_terminal_cancels_a_command",
     27: "integration/test_restored.py::test_27_an_edit_with_a_valid_checksum_is_found "
     "integration/test_restored.py::test_27_the_metrics_are_sealed "
     "runs/test_verify.py::test_27_any_metadata_is_the_same_in_files_and_journal",
@@ -83,7 +83,7 @@ FINDINGS = {
 
 VALUES = "environments/test_returned_values.py::"
 EVERY_FIELD = VALUES + "test_n09_n11_n30_n32_every_field_of_a_step_is_checked"
-BEFORE_WORK = "test_rehearsal.py::test_what_cannot_work_is_refused_before_work"
+BEFORE_WORK = "commands/test_rehearsal.py::test_what_cannot_work_is_refused_before_work"
 ROW = "test_bad_inputs.py::test_the_message_is_the_one_of_the_table"
 
 INPUTS = {
@@ -102,7 +102,7 @@ INPUTS = {
     16: ROW,
     17: ROW,
     18: BEFORE_WORK,
-    20: "test_rehearsal.py::test_20_a_label_that_one_prompt_lacks_is_found",
+    20: "commands/test_rehearsal.py::test_20_a_label_that_one_prompt_lacks_is_found",
     22: "training/test_metrics.py::test_prompts_that_repeat_within_a_batch_are_counted",
     25: BEFORE_WORK,
     26: VALUES + "test_n26_start_returns_messages " + VALUES + "test_n26_check_env_says_that_start_drops_the_prompt",

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from rollouts import __version__
+from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.errors import RolloutsError
-from rollouts.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.terminal import guard_standard_error, visible
 
 __all__ = ["VERBS", "Verb", "main"]

@@ -34,6 +34,7 @@ from rollouts.commands.arguments import (
     target_of,
     tell,
 )
+from rollouts.commands.rehearsal import rehearse
 from rollouts.commands.target import (
     ENGINE_LOG,
     RunTarget,
@@ -42,6 +43,7 @@ from rollouts.commands.target import (
     weights_checksum,
     without_secrets,
 )
+from rollouts.concurrency.interrupts import handling_interrupts
 from rollouts.concurrency.wait_report import reporting_on_signal
 from rollouts.display.console import SafeConsole
 from rollouts.display.progress import Progress, summary
@@ -51,14 +53,12 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.sglang import shared_policies, shared_policy
-from rollouts.interrupts import handling_interrupts
 from rollouts.observability import LoopLag, RunLogger, numbers_of
 from rollouts.observability.loggers import logger_of
 from rollouts.observability.prometheus import serving_metrics
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import absolute, file_of
-from rollouts.rehearsal import rehearse
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
 from rollouts.runs.recording import RECORDING, check_recordable, recorded

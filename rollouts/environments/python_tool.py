@@ -37,6 +37,7 @@ __all__ = [
     "PythonToolEnvironment",
     "SandboxError",
     "containment",
+    "notes",
     "run_connected",
     "run_python",
 ]
@@ -316,13 +317,16 @@ class PythonToolEnvironment(ToolEnvironment):
 
 
 def shown(done: Execution, limits: PythonLimits) -> str:
-    """Format a run as text for the model: its output, then notes on truncation, timeout and exit code."""
-    notes = []
-    if done.truncated:
-        notes.append(f"[output cut after {limits.output_bytes} bytes]")
-    if done.timed_out:
-        notes.append(f"[stopped: it ran longer than {min(limits.seconds, limits.cpu_seconds):g} s]")
-    elif done.exit_code:
-        notes.append(f"[exit code {done.exit_code}]")
+    """Format a run as text for the model: its output, then its notes."""
     parts = [text.rstrip("\n") for text in (done.stdout, done.stderr) if text.strip()]
-    return "\n".join([*parts, *notes]) or "[no output]"
+    return "\n".join([*parts, *notes(done, limits)]) or "[no output]"
+
+
+def notes(done: Execution, limits: PythonLimits) -> list[str]:
+    """What the model reads after the output: truncation, timeout or a nonzero exit code."""
+    lines = [f"[output cut after {limits.output_bytes} bytes]"] if done.truncated else []
+    if done.timed_out:
+        lines.append(f"[stopped: it ran longer than {min(limits.seconds, limits.cpu_seconds):g} s]")
+    elif done.exit_code:
+        lines.append(f"[exit code {done.exit_code}]")
+    return lines

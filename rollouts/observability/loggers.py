@@ -77,62 +77,60 @@ class RunLogger(Protocol):
         ...
 
 
-def _installed(package: str) -> Callable[[Any, Any, Any], None]:
-    """An attrs validator: the module is given, or its package is installed."""
-
-    def validate(instance: Any, field: Any, value: Any) -> None:
-        if value is not None:
-            return
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # a folder of that name, such as the one that wandb creates, has none
-            expected = f"a logger whose package is installed: {install_command(instance.name)}"
-            raise ConfigError.of("--log", instance.name, expected)
-
-    return validate
+def _installed(instance: Any, field: Any, value: Any) -> None:
+    """An attrs validator: the module is given, or the logger's package is installed."""
+    if value is not None:
+        return
+    spec = importlib.util.find_spec(instance.package)
+    if spec is None or spec.origin is None:  # a folder of that name, such as the one that wandb creates, has none
+        expected = f"a logger whose package is installed: {install_command(instance.name)}"
+        raise ConfigError.of("--log", instance.name, expected)
 
 
 @attrs.define
-class WandbLogger:
-    """Weights & Biases. A resumed run continues its curves."""
+class _ProjectLogger:
+    """A service with projects, whose package has the interface of wandb."""
 
-    name: ClassVar[str] = "wandb"
+    package: ClassVar[str]
     project: str = "rollouts"
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Further arguments of ``wandb.init``."""
-    module: Any = attrs.field(default=None, validator=_installed("wandb"), repr=False)
+    """Further arguments of the package's ``init``."""
+    module: Any = attrs.field(default=None, validator=_installed, repr=False)
     _run: Any = attrs.field(default=None, init=False, repr=False)
 
-    def begin(self, run: LoggedRun) -> None:
-        wandb = self.module or importlib.import_module("wandb")
-        given = {"project": self.project, "name": run.name, "id": run.id, "resume": "allow"}
-        self._run = wandb.init(**given, config=dict(run.description), **self.options)
+    def _begin(self, run: LoggedRun, **identity: str) -> None:
+        package = self.module or importlib.import_module(self.package)
+        given = {"project": self.project, "resume": "allow", "config": dict(run.description)}
+        self._run = package.init(**given, **identity, **self.options)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(dict(numbers), step=step)
+
+
+@attrs.define
+class WandbLogger(_ProjectLogger):
+    """Weights & Biases. A resumed run continues its curves."""
+
+    name: ClassVar[str] = "wandb"
+    package: ClassVar[str] = "wandb"
+
+    def begin(self, run: LoggedRun) -> None:
+        self._begin(run, name=run.name, id=run.id)
 
     def finish(self, status: str) -> None:
         self._run.finish(exit_code=int(status == "failed"))
 
 
 @attrs.define
-class TrackioLogger:
+class TrackioLogger(_ProjectLogger):
     """trackio. A run is found by its name, which therefore ends with its id; a resumed run continues its curves."""
 
     name: ClassVar[str] = "trackio"
-    project: str = "rollouts"
-    options: Mapping[str, Any] = attrs.field(factory=dict)
-    """Further arguments of ``trackio.init``."""
-    module: Any = attrs.field(default=None, validator=_installed("trackio"), repr=False)
-    _run: Any = attrs.field(default=None, init=False, repr=False)
+    package: ClassVar[str] = "trackio"
 
     def begin(self, run: LoggedRun) -> None:
-        trackio = self.module or importlib.import_module("trackio")
-        given = {"project": self.project, "name": f"{run.name}-{run.id}", "resume": "allow"}
         with contextlib.redirect_stdout(sys.stderr):  # it prints where its files are; with --json, stdout is for JSON
-            self._run = trackio.init(**given, config=dict(run.description), **self.options)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
+            self._begin(run, name=f"{run.name}-{run.id}")
 
     def finish(self, status: str) -> None:
         with contextlib.redirect_stdout(sys.stderr):
@@ -144,13 +142,14 @@ class TensorBoardLogger:
     """TensorBoard, through tensorboardX. A resumed run writes to the same folder, from its first own batch."""
 
     name: ClassVar[str] = "tensorboard"
+    package: ClassVar[str] = "tensorboardX"
     folder: str | Path | None = None
     """Default: ``tensorboard`` in the folder of the run."""
-    module: Any = attrs.field(default=None, validator=_installed("tensorboardX"), repr=False)
+    module: Any = attrs.field(default=None, validator=_installed, repr=False)
     _writer: Any = attrs.field(default=None, init=False, repr=False)
 
     def begin(self, run: LoggedRun) -> None:
-        tensorboard = self.module or importlib.import_module("tensorboardX")
+        tensorboard = self.module or importlib.import_module(self.package)
         folder = run.path / "tensorboard" if self.folder is None else Path(self.folder)
         suffix = f".from-{run.first_step}"  # the name has only the second, in which a run may be resumed
         self._writer = tensorboard.SummaryWriter(str(folder), purge_step=run.first_step, filename_suffix=suffix)
@@ -169,13 +168,14 @@ class MLflowLogger:
     """MLflow. ``run.json`` is an artifact of the run; a resumed run continues its curves."""
 
     name: ClassVar[str] = "mlflow"
+    package: ClassVar[str] = "mlflow"
     experiment: str = "rollouts"
-    module: Any = attrs.field(default=None, validator=_installed("mlflow"), repr=False)
+    module: Any = attrs.field(default=None, validator=_installed, repr=False)
     _client: Any = attrs.field(default=None, init=False, repr=False)
     _run_id: str = attrs.field(default="", init=False)
 
     def begin(self, run: LoggedRun) -> None:
-        mlflow = self.module or importlib.import_module("mlflow")
+        mlflow = self.module or importlib.import_module(self.package)
         self.module = mlflow
         self._client = mlflow.MlflowClient()  # the functions of the module work on a run of their thread
         found = self._client.get_experiment_by_name(self.experiment)

@@ -33,6 +33,7 @@ from rollouts.integrations.slime.pipeline import PROBE
 from rollouts.integrations.slime.records import FAMILIES, family, records, use_family
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.testing.server import StubServer
+from tests.integrations.slime.launches import set_every_field
 from tests.integrations.slime.test_with_slime import _Engines
 
 pytestmark = [
@@ -238,22 +239,8 @@ async def score(args: Any, given: Any, **_: Any) -> Any:
 def filled(args: Any, sample: Any, params: dict[str, Any], evaluation: bool) -> Any:
     """Set every field, also those that this package does not know."""
     args.seen.append((sample.index, sample.prompt, sorted(params.items(), key=repr), evaluation))
-    known = {
-        "tokens": [5, 6, 7, 8],
-        "response": "a reply",
-        "response_length": 3,
-        "loss_mask": [1, 0, 1],
-        "rollout_log_probs": [-0.5, 0.0, -0.25],
-        "status": type(sample).Status.TRUNCATED,
-        "remove_sample": sample.index % 2 == 1,
-        "reward": 0.5,
-        "weight_versions": ["7", "8"],
-        "metadata": {**sample.metadata, "raw_reward": 3.0},
-    }
     left = {"index", "group_index", "rollout_id", "routing_key", "generate_function_path", "reward_spec"}
-    for name in type(sample).__dataclass_fields__:
-        if name not in left:
-            setattr(sample, name, known.get(name, {"set by": "generate", "field": name}))
+    set_every_field(sample, kept=left)
     sample.non_generation_time = 1.5
     return sample
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any
 
 import anyio.lowlevel
@@ -175,3 +175,23 @@ def recipe(endpoint: Endpoint, *, name: str) -> Recipe:
         tokenizer="nowhere",
         environment_cls=SingleTurnEnvironment,
     )
+
+
+def set_every_field(sample: Any, *, kept: Set[str]) -> None:
+    """Set every field of a framework's sample but those to keep: with sound values, unknown ones with their name."""
+    known = {
+        "tokens": [5, 6, 7, 8],
+        "response": "a reply",
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "rollout_log_probs": [-0.5, 0.0, -0.25],
+        "status": type(sample).Status.TRUNCATED,
+        "remove_sample": sample.index % 2 == 1,
+        "reward": 0.5,
+        "weight_versions": ["7", "8"],
+        "non_generation_time": 1.5,
+        "metadata": {**sample.metadata, "raw_reward": 3.0},
+    }
+    for name in sample.__dataclass_fields__:
+        if name not in kept:
+            setattr(sample, name, known.get(name, {"set by": "generate", "field": name}))

@@ -34,7 +34,7 @@ from rollouts.integrations.slime.records import records
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
-from tests.integrations.slime.launches import Source
+from tests.integrations.slime.launches import Source, set_every_field
 
 pytestmark = [
     pytest.mark.extra,
@@ -228,23 +228,7 @@ async def custom(args: Any, sample: Any, sampling_params: dict[str, Any], evalua
     """A generate function that sets every field, also those that it does not know."""
     given = {"index": sample.index, "prompt": sample.prompt, "session": sample.session_id is not None}
     args.seen.append({**given, "evaluation": evaluation, "params": copy.deepcopy(sampling_params)})
-    known = {
-        "tokens": [5, 6, 7, 8],
-        "response": "a reply",
-        "response_length": 3,
-        "loss_mask": [1, 0, 1],
-        "rollout_log_probs": [-0.5, 0.0, -0.25],
-        "status": type(sample).Status.TRUNCATED,
-        "remove_sample": sample.index % 2 == 1,
-        "reward": 0.5,
-        "weight_versions": ["7", "8"],
-        "non_generation_time": 1.5,
-        "metadata": {**sample.metadata, "raw_reward": 3.0},
-    }
-    left = {"index", "group_index", "rollout_id", "session_id"}
-    for name in type(sample).__dataclass_fields__:
-        if name not in left:
-            setattr(sample, name, known.get(name, {"set by": "generate", "field": name}))
+    set_every_field(sample, kept={"index", "group_index", "rollout_id", "session_id"})
     sample.generate_function_path = sample.custom_rm_path = None
     sample.another_attribute = "kept"
     return sample

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rollouts.dtypes import Message, Tool
 from rollouts.environments.base import StepResult
-from rollouts.environments.python_tool import Execution, PythonToolEnvironment, run_python
+from rollouts.environments.python_tool import Execution, PythonToolEnvironment, notes, run_python
 
 __all__ = ["STOP", "CodeTagsEnvironment"]
 
@@ -68,16 +68,9 @@ class CodeTagsEnvironment(PythonToolEnvironment):
 
     def _shown(self, done: Execution) -> str:
         """The output as slime's example writes it, then notes on truncation, timeout and exit code."""
-        notes = []
-        if done.truncated:
-            notes.append(f"[output cut after {self.limits.output_bytes} bytes]")
-        if done.timed_out:
-            notes.append(f"[stopped: it ran longer than {min(self.limits.seconds, self.limits.cpu_seconds):g} s]")
-        elif done.exit_code:
-            notes.append(f"[exit code {done.exit_code}]")
         output = f"Output:\n{done.stdout}" if done.stdout else ""
         errors = f"\nErrors:\n{done.stderr}" if done.stderr else ""
-        return "\n".join([f"{output}{errors}".strip(), *notes])
+        return "\n".join([f"{output}{errors}".strip(), *notes(done, self.limits)])
 
 
 def _program(text: str) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 import attrs
 import pytest
 
+from rollouts.commands.rehearsal import rehearse
 from rollouts.dtypes import Endpoint, Message, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, agent_recipe
-from rollouts.rehearsal import rehearse
 from rollouts.training import DataBuffer, Sample
 from rollouts.training.rewards.remote import RemoteReward
 

@@ -44,7 +44,7 @@ WAITS = "await anyio.sleep_forever()"
 def test_ctrl_c_ends_a_command_in_its_event_loop(body: str, signals: int) -> None:
     """Hardening 15: the first cancels; the second ends the process, also with a blocked loop or a stuck thread."""
     script = f"""
-from rollouts.interrupts import INTERRUPTED, exit_on_interrupt
+from rollouts.concurrency.interrupts import INTERRUPTED, exit_on_interrupt
 exit_on_interrupt()
 import anyio, anyio.to_thread, sys, threading
 from rollouts.commands.arguments import in_loop
@@ -72,7 +72,7 @@ def test_17_the_exit_code_survives_signals_while_the_interpreter_ends() -> None:
     """Hardening 17: the interpreter restores SIGINT's default action at its end, which would kill it with -2."""
     script = """
 import atexit, os, signal
-from rollouts.interrupts import exit_on_interrupt
+from rollouts.concurrency.interrupts import exit_on_interrupt
 class Last:
     def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
         kill(pid, number)
