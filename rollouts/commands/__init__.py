@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rollouts import __version__
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts
@@ -90,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors quote arguments without control characters."""
+    """A parser without abbreviations of options, whose errors quote arguments without control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         super().error(visible(message))

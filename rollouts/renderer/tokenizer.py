@@ -41,6 +41,8 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
         from transformers import AutoTokenizer  # a slow import that most callers do not need
 
     expected = "a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub"
+    if path_or_name == "default":  # the hub would be asked for it, again and again where there is no network
+        raise ConfigError.of("tokenizer", path_or_name, f"{expected}; an Endpoint without model= names none")
     if isinstance(path_or_name, Path) and not path_or_name.is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
     try:

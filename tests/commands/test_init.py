@@ -205,6 +205,13 @@ def test_bad_input_is_one_clear_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_option_is_not_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--out`` of a verb that has only ``--outcome`` is unknown: what follows it is not taken for an outcome."""
+    with pytest.raises(SystemExit):
+        main(["export", "run", "--to", "jsonl", "run.jsonl", "--out", "all"])
+    assert "unrecognized arguments: --out" in capsys.readouterr().err
+
+
 def test_a_missing_data_file_is_named(tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error of the GSM8K recipe names the missing file."""
     recipe = str(ROOT / "rollouts" / "recipes" / "gsm8k.py")
@@ -377,7 +384,8 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_help_loads_no_verb_and_no_library() -> None:
     """``rollouts --help`` starts in a fraction of the time of a verb."""
     loaded = loaded_by("--help")
-    small = {"rollouts.commands", "rollouts.errors", "rollouts.concurrency.interrupts", "rollouts.terminal"}
+    small = {"rollouts.commands", "rollouts.errors", "rollouts.terminal"}
+    small |= {"rollouts.concurrency", "rollouts.concurrency.interrupts"}
     assert {name for name in loaded if name.startswith("rollouts.")} == small
     assert loaded & {"aiohttp", "anyio", "msgspec", "numpy", "rich", "transformers"} == set()
 

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rollouts.renderer.tokenizer import Codec
+import pytest
+
+from rollouts.errors import ConfigError
+from rollouts.renderer.tokenizer import Codec, load_tokenizer
 
 
 def _steps_meanwhile(work: Callable[[], Any]) -> int:
@@ -39,3 +42,11 @@ def test_encoding_in_a_thread_leaves_the_loop_free(tokenizer: Any) -> None:
     free = max(_steps_meanwhile(encode) for _ in range(3))
     blocked = min(_steps_meanwhile(lambda: raw.encode(text, add_special_tokens=False)) for _ in range(3))
     assert free > 10 * (blocked + 1)
+
+
+def test_an_endpoint_without_a_model_names_no_tokenizer() -> None:
+    """The default of ``Endpoint.model`` is refused by name, and no hub is asked for a model of that name."""
+    with pytest.raises(
+        ConfigError, match=r"tokenizer: got 'default'; expected .*an Endpoint without model= names none"
+    ):
+        load_tokenizer("default")
