@@ -45,6 +45,7 @@ FLOORS: dict[str, int] = {
     "rollouts.distributed": 9,
     "rollouts.integrations": 9,
     "rollouts.planning": 9,
+    "rollouts.viewer": 9,
     "rollouts.commands": 10,
     "rollouts.compat": 10,
     "rollouts.__main__": 11,

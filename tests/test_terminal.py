@@ -93,6 +93,11 @@ LINES = {
         ["RUN", "--sample", "0", "--tokenizer", "MODEL"],
     ],
     "verify": [["RUN"]],
+    "view": [
+        ["RUN", "--out", "OUT.html"],
+        ["RUN", "--tokenizer", "MODEL", "--out", "OUT.htm"],
+        ["RUN", "RUN", "--out", "OUT.html"],
+    ],
     "export": [
         ["RUN", "--to", "jsonl", f"OUT{HOSTILE.replace('/', '')}".replace("\x00", "")],
         ["RUN", "--to", "hf", "RUN"],

@@ -19,8 +19,7 @@ from rollouts.display.console import SafeConsole
 from rollouts.display.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
 from rollouts.display.transcript import transcript, visible
 from rollouts.errors import ConfigError
-from rollouts.renderer import load_tokenizer
-from rollouts.renderer.tokenizer import Codec
+from rollouts.renderer.tokenizer import local_decoder
 from rollouts.runs.folder import Row, Which, read_info, read_rows
 from rollouts.training.types import Sample
 
@@ -67,7 +66,10 @@ def show_run(
         _show_failures(path, groups, console)
         return
     if number is not None:
-        console.print(transcript(_sample(groups, group, number), _decoder(tokenizer or info.get("tokenizer"), console)))
+        sample, position = _sample(groups, group, number)
+        console.print(transcript(sample, _decoder(tokenizer or info.get("tokenizer"), console)))
+        link = f"rollouts view {path} shows it at {path.name}.html#group={sample.group_index}&sample={position}"
+        console.print(Text(visible(link), "dim"), soft_wrap=True)
         return
     shown = list(itertools.islice(groups, limit))
     if group is not None:
@@ -109,27 +111,27 @@ def _print_next(path: Path, rows: Sequence[Row], console: Console) -> None:
     console.print(Text(visible(text), "dim"), soft_wrap=True)
 
 
-def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> Sample:
+def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> tuple[Sample, int]:
+    """A sample, and its position in its group."""
     if group is None:
         indices = []
-        for row in itertools.chain.from_iterable(groups):
-            indices.append(row.data.get("index"))
-            if indices[-1] == number:
-                return row.sample()
+        for rows in groups:
+            for position, row in enumerate(rows):
+                indices.append(row.data.get("index"))
+                if indices[-1] == number:
+                    return row.sample(), position
         known = [index for index in indices if isinstance(index, int)]
         within = f", from {min(known)} to {max(known)}" if known else "; it has none"
         raise ConfigError.of("--sample", number, f"the index of a sample of the run{within}")
     (members,) = groups
     if not 0 <= number < len(members):
         raise ConfigError.of("--sample", number, f"0 to {len(members) - 1}, in group {group}")
-    return members[number].sample()
+    return members[number].sample(), number
 
 
 def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
     try:
-        if not isinstance(tokenizer, str):
-            raise ConfigError.of("tokenizer", tokenizer, "a name or a folder: pass --tokenizer")
-        return Codec(load_tokenizer(tokenizer, local_files_only=True)).decode  # never wait for the network
+        return local_decoder(tokenizer)
     except ConfigError as error:
         console.print(Text(visible(f"messages instead of tokens: {error}"), "yellow"), soft_wrap=True)
         return None

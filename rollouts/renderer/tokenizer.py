@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rollouts.renderer.byte_level import ByteTable
 from rollouts.renderer.fast_encoder import FastEncoder, loading
 from rollouts.renderer.special_text import plain_encoder
 
-__all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "stop_ids_of", "vocab_size_of"]
+__all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "local_decoder", "stop_ids_of", "vocab_size_of"]
 
 _IMPORTING = threading.Lock()
 
@@ -51,6 +51,17 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
         raise ConfigError(
             f"tokenizer: {str(path_or_name)!r} does not load ({_first_line(error)}); expected {expected}"
         ) from error
+
+
+def local_decoder(path_or_name: Any) -> Callable[[Any], str]:
+    """The function from ids to text of the tokenizer that a stored run names; no request is sent to the hub.
+
+    Raises:
+        ConfigError: the run names none, or it does not load.
+    """
+    if not isinstance(path_or_name, str):
+        raise ConfigError.of("tokenizer", path_or_name, "a name or a folder: pass --tokenizer")
+    return Codec(load_tokenizer(path_or_name, local_files_only=True)).decode
 
 
 def _first_line(error: BaseException) -> str:

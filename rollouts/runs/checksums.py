@@ -15,17 +15,17 @@ __all__ = ["CHECKSUM", "is_sound", "sealed"]
 CHECKSUM = "crc32"
 """Name of the checksum entry."""
 
-_SEAL = re.compile(rb',(?:\n  )?"crc32": ?(\d{1,10})\n?\}\n\Z')
+_SEAL = re.compile(rb',?(?:\n  )?"crc32": ?(\d{1,10})\n?\}\n\Z')
 _LONGEST = 48
 """Bytes at the end of a text to search for the checksum."""
 
 
 def sealed(text: bytes) -> bytes:
-    """Append the checksum and a newline to a JSON object with at least one entry, on one line or indented by two."""
+    """Append the checksum and a newline to a JSON object, on one line or indented by two."""
     text = text.rstrip(b"\n")
     indented = text.endswith(b"\n}")
     body = text[: -2 if indented else -1]
-    form = b',\n  "crc32": %d\n}\n' if indented else b',"crc32":%d}\n'
+    form = b',\n  "crc32": %d\n}\n' if indented else b'"crc32":%d}\n' if body == b"{" else b',"crc32":%d}\n'
     return body + form % zlib.crc32(body)
 
 

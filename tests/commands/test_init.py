@@ -307,6 +307,7 @@ def test_show_prints_a_transcript(run_folder: Path, capsys: pytest.CaptureFixtur
     assert "<|im_start|>user" in first
     assert "sampled" in first
     assert "logprob" in first
+    assert f".html#group={sample.group_index}&sample=1" in first
     assert main(["show", str(run_folder), "--sample", str(sample.index)]) == 0
     assert capsys.readouterr().out == first
 
@@ -436,6 +437,7 @@ OPTIONS = {
     "--model": "a model",
     "--no-greedy": "no greedy rollouts",
     "--no-rehearsal": "no rehearsal",
+    "--no-verify": "do not check the laws",
     "--out": "where the result is written",
     "--outcome": "groups by outcome",
     "--overwrite": "replace what is there",
@@ -449,6 +451,7 @@ OPTIONS = {
     "--rollouts": "rollouts of each prompt",
     "--sample": "a sample of a run",
     "--seed": "the seed of the recipe",
+    "--serve": "serve the result instead of writing it",
     "--servers": "numbers of servers",
     "--set": "an option of the recipe",
     "--slots": "concurrent requests of the engine",

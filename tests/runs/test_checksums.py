@@ -8,6 +8,7 @@ import pytest
 from rollouts.runs.checksums import CHECKSUM, is_sound, sealed
 
 TEXTS = {
+    "an empty object": b"{}",
     "a line": b'{"prompt":"2 + 2","reward":0.5,"more":{"crc32":7}}',
     "an indented text": msgspec.json.format(b'{"status":"running","config":{"batch_size":3}}', indent=2),
 }

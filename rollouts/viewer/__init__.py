@@ -1,0 +1,16 @@
+"""A run, an evaluation, or two of them as one HTML file that needs no server and no network.
+
+    source.py      what is shown, read from a folder: groups, metrics, accounting, laws
+    token_text.py  the text of each token of a sample
+    payload.py     the data of a page: a head with the numbers of all samples, and chunks with their tokens
+    page.py        the HTML files
+    live.py        a server for a run that goes on
+
+Invariant: a view changes nothing on disk but its own files, and what it shows is what the reader of the run reads. The
+texts of models and environments are data in the page, never markup or script.
+"""
+
+from rollouts.viewer.page import write_view
+from rollouts.viewer.source import open_source
+
+__all__ = ["open_source", "write_view"]

@@ -1,0 +1,82 @@
+"""The text of each token of a sample.
+
+Invariant: the texts, joined, are what the tokenizer decodes from all tokens of the sample. A character that several
+tokens spell belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["TokenTexts"]
+
+Decode = Callable[[Any], str]
+
+_LONGEST_CHARACTER = 8
+"""Most tokens that spell one character."""
+_BROKEN = "\ufffd"
+
+
+class TokenTexts:
+    """The texts of tokens, by id.
+
+    Args:
+        decode: the text of a sequence of ids; ``None`` shows the ids as numbers.
+    """
+
+    def __init__(self, decode: Decode | None) -> None:
+        self._decode = decode
+        self._alone: dict[int, str] = {}
+
+    def alone(self, token: int) -> str:
+        """The text of a token after another one, as far as it does not depend on which."""
+        if self._decode is None:
+            return f"⟨{token}⟩"
+        text = self._alone.get(token)
+        if text is None:
+            before = self._decode([token])
+            after = self._decode([token, token])
+            # Some decoders drop a space at the start of a text.
+            text = after[len(before) :] if after.startswith(before) and _BROKEN not in after else before
+            self._alone[token] = text
+        return text
+
+    def exceptions(self, ids: Sequence[int]) -> dict[int, str]:
+        """The positions whose text is not :meth:`alone`, with their text."""
+        if self._decode is None or not ids:
+            return {}
+        alone = [self.alone(token) for token in ids]
+        whole = self._decode(ids)
+        if "".join(alone) == whole:
+            return {}
+        texts = self._spelled(ids)
+        if "".join(texts) != whole:
+            texts = self._by_prefix(ids, whole)
+        return {place: text for place, (text, other) in enumerate(zip(texts, alone, strict=True)) if text != other}
+
+    def _spelled(self, ids: Sequence[int]) -> list[str]:
+        """The shortest runs of tokens that spell whole characters; the text of a run belongs to its first token."""
+        assert self._decode is not None
+        texts: list[str] = []
+        start = 0
+        while start < len(ids):
+            stop, text = start + 1, self.alone(ids[start]) if start else self._decode(ids[:1])
+            while text.endswith(_BROKEN) and stop < len(ids) and stop - start < _LONGEST_CHARACTER:
+                stop += 1
+                text = self._decode(ids[start:stop])
+            texts += [text, *[""] * (stop - start - 1)]
+            start = stop
+        return texts
+
+    def _by_prefix(self, ids: Sequence[int], whole: str) -> list[str]:
+        """The text that each token adds to the text before it; quadratic, for the few samples that need it."""
+        assert self._decode is not None
+        texts, shown = [], 0
+        for stop in range(1, len(ids) + 1):
+            text = whole if stop == len(ids) else self._decode(ids[:stop])
+            while not whole.startswith(text):  # the last character is not whole yet, or changes with the next token
+                text = text[:-1]
+            texts.append(text[shown:])
+            shown = max(shown, len(text))
+        return texts
