@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import anyio
 import attrs
 import msgspec
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import as_messages
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.answers import final_reply
@@ -133,7 +133,7 @@ class LLMJudge:
         """
         messages = self.messages(sample)
         outcomes: dict[int, Verdict | RewardFailure] = {}
-        async with anyio.create_task_group() as tasks:
+        async with first_error() as tasks:
 
             async def run(number: int) -> None:
                 try:
