@@ -10,7 +10,6 @@ JSON object of the response counts.
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.answers import final_reply
 from rollouts.training.rewards.http import Poster
 from rollouts.training.types import Sample
+from rollouts.validators import is_number
 
 __all__ = ["Judge", "LLMJudge", "Verdict"]
 
@@ -191,7 +191,7 @@ class LLMJudge:
     def _parse(self, model: str, text: str) -> Verdict | None:
         parsed = _last_object(text)
         score = parsed.get("score") if parsed is not None else None
-        if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+        if not is_number(score):
             return None
         if not self.scale[0] <= score <= self.scale[1]:
             return None
