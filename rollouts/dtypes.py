@@ -7,9 +7,8 @@ when it is created, so no other module validates it again. This module knows no 
 from __future__ import annotations
 
 import enum
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
+from rollouts.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
 
 __all__ = [
     "LOGPROB_TOLERANCE",
@@ -40,7 +40,6 @@ __all__ = [
     "VersionSpan",
     "are_logprobs",
     "as_messages",
-    "finite",
     "frozen",
     "is_frozen",
     "json_object",
@@ -114,58 +113,6 @@ def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return column
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _check(
-    expected: str, good: Callable[[Any], bool], *, optional: bool = False
-) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """An attrs validator whose error names the class, the field, the value and what was expected."""
-
-    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if not good(value):
-            raise ConfigError.of(f"{type(instance).__name__}.{field.name}", value, expected)
-
-    return validate
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def finite(value: Any) -> float | None:
-    """A value from user code as a float; ``None`` if it is no number, NaN or infinite.
-
-    Any value that ``float()`` accepts is a number, also NumPy and torch scalars, except text.
-    """
-    try:
-        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
-    except Exception:  # noqa: BLE001 - __float__ is user code: a tensor of two elements raises RuntimeError
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _seconds(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _texts(value: Any) -> Any:
-    """One string or several as a tuple; any other value unchanged, for the validator to refuse."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, Iterable) else value
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-
-
 # -- conversation -----------------------------------------------------------------------------------------------------
 
 Fault: TypeAlias = Literal[
@@ -210,11 +157,11 @@ def _is_object_schema(value: Any) -> bool:
 class Tool:
     """A tool's name, description and the JSON schema of its arguments: an object schema, with or without ``type``."""
 
-    name: str = attrs.field(validator=_check("a non-empty string", lambda v: isinstance(v, str) and bool(v)))
+    name: str = attrs.field(validator=check("a non-empty string", lambda v: isinstance(v, str) and bool(v)))
     description: str = ""
     parameters: Mapping[str, Any] = attrs.field(
         factory=lambda: {"type": "object", "properties": {}},
-        validator=_check("a JSON schema of an object", _is_object_schema),
+        validator=check("a JSON schema of an object", _is_object_schema),
     )
     chat: Mapping[str, Any] | None = None
     """The tool as a data set has it, with keys such as ``strict``: what :meth:`to_chat` returns if it is set."""
@@ -463,30 +410,28 @@ class SamplingParams:
     With ``top_p`` below 1 or ``top_k`` set, SGLang reports the logprob of the untruncated distribution.
     """
 
-    temperature: float = attrs.field(default=1.0, validator=_check("a number >= 0", lambda v: _is_number(v) and v >= 0))
+    temperature: float = attrs.field(default=1.0, validator=number(least=0))
     top_p: float = attrs.field(
-        default=1.0, validator=_check("a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
+        default=1.0, validator=check("a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)
     )
     top_k: int = attrs.field(
-        default=-1, validator=_check("-1 or an integer >= 1", lambda v: _is_int(v) and (v == -1 or v >= 1))
+        default=-1, validator=check("-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
     )
     min_p: float = attrs.field(
-        default=0.0, validator=_check("a number in [0, 1]", lambda v: _is_number(v) and 0 <= v <= 1)
+        default=0.0, validator=check("a number in [0, 1]", lambda v: is_number(v) and 0 <= v <= 1)
     )
-    max_new_tokens: int = attrs.field(
-        default=1024, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1)
-    )
+    max_new_tokens: int = attrs.field(default=1024, validator=integer(1))
     """Budget of one reply, in tokens."""
     stop: tuple[str, ...] = attrs.field(
         default=(),
-        converter=_texts,
-        validator=_check("a string or several, at most 32", lambda v: _are_texts(v) and len(v) <= 32),
+        converter=as_texts,
+        validator=check("a string or several, at most 32", lambda v: are_texts(v) and len(v) <= 32),
     )
     """Stop strings; their tokens stay in the reply. Servers accept 32."""
-    seed: int | None = attrs.field(default=None, validator=_check("an integer", _is_int, optional=True))
-    min_new_tokens: int = attrs.field(default=0, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
+    seed: int | None = attrs.field(default=None, validator=check("an integer", is_int, optional=True))
+    min_new_tokens: int = attrs.field(default=0, validator=integer(0))
     repetition_penalty: float = attrs.field(
-        default=1.0, validator=_check("a number in (0, 2]", lambda v: _is_number(v) and 0 < v <= 2)
+        default=1.0, validator=check("a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
     )
     """Logprobs are those of the penalised distribution."""
 
@@ -501,14 +446,14 @@ def _printed_urls(urls: Any) -> str:
 
 
 def _check_urls(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    if not (_are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
-        shown = tuple(map(without_password, value)) if _are_texts(value) else value
+    if not (are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
+        shown = tuple(map(without_password, value)) if are_texts(value) else value
         raise ConfigError.of("Endpoint.base_url", shown, "one or more URLs that start with http:// or https://")
 
 
 def _urls(value: Any) -> Any:
-    urls = _texts(value)
-    return tuple(url.rstrip("/") for url in urls) if _are_texts(urls) else urls
+    urls = as_texts(value)
+    return tuple(url.rstrip("/") for url in urls) if are_texts(urls) else urls
 
 
 @attrs.frozen
@@ -523,9 +468,9 @@ class Endpoint:
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
-    provider: str = attrs.field(default="sglang", validator=_check('"sglang"', lambda v: v == "sglang"))
+    provider: str = attrs.field(default="sglang", validator=check('"sglang"', lambda v: v == "sglang"))
     model: str = attrs.field(
-        default="default", validator=_check("a non-empty string", lambda v: isinstance(v, str) and bool(v))
+        default="default", validator=check("a non-empty string", lambda v: isinstance(v, str) and bool(v))
     )
     base_url: tuple[str, ...] = attrs.field(
         default="http://127.0.0.1:30000",
@@ -538,22 +483,18 @@ class Endpoint:
     sampling: SamplingParams = attrs.field(
         factory=SamplingParams, validator=attrs.validators.instance_of(SamplingParams)
     )
-    connect_seconds: float = attrs.field(default=5.0, validator=_check("a number of seconds > 0", _seconds))
-    request_seconds: float = attrs.field(default=600.0, validator=_check("a number of seconds > 0", _seconds))
+    connect_seconds: float = attrs.field(default=5.0, validator=seconds(above=0))
+    request_seconds: float = attrs.field(default=600.0, validator=seconds(above=0))
     """Deadline of one completion, from sending the request to the last byte of the response."""
-    max_retries: int = attrs.field(default=5, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0))
+    max_retries: int = attrs.field(default=5, validator=integer(0))
     """Retries of a request that failed at a running server (lost connection, 5xx except 503)."""
-    outage_seconds: float = attrs.field(
-        default=1800.0, validator=_check("a number of seconds >= 0", lambda v: v == 0 or _seconds(v))
-    )
+    outage_seconds: float = attrs.field(default=1800.0, validator=seconds(least=0))
     """How long requests wait for servers that are down, restarting or overloaded, before the run ends and returns its
     prompts. Deadlines stand still meanwhile. The default is enough to load a model of 70 billion parameters, 140 GB, at
     80 MB/s. A server that has never answered is not waited for."""
     concurrency: Concurrency = attrs.field(
         default=None,
-        validator=_check(
-            'an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or (_is_int(v) and v >= 1)
-        ),
+        validator=check('an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or is_int(v, 1)),
     )
     """Concurrent requests for each server; further ones wait in the client. ``"adaptive"``: as many as the server runs
     without queueing or running out of KV cache, as ``/v1/loads`` reports. ``None``: no limit."""
@@ -641,7 +582,7 @@ class Completion:
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
     finish_reason: FinishReason = attrs.field(
-        validator=_check(f"one of {_FINISH_REASONS}", lambda v: v in _FINISH_REASONS)
+        validator=check(f"one of {_FINISH_REASONS}", lambda v: v in _FINISH_REASONS)
     )
     versions: Sequence[VersionSpan]
     """The policy versions of the tokens; they cover ``0..n`` without gap or overlap."""
@@ -679,39 +620,29 @@ MAX_MESSAGE_BYTES = 64 * 1024
 class Limits:
     """When an episode ends. Counts end it before useless work; seconds are deadlines in wall time."""
 
-    max_turns: int = attrs.field(default=10, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1))
+    max_turns: int = attrs.field(default=10, validator=integer(1))
     """Replies of one episode."""
-    max_tokens: int | None = attrs.field(
-        default=None, validator=_check("an integer >= 2", lambda v: _is_int(v) and v >= 2, optional=True)
-    )
+    max_tokens: int | None = attrs.field(default=None, validator=integer(2, optional=True))
     """Tokens of one sequence, prompt included. The context length that the server reports applies as well."""
-    max_sampled_tokens: int | None = attrs.field(
-        default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
-    )
+    max_sampled_tokens: int | None = attrs.field(default=None, validator=integer(1, optional=True))
     """Sampled tokens of one episode, all turns and branches together; the limit of a turn is ``max_new_tokens``."""
-    max_tool_calls: int | None = attrs.field(
-        default=None, validator=_check("an integer >= 0", lambda v: _is_int(v) and v >= 0, optional=True)
-    )
+    max_tool_calls: int | None = attrs.field(default=None, validator=integer(0, optional=True))
     """Tool calls of one episode. A reply that exceeds it is stored, and none of its calls runs."""
-    max_parallel_calls: int | None = attrs.field(
-        default=None, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1, optional=True)
-    )
+    max_parallel_calls: int | None = attrs.field(default=None, validator=integer(1, optional=True))
     """Tool calls of one reply. A reply with more is stored, and none of its calls runs. If the chat template has one
     call a turn, the limit is 1."""
     on_cut: Literal["stop", "continue"] = attrs.field(
-        default="stop", validator=_check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
+        default="stop", validator=check('"stop" or "continue"', lambda v: v in ("stop", "continue"))
     )
     """After a reply cut by ``max_new_tokens``: end the episode, or pass the cut reply to the environment."""
     last_calls: Literal["skip", "run"] = attrs.field(
-        default="skip", validator=_check('"skip" or "run"', lambda v: v in ("skip", "run"))
+        default="skip", validator=check('"skip" or "run"', lambda v: v in ("skip", "run"))
     )
     """The tool calls of the last turn: skip them, or run them for their reward; no reply can use their results."""
-    step_seconds: float = attrs.field(default=120.0, validator=_check("a number of seconds > 0", _seconds))
+    step_seconds: float = attrs.field(default=120.0, validator=seconds(above=0))
     """Deadline of each start, step, snapshot and restore of the environment."""
-    max_message_bytes: int = attrs.field(
-        default=MAX_MESSAGE_BYTES, validator=_check("an integer >= 1", lambda v: _is_int(v) and v >= 1)
-    )
+    max_message_bytes: int = attrs.field(default=MAX_MESSAGE_BYTES, validator=integer(1))
     """UTF-8 bytes of one message of a step. A longer one is cut, ends with a note that says so to the model, and is
     counted in ``metrics["truncated_messages"]``."""
-    close_seconds: float = attrs.field(default=30.0, validator=_check("a number of seconds > 0", _seconds))
-    episode_seconds: float = attrs.field(default=3600.0, validator=_check("a number of seconds > 0", _seconds))
+    close_seconds: float = attrs.field(default=30.0, validator=seconds(above=0))
+    episode_seconds: float = attrs.field(default=3600.0, validator=seconds(above=0))

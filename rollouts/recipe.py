@@ -31,6 +31,7 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
+from rollouts.validators import check, integer, is_int
 
 __all__ = ["Recipe", "agent_recipe", "check_recipe", "preflight"]
 
@@ -38,19 +39,6 @@ OLDEST_SGLANG = (0, 5, 22)
 """The oldest version whose replies and updates are complete."""
 _CLOSE_SECONDS = 30.0
 _LOG = logging.getLogger(__name__)
-
-
-def _is_a(kind: type, expected: str) -> Any:
-    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ConfigError.of(f"Recipe.{field.name}", value, expected)
-
-    return validate
-
-
-def _at_least_one(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError.of(f"Recipe.{field.name}", value, "an integer >= 1")
 
 
 def _factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
@@ -66,15 +54,15 @@ class Recipe:
         ConfigError: a field has the wrong type; the message names it.
     """
 
-    name: str = attrs.field(validator=_is_a(str, "a string"))
-    config: RolloutConfig = attrs.field(validator=_is_a(RolloutConfig, "a RolloutConfig"))
-    data_buffer: DataBuffer = attrs.field(validator=_is_a(DataBuffer, "a DataBuffer"))
-    endpoint: Endpoint = attrs.field(validator=_is_a(Endpoint, "an Endpoint"))
+    name: str = attrs.field(validator=check("a string", lambda v: isinstance(v, str)))
+    config: RolloutConfig = attrs.field(validator=check("a RolloutConfig", lambda v: isinstance(v, RolloutConfig)))
+    data_buffer: DataBuffer = attrs.field(validator=check("a DataBuffer", lambda v: isinstance(v, DataBuffer)))
+    endpoint: Endpoint = attrs.field(validator=check("an Endpoint", lambda v: isinstance(v, Endpoint)))
     tokenizer: Any
     """A transformers tokenizer, the name or folder to load one from, or a :class:`~rollouts.renderer.Renderer`."""
     environment_cls: EnvironmentFactory = attrs.field(validator=_factory, repr=function_name)
-    batches: int = attrs.field(default=1, validator=_at_least_one)
-    seed: int = attrs.field(default=0, validator=_is_a(int, "an integer"))
+    batches: int = attrs.field(default=1, validator=integer(1))
+    seed: int = attrs.field(default=0, validator=check("an integer", is_int))
 
     def renderer(self, metadata: Mapping[str, Any] = MappingProxyType({})) -> Renderer:
         """The renderer for the tokenizer and the options that the generate function is bound to.

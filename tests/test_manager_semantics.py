@@ -951,17 +951,17 @@ async def test_a_column_spoiled_by_a_guest_costs_its_group_only(where: str) -> N
     def spoil(given: Any) -> Any:
         for sample in given if isinstance(given, list) else [given]:
             if sample.group_index == 0:
-                sample.loss_mask.append(7)
+                sample.loss_mask = [*sample.loss_mask, 7]
         return True
 
     await run_with_bad_group_zero(**{where: spoil})
 
 
 async def test_an_edit_of_the_mask_survives() -> None:
-    """4.14 A mask edited in place by a reward arrives in the batch."""
+    """4.14 A mask assigned by a reward arrives in the batch."""
 
     def reward(sample: Sample) -> float:
-        sample.loss_mask[1] = 0
+        sample.loss_mask = [0, 0, 1]
         return 1.0
 
     batch = await manager_of(answer_at_once, reward_fn=reward).generate_batch()

@@ -29,9 +29,9 @@ from rollouts.dtypes import (
     TokenColumn,
     ToolCall,
     VersionSpan,
-    finite,
 )
 from rollouts.trajectory import CompletionRecord, Trajectory
+from rollouts.validators import finite
 
 __all__ = [
     "Turn",

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
 from rollouts.commands.target import RunTarget, open_target
+from rollouts.concurrency.task_groups import first_error
 from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
 from rollouts.dtypes import SamplingParams
@@ -108,7 +109,7 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
         for name, (player, rollouts) in games.items():
             done = Counter({score.key: score.rollouts for score in task_scores(_stored(options.out / name))})
             writer = _Writer(options.out / name, done.total(), rollouts * len(prompts))
-            async with anyio.create_task_group() as tasks:
+            async with first_error() as tasks:
                 tasks.start_soon(observe, writer.watch, console)
                 await run_evaluation(player.config, prompts, rollouts, done=done, on_group=writer.add)
                 tasks.cancel_scope.cancel()

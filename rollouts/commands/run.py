@@ -44,6 +44,7 @@ from rollouts.commands.target import (
     without_secrets,
 )
 from rollouts.concurrency.interrupts import handling_interrupts
+from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.wait_report import reporting_on_signal
 from rollouts.display.console import SafeConsole
 from rollouts.display.progress import Progress, summary
@@ -112,7 +113,7 @@ async def _with_telemetry(telemetry: Telemetry, recipe: Recipe) -> AsyncIterator
             def read() -> dict[str, float]:
                 return numbers_of(manager, policies=shared_policies(), renderer=renderer, lag=lag)
 
-            async with anyio.create_task_group() as tasks:
+            async with first_error() as tasks:
                 tasks.start_soon(lag.run)
                 tasks.start_soon(metrics.run, read)
 
@@ -125,7 +126,7 @@ async def _watch_pauses(manager: AsyncRolloutManager) -> None:
 
 def _both(one: Watch, other: Watch) -> Watch:
     async def watch_both(manager: AsyncRolloutManager) -> None:
-        async with anyio.create_task_group() as tasks:
+        async with first_error() as tasks:
             for single in (one, other):
                 tasks.start_soon(observe, single, manager)
 
@@ -175,7 +176,6 @@ async def launch(
     stop = Stop()
     engine: EngineProcess | None = None
     result: RunResult | None = None
-    failure: Exception | None = None
     working = False
 
     async def signals(starting: anyio.CancelScope) -> None:
@@ -192,58 +192,53 @@ async def launch(
         with handling_interrupts(ask_soon, end, stop_signals()):
             await anyio.sleep_forever()
 
-    async with anyio.create_task_group() as tasks:
+    async with first_error() as tasks:
         starting = anyio.CancelScope()
         tasks.start_soon(signals, starting)
-        try:
-            with starting:
-                async with contextlib.AsyncExitStack() as stack:
-                    opened = open_target(target, out / ENGINE_LOG, progress.say)
-                    recipe, engine = await stack.enter_async_context(opened)
-                    progress.say("preflight: environment, chat template and server")
-                    server = await preflight(recipe)
-                    progress.say(_server_line(target, server))
-                    await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
-                    if rehearsal and not resume:
-                        progress.say("rehearsal: an episode with random replies, its reward and the filter")
-                        await rehearse(recipe)
+        with starting:
+            async with contextlib.AsyncExitStack() as stack:
+                opened = open_target(target, out / ENGINE_LOG, progress.say)
+                recipe, engine = await stack.enter_async_context(opened)
+                progress.say("preflight: environment, chat template and server")
+                server = await preflight(recipe)
+                progress.say(_server_line(target, server))
+                await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
+                if rehearsal and not resume:
+                    progress.say("rehearsal: an episode with random replies, its reward and the filter")
+                    await rehearse(recipe)
+                if recording:
+                    check_recordable(recipe.config.generate_fn)
+                played = recipe
+                if distribute is not None:
+                    config = await stack.enter_async_context(distribute(target, recipe))
+                    played = attrs.evolve(recipe, config=config)
+                config, export_metrics = await stack.enter_async_context(_with_telemetry(telemetry, played))
+                played = attrs.evolve(played, config=config)
+                description = await anyio.to_thread.run_sync(_description, target, recipe, server)
+                if resume:
+                    opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
+                else:
+                    opening = functools.partial(_begun, recipe, out, description, format, overwrite)
+                writer, run_journal, state = await anyio.to_thread.run_sync(opening)
+                working = True
+                stack.enter_context(_abandoning(recipe, writer, state))
+                if engine is not None:
+                    tasks.start_soon(_stop_when_it_dies, engine, stop)
+                progress.say(_plan_line(recipe, writer))
+                show: Watch = functools.partial(progress.watch, batches=recipe.batches)
+                if export_metrics is not None:
+                    show = _both(show, export_metrics)
+                show = _both(show, _watch_pauses)
+                with contextlib.ExitStack() as files:
+                    files.enter_context(run_journal.journal)
+                    files.enter_context(reporting_on_signal())
                     if recording:
-                        check_recordable(recipe.config.generate_fn)
-                    played = recipe
-                    if distribute is not None:
-                        config = await stack.enter_async_context(distribute(target, recipe))
-                        played = attrs.evolve(recipe, config=config)
-                    config, export_metrics = await stack.enter_async_context(_with_telemetry(telemetry, played))
-                    played = attrs.evolve(played, config=config)
-                    description = await anyio.to_thread.run_sync(_description, target, recipe, server)
-                    if resume:
-                        opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
-                    else:
-                        opening = functools.partial(_begun, recipe, out, description, format, overwrite)
-                    writer, run_journal, state = await anyio.to_thread.run_sync(opening)
-                    working = True
-                    stack.enter_context(_abandoning(recipe, writer, state))
-                    if engine is not None:
-                        tasks.start_soon(_stop_when_it_dies, engine, stop)
-                    progress.say(_plan_line(recipe, writer))
-                    show: Watch = functools.partial(progress.watch, batches=recipe.batches)
-                    if export_metrics is not None:
-                        show = _both(show, export_metrics)
-                    show = _both(show, _watch_pauses)
-                    with contextlib.ExitStack() as files:
-                        files.enter_context(run_journal.journal)
-                        files.enter_context(reporting_on_signal())
-                        if recording:
-                            played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
-                        callbacks: dict[str, Any] = {"watch": show, "on_batch": progress.batch, "loggers": loggers}
-                        result = await run(played, writer, stop=stop, run_journal=run_journal, state=state, **callbacks)
-        except Exception as error:  # noqa: BLE001 - raised below: the task group would wrap it
-            failure = error
+                        played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
+                    callbacks: dict[str, Any] = {"watch": show, "on_batch": progress.batch, "loggers": loggers}
+                    result = await run(played, writer, stop=stop, run_journal=run_journal, state=state, **callbacks)
         tasks.cancel_scope.cancel()
-    if result is not None and failure is None:
+    if result is not None:
         progress.say(summary(result, writer))
-    if failure is not None:
-        raise failure
     return result
 
 

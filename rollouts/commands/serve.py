@@ -14,8 +14,8 @@ from typing import Any
 import anyio
 
 from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive, stop_signals
+from rollouts.concurrency.task_groups import first_error
 from rollouts.engine.process import READY
-from rollouts.errors import RolloutsError
 from rollouts.http.access import is_loopback
 from rollouts.terminal import say
 
@@ -88,16 +88,10 @@ async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable
     def ready(url: str) -> None:
         say(f"{READY}{url}", flush=True)
 
-    failure: RolloutsError | None = None
-    async with anyio.create_task_group() as tasks:
+    async with first_error() as tasks:
         tasks.start_soon(signals, tasks.cancel_scope)
         if stop_with_stdin:
             tasks.start_soon(standard_input, tasks.cancel_scope)
-        try:
-            await serve(ready)
-        except RolloutsError as error:  # raised below: the task group would wrap it
-            failure = error
+        await serve(ready)
         tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
     return code

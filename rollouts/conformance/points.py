@@ -107,29 +107,18 @@ async def _ask(point: Point[P], probe: P, *, unsafe: bool) -> Result:
     try:
         with anyio.fail_after(POINT_SECONDS):
             finding = await point.check(probe)
-    except Exception as error:
-        cause = _first(error)
-        if isinstance(cause, Skipped):
-            return result("not asked", str(cause))
-        if isinstance(cause, TimeoutError):
-            finding = Finding(False, f"no answer within {POINT_SECONDS:g} s")
-        elif isinstance(cause, _OF_RESPONSES):
-            text = f"{type(cause).__name__}: {cause}"
-            finding = Finding(False, text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
-        else:
-            raise
+    except Skipped as error:
+        return result("not asked", str(error))
+    except TimeoutError:
+        finding = Finding(False, f"no answer within {POINT_SECONDS:g} s")
+    except _OF_RESPONSES as error:
+        text = f"{type(error).__name__}: {error}"
+        finding = Finding(False, text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
     return result("yes" if finding.ok else "FAIL" if point.relied else "no", finding.came)
 
 
 _OF_RESPONSES = (RolloutsError, LookupError, TypeError, ValueError, AttributeError)
 """What a check raises on an error, or on a response of another form."""
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error of a task group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def read_report(data: bytes, place: str) -> Report:

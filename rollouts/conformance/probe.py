@@ -19,6 +19,7 @@ import anyio
 import attrs
 import msgspec
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
@@ -156,7 +157,7 @@ class Probe:
             sampling = {"max_new_tokens": await self.budget(tokens)}
             replies.append(await self.reply(prompt, sampling_params=sampling, **fields))
 
-        async with anyio.create_task_group() as tasks:
+        async with first_error() as tasks:
             tasks.start_soon(call)
             with anyio.move_on_after(10):
                 while await self.running() == 0 and not replies:  # noqa: ASYNC110 - another process

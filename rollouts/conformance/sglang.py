@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.conformance.points import MOST_SHOWN, Finding, Point, Report, Skipped, ask_all
 from rollouts.conformance.probe import FREE, Probe, Reply, opened
 from rollouts.dtypes import Endpoint, without_password
@@ -105,7 +106,7 @@ async def _at_once(probe: Probe) -> Finding:
         prompt = probe.prompt(f"at once {number}", 8 + number)
         findings.append(_whole(await probe.reply(prompt, rid=rid, sampling_params={"max_new_tokens": 8}), rid, 8))
 
-    async with anyio.create_task_group() as tasks:
+    async with first_error() as tasks:
         for number in range(64):
             tasks.start_soon(one, number)
     wrong = [finding for finding in findings if not finding.ok]
@@ -239,7 +240,7 @@ async def _same_rid(probe: Probe) -> Finding:
 async def _hang_up(probe: Probe) -> Finding:
     if await probe.running() is None:
         raise Skipped("the server does not count its requests")
-    async with anyio.create_task_group() as tasks:
+    async with first_error() as tasks:
 
         async def call() -> None:
             sampling = {"max_new_tokens": await probe.budget(4000)}

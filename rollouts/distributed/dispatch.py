@@ -32,6 +32,7 @@ from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMi
 from rollouts.runs.record_bytes import Columns, turn_of
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
+from rollouts.validators import is_int
 
 __all__ = ["SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost"]
 
@@ -186,7 +187,7 @@ class Dispatcher:
     def __init__(self, connect: Connect, workers: int, *, silent_seconds: float = SILENT_SECONDS) -> None:
         if not 0 < silent_seconds < float("inf"):
             raise ConfigError.of("silent_seconds", silent_seconds, "a number of seconds > 0")
-        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        if not is_int(workers, 1):
             raise ConfigError.of("workers", workers, "an integer >= 1")
         self._connect = connect
         self._slots = [_Slot(number) for number in range(workers)]

@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_ch
 import attrs
 import msgspec
 
-from rollouts.dtypes import MAX_MESSAGE_BYTES, Message, Prompt, Tool, ToolCall, as_messages, finite
+from rollouts.dtypes import MAX_MESSAGE_BYTES, Message, Prompt, Tool, ToolCall, as_messages
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened
+from rollouts.validators import finite
 
 __all__ = [
     "Environment",

@@ -5,6 +5,7 @@ Invariant: an episode uses exactly one of them, and every environment that is cr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,14 +60,9 @@ class MixedEnvironment:
 
     async def close(self) -> None:
         created, self._created = self._created, {}
-        failures = []
-        for environment in created.values():
-            try:
-                await environment.close()
-            except Exception as error:  # noqa: BLE001 - the others are closed first; raised below
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        async with contextlib.AsyncExitStack() as stack:  # closes all, also if one raises
+            for environment in created.values():
+                stack.push_async_callback(environment.close)
 
     async def _snapshot(self) -> Any:
         inner: Any = self._inner

@@ -28,6 +28,7 @@ from rollouts.environments.base import ToolEnvironment, tool
 from rollouts.environments.sandbox.containment import REQUIRED, Containment, containment_of
 from rollouts.environments.sandbox.launch import SandboxError, run_program
 from rollouts.errors import ConfigError
+from rollouts.validators import check, is_int, number
 
 __all__ = [
     "REQUIRED",
@@ -46,30 +47,26 @@ _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
 
 
-def _above_zero(limits: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError.of(f"PythonLimits.{field.name}", value, "a number > 0")
-    if field.type in ("int", int) and not isinstance(value, int):
-        raise ConfigError.of(f"PythonLimits.{field.name}", value, "an integer > 0")
+_COUNT = check("an integer > 0", lambda value: is_int(value, 1))
 
 
 @attrs.frozen
 class PythonLimits:
     """Resource limits of one run."""
 
-    seconds: float = attrs.field(default=10.0, validator=_above_zero)
+    seconds: float = attrs.field(default=10.0, validator=number(above=0))
     """Wall time from the interpreter's start; at the deadline all processes are killed."""
-    cpu_seconds: float = attrs.field(default=10.0, validator=_above_zero)
+    cpu_seconds: float = attrs.field(default=10.0, validator=number(above=0))
     """CPU time of each process, rounded up to whole seconds."""
-    memory_bytes: int = attrs.field(default=512 * _MIB, validator=_above_zero)
+    memory_bytes: int = attrs.field(default=512 * _MIB, validator=_COUNT)
     """Address space of each process."""
-    processes: int = attrs.field(default=8, validator=_above_zero)
+    processes: int = attrs.field(default=8, validator=_COUNT)
     """Concurrent processes and threads, including the program's first."""
-    file_bytes: int = attrs.field(default=16 * _MIB, validator=_above_zero)
+    file_bytes: int = attrs.field(default=16 * _MIB, validator=_COUNT)
     """Size of one file."""
-    disk_bytes: int = attrs.field(default=64 * _MIB, validator=_above_zero)
+    disk_bytes: int = attrs.field(default=64 * _MIB, validator=_COUNT)
     """Total size of all files; they are in memory."""
-    output_bytes: int = attrs.field(default=64 * 1024, validator=_above_zero)
+    output_bytes: int = attrs.field(default=64 * 1024, validator=_COUNT)
     """Of standard output and of standard error, each; the rest is discarded."""
 
 

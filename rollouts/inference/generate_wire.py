@@ -28,7 +28,6 @@ from rollouts.dtypes import (
     TokenColumn,
     VersionSpan,
     are_logprobs,
-    finite,
     frozen,
     packed_tokens,
 )
@@ -36,6 +35,7 @@ from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
+from rollouts.validators import finite
 
 __all__ = [
     "BrokenNumbers",

@@ -202,10 +202,11 @@ def to_row(sample: Sample, advantage: float) -> RolloutRow:
     names = [span.version for span in sample.versions]
     if not names or not all(name.isdecimal() for name in names):
         raise ConfigError.of("Sample.versions", names, "numbers, as WeightTransfer names them")
-    first = next((n for n, message in enumerate(sample.messages) if message.get("role") == "assistant"), 0)
+    messages = sample.read_record("messages")
+    first = next((n for n, message in enumerate(messages) if message.get("role") == "assistant"), 0)
     return RolloutRow(
-        prompt=list(sample.messages[:first]),
-        completion=list(sample.messages[first:]),
+        prompt=list(messages[:first]),
+        completion=list(messages[first:]),
         input_ids=sample.token_column.astype(np.int64),
         completion_mask=sample.mask_column.astype(np.int64),
         old_log_probs=sample.logprob_column.copy(),

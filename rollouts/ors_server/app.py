@@ -42,6 +42,7 @@ from rollouts.ors_server.http import (
 )
 from rollouts.recipe import Recipe
 from rollouts.training.rewards import score_group
+from rollouts.validators import is_int
 
 __all__ = ["environment_server"]
 
@@ -208,7 +209,7 @@ class _Server:
 
     def _index(self, index: Any) -> int:
         size = len(self.prompts)
-        if not isinstance(index, int) or isinstance(index, bool) or not -size <= index < size:
+        if not is_int(index, -size) or index >= size:
             raise Refused(400, "Invalid index")
         return index % size
 

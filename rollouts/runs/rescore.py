@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt, as_messages
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe
@@ -115,7 +116,7 @@ class _Scoring:
             )
             groups[group_index] = await self._runner.run(prompt, {})
 
-        async with anyio.create_task_group() as tasks:
+        async with first_error() as tasks:
             for group_index in indices:
                 members = self._stored.group(group_index)
                 for index, samples in itertools.groupby(members, lambda sample: sample.index):

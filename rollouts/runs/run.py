@@ -22,6 +22,7 @@ import attrs
 
 from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.gc_pauses import calm_collector
+from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import RolloutsError, shortened
 from rollouts.observability.loggers import LoggedRun, RunLogger, logging_to
 from rollouts.recipe import Recipe
@@ -179,21 +180,20 @@ async def _run(
     if state is not None:
         manager.restore(state)
     try:
-        async with anyio.create_task_group() as tasks:
+        async with first_error() as tasks:
             tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
             if watch is not None:
                 tasks.start_soon(observe, watch, manager)
-            try:
-                async with manager:
-                    for _ in range(manager.batches, recipe.batches):
-                        await _one_batch(manager, writer, run_journal)
-                        metrics.append(manager.metrics)
-                        if on_batch is not None:
-                            on_batch(manager.metrics)
-                finished = True
-            except Exception as raised:  # noqa: BLE001 - kept, so that the task group does not wrap it
-                error = raised
+            async with manager:
+                for _ in range(manager.batches, recipe.batches):
+                    await _one_batch(manager, writer, run_journal)
+                    metrics.append(manager.metrics)
+                    if on_batch is not None:
+                        on_batch(manager.metrics)
+            finished = True
             tasks.cancel_scope.cancel()
+    except RolloutsError as raised:
+        error = raised
     except BaseException as raised:
         if not finished and not isinstance(raised, asyncio.CancelledError):
             error = error or raised

@@ -201,8 +201,7 @@ class _Written:
     """Its immutable records, if the sample is packed."""
     fields: bytes
     """Its other fields as MessagePack; all fields if it is not packed."""
-    columns: tuple[npt.NDArray[Any] | int | None, ...]
-    """Read-only columns themselves; checksums of writable ones."""
+    columns: tuple[npt.NDArray[Any] | None, ...]
 
     @classmethod
     def of(cls, sample: Sample, fields: Mapping[str, Any] | None = None) -> _Written:
@@ -212,19 +211,17 @@ class _Written:
             fields = sample.fields_to_dict(records=record is None)
         if record is not None:
             fields = {name: value for name, value in fields.items() if name not in RECORDED}
-        return cls(record, to_msgpack(fields), tuple(map(_fingerprint, sample.columns)))
+        return cls(record, to_msgpack(fields), sample.columns)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Written) or self.record is not other.record or self.fields != other.fields:
             return False
-        return all(
-            mine is its if isinstance(mine, np.ndarray) else not isinstance(its, np.ndarray) and mine == its
-            for mine, its in zip(self.columns, other.columns, strict=True)
-        )
+        pairs = zip(self.columns, other.columns, strict=True)
+        return all(mine is its or _bytes(mine) == _bytes(its) for mine, its in pairs)
 
 
-def _fingerprint(column: npt.NDArray[Any] | None) -> npt.NDArray[Any] | int | None:
-    return zlib.crc32(column.tobytes()) if column is not None and column.flags.writeable else column
+def _bytes(column: npt.NDArray[Any] | None) -> bytes | None:
+    return None if column is None else column.tobytes()
 
 
 class RunJournal:

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from rollouts.dtypes import ChatDict, Extras, TokenColumn, VersionSpan
+from rollouts.training.read_only import recently
 from rollouts.trajectory import CompletionRecord
 
 __all__ = ["CompactRecord"]
@@ -101,17 +102,12 @@ class CompactRecord:
             tuple(completion.extras for completion in completions) if any(c.extras for c in completions) else (),
             pickle.dumps([(span.version, span.start, span.stop) for span in versions], 5),
         )
-        _remember(compact, response)
+        recently((compact, "response"), lambda: response)
         return compact
 
     def response(self) -> str:
         """Text of the tokens from the first sampled one on."""
-        for compact, text in _recent:
-            if compact is self:
-                return text
-        text = self._decode(self.columns[0][self._first :])
-        _remember(self, text)
-        return text
+        return recently((self, "response"), lambda: self._decode(self.columns[0][self._first :]))
 
     def messages(self) -> list[ChatDict]:
         """The conversation as chat dicts."""
@@ -139,12 +135,3 @@ class CompactRecord:
 
 
 _FIELDS = operator.attrgetter(*(field.name for field in attrs.fields(CompletionRecord) if field.name != "extras"))
-
-
-_recent: tuple[tuple[CompactRecord, str], ...] = ()
-"""Cache of the last two decoded responses: a response is usually read twice in a row."""
-
-
-def _remember(compact: CompactRecord, text: str) -> None:
-    global _recent  # replaced as a whole: threads see the old or the new tuple
-    _recent = (*_recent[-1:], (compact, text))

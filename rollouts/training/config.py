@@ -18,31 +18,11 @@ from rollouts.errors import ConfigError
 from rollouts.training.failures import FailurePolicy, check_handlings
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
+from rollouts.validators import integer, number
 
 __all__ = ["RolloutConfig"]
 
 _NEED_SPREAD = (check_reward_nonzero_std.__name__, check_quality_and_diversity.__name__)
-
-
-def _count(minimum: int, *, optional: bool = False) -> Any:
-    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError.of(f"RolloutConfig.{field.name}", value, f"an integer >= {minimum}")
-
-    return validate
-
-
-def _number(minimum: float, *, exclusive: bool = False) -> Any:
-    def validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or value < minimum or (exclusive and value == minimum):
-            raise ConfigError.of(
-                f"RolloutConfig.{field.name}", value, f"a number {'>' if exclusive else '>='} {minimum}"
-            )
-
-    return validate
 
 
 def _function(*, optional: bool = False) -> Any:
@@ -76,13 +56,13 @@ def _named(function: Any) -> str:
 class RolloutConfig:
     """How batches of groups are generated. Sizes count prompts (groups), as in slime."""
 
-    batch_size: int = attrs.field(validator=_count(1))
+    batch_size: int = attrs.field(validator=integer(1))
     """Groups in a batch."""
     generate_fn: GenerateFn = attrs.field(validator=_function(), repr=_named)
     """Generates rollouts; called once for each rollout, with a list of one :class:`Prompt`."""
-    n_samples_per_prompt: int = attrs.field(default=8, validator=_count(1))
+    n_samples_per_prompt: int = attrs.field(default=8, validator=integer(1))
     """Rollouts of each prompt: the size of a group."""
-    over_sampling_factor: float = attrs.field(default=1.5, validator=_number(1))
+    over_sampling_factor: float = attrs.field(default=1.5, validator=number(least=1))
     """Groups in flight or ready while a batch fills, as a multiple of ``batch_size``."""
     reward_fn: RewardFn | GroupRewardFn | None = attrs.field(
         default=None, validator=_function(optional=True), repr=_named
@@ -92,31 +72,27 @@ class RolloutConfig:
     """Call ``reward_fn`` once with the whole group instead of once for each sample."""
     filter_fn: FilterFn | None = attrs.field(default=None, validator=_function(optional=True), repr=_named)
     """Decides which groups to keep; runs after the rewards are set."""
-    max_attempts: int = attrs.field(default=2, validator=_count(1))
+    max_attempts: int = attrs.field(default=2, validator=integer(1))
     """Maximum attempts at a rollout, each with a fresh environment, before it counts as failed."""
     on_failure: Literal["drop_group", "stop"] = "drop_group"
     """When a rollout failed for good: record its group as failed and continue, or stop the run."""
     failures: Mapping[str, FailurePolicy] = attrs.field(factory=dict)
     """Failure policies by cause (``rollouts.errors.CAUSES``); other causes use ``max_attempts`` and ``on_failure``."""
-    failure_budget: float | None = attrs.field(default=None, validator=attrs.validators.optional(_number(0)))
+    failure_budget: float | None = attrs.field(default=None, validator=number(least=0, optional=True))
     """Share of the last ``failure_window`` attempts that may be lost before the run stops, e.g. 0.5."""
-    failure_window: int = attrs.field(default=100, validator=_count(1))
-    patience: int | None = attrs.field(default=None, validator=_count(1, optional=True))
+    failure_window: int = attrs.field(default=100, validator=integer(1))
+    patience: int | None = attrs.field(default=None, validator=integer(1, optional=True))
     """Consecutive groups that may be dropped or failed before the run stops; default 8 batches, at least 64. A run
     whose first groups all fail for one reason stops before that."""
-    rollout_seconds: float = attrs.field(default=3600.0, validator=_number(0, exclusive=True))
+    rollout_seconds: float = attrs.field(default=3600.0, validator=number(above=0))
     """Deadline of one call of ``generate_fn``."""
-    group_seconds: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_number(0, exclusive=True))
-    )
+    group_seconds: float | None = attrs.field(default=None, validator=number(above=0, optional=True))
     """Deadline of the rollouts of one group, including retries and rewards; after it the group counts as failed."""
-    batch_seconds: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_number(0, exclusive=True))
-    )
+    batch_seconds: float | None = attrs.field(default=None, validator=number(above=0, optional=True))
     """Deadline of one batch; after it ``generate_batch`` raises, and accepted groups remain for the next call."""
-    reward_seconds: float = attrs.field(default=300.0, validator=_number(0, exclusive=True))
+    reward_seconds: float = attrs.field(default=300.0, validator=number(above=0))
     """Deadline of one call of ``reward_fn``; a late reward is a failure, never a zero."""
-    filter_seconds: float = attrs.field(default=60.0, validator=_number(0, exclusive=True))
+    filter_seconds: float = attrs.field(default=60.0, validator=number(above=0))
 
     def __attrs_post_init__(self) -> None:
         if self.on_failure not in ("drop_group", "stop"):

@@ -20,6 +20,7 @@ import msgspec
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
+from rollouts.validators import is_int
 
 __all__ = ["BufferState", "DataBuffer", "load_prompts"]
 
@@ -73,7 +74,7 @@ class DataBuffer:
         self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
-        if epochs is not None and (not _is_count(epochs) or epochs < 1):
+        if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
             raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
         self.seed = seed
         self.epochs = epochs
@@ -129,7 +130,7 @@ class DataBuffer:
         Raises:
             DataExhausted: fewer than ``count`` are left; none is taken.
         """
-        if not _is_count(count):
+        if not is_int(count, 0):
             raise ConfigError.of("get_prompts(count)", count, "an integer >= 0")
         left = self._left()
         if left is not None and left < count:
@@ -247,10 +248,6 @@ class DataBuffer:
             texts = [message.to_chat() for message in prompt.messages]
             crc = zlib.crc32(json.dumps([texts, repr(prompt.label)], sort_keys=True, default=repr).encode(), crc)
         return crc
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _key(prompt: Prompt) -> str:

@@ -12,42 +12,30 @@ import re
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
 from rollouts.errors import CAUSES, ConfigError, Failure
 from rollouts.training.types import Sample
+from rollouts.validators import integer, seconds
 
 __all__ = ["FailurePolicy", "FailureStats", "alike", "cause_of", "check_handlings"]
-
-
-def _count(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    least = 1 if field.name == "attempts" else 0
-    if value is None and field.default is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError.of(f"FailurePolicy.{field.name}", value, f"an integer >= {least}")
-
-
-def _seconds(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ConfigError.of(f"FailurePolicy.{field.name}", value, "a number of seconds >= 0")
 
 
 @attrs.frozen(kw_only=True)
 class FailurePolicy:
     """What to do about one cause of failure, in this order: retry, replace the rollout, drop the group or stop."""
 
-    attempts: int | None = attrs.field(default=None, validator=_count)
+    attempts: int | None = attrs.field(default=None, validator=integer(1, optional=True))
     """Maximum attempts at a rollout, each with a fresh environment; the config's ``max_attempts`` by default."""
-    backoff_seconds: float = attrs.field(default=0.0, validator=_seconds)
+    backoff_seconds: float = attrs.field(default=0.0, validator=seconds(least=0))
     """Pause before the second attempt; doubles with each further one, times a random factor from 0.5 to 1."""
-    most_seconds: float = attrs.field(default=60.0, validator=_seconds)
+    most_seconds: float = attrs.field(default=60.0, validator=seconds(least=0))
     """Maximum pause."""
-    replacements: int = attrs.field(default=0, validator=_count)
+    replacements: int = attrs.field(default=0, validator=integer(0))
     """How often a rollout that is lost for good is replaced by a newly sampled one."""
-    min_sound: int = attrs.field(default=0, validator=_count)
+    min_sound: int = attrs.field(default=0, validator=integer(0))
     """Replace only in a group with at least this many sound rollouts."""
     then: Literal["drop_group", "stop"] | None = None
     """After the last retry and replacement: record the group as failed, or stop the run; default ``on_failure``."""

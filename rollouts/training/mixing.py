@@ -6,7 +6,6 @@ Batch metrics contain the values of each environment under ``environment/NAME/``
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from rollouts.environments.mixed import ENVIRONMENT
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training.rewards.scoring import reward_of
 from rollouts.training.types import RewardFn, Sample
+from rollouts.validators import is_int, is_number
 
 __all__ = ["MixedReward", "mixed_prompts"]
 
@@ -41,11 +41,11 @@ def mixed_prompts(parts: Mapping[str, tuple[float, Iterable[Prompt]]], count: in
     """
     if not parts:
         raise ConfigError.of("mixed_prompts(parts)", parts, "at least one, by the name of its environment")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_int(count, 1):
         raise ConfigError.of("mixed_prompts(count)", count, "an integer >= 1")
     sources = {}
     for name, (weight, prompts) in parts.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        if not is_number(weight) or weight <= 0:
             raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", weight, "a weight above 0")
         own = list(prompts)
         if not own:

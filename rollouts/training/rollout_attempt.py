@@ -21,7 +21,7 @@ import numpy as np
 
 from rollouts.agent.turn_log import TurnLog, keeping_turns
 from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
-from rollouts.dtypes import Prompt, StopReason, finite
+from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import (
     ConfigError,
     EndpointAway,
@@ -35,6 +35,7 @@ from rollouts.errors import (
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rewards.scoring import score
 from rollouts.training.types import Identity, Sample, Status
+from rollouts.validators import finite
 
 __all__ = [
     "attempt",

@@ -25,6 +25,7 @@ import attrs
 
 from rollouts.errors import ConfigError
 from rollouts.training.types import Group, Sample
+from rollouts.validators import is_int
 
 __all__ = ["Staleness", "StalenessPolicy"]
 
@@ -37,7 +38,7 @@ def _policy(instance: object, field: attrs.Attribute[str], value: object) -> Non
 
 
 def _bound(instance: object, field: attrs.Attribute[int | None], value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+    if value is not None and not is_int(value, 0):
         raise ConfigError.of(field.name, value, "an integer >= 0, or None for no bound")
 
 

@@ -15,9 +15,20 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import ChatDict, Message, OnRewrite, Prompt, StopReason, TokenColumn, VersionSpan, is_frozen
+from rollouts.dtypes import (
+    ChatDict,
+    Message,
+    OnRewrite,
+    Prompt,
+    StopReason,
+    TokenColumn,
+    VersionSpan,
+    frozen,
+    is_frozen,
+)
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
+from rollouts.training.read_only import ReadOnlyList, read_only, recently
 from rollouts.trajectory import CompletionRecord
 
 __all__ = [
@@ -47,15 +58,12 @@ class Status(enum.Enum):
 
 
 def _column(name: str, doc: str) -> Any:
-    """Property of a per-token column: packed until first read, then a plain list that may be changed in place."""
+    """Property of a per-token column: what was assigned, and from :meth:`Sample.pack` on a read-only list."""
     slot = f"_{name}"
 
     def get(sample: Sample) -> Any:
-        value = getattr(sample, slot)
-        if isinstance(value, np.ndarray):
-            value = (value.astype(np.int8) if value.dtype == np.bool_ else value).tolist()
-            setattr(sample, slot, value)
-        return value
+        stored = getattr(sample, slot)
+        return _listed(stored, name) if isinstance(stored, np.ndarray) else stored
 
     def put(sample: Sample, value: Any) -> None:
         setattr(sample, slot, _as_column(value))
@@ -64,14 +72,12 @@ def _column(name: str, doc: str) -> Any:
 
 
 def _record(name: str, doc: str) -> Any:
-    """Property of a text, or of a list that may be changed in place; its slot may contain a :class:`CompactRecord`."""
+    """Property of a text or a list: what was assigned, or a read-only copy of what a :class:`CompactRecord` stores."""
     slot = f"_{name}"
 
     def get(sample: Sample) -> Any:
-        value = sample.read_record(name)
-        if name != "response":  # immutable, so it is decoded at each read and not stored
-            setattr(sample, slot, value)
-        return value
+        stored = getattr(sample, slot)
+        return _decoded(stored, name) if type(stored) is CompactRecord else stored
 
     def put(sample: Sample, value: Any) -> None:
         setattr(sample, slot, value)
@@ -79,19 +85,33 @@ def _record(name: str, doc: str) -> Any:
     return property(get, put, doc=doc)
 
 
+def _listed(column: npt.NDArray[Any], name: str) -> Any:
+    def unpack() -> ReadOnlyList:
+        return ReadOnlyList((column.view(np.int8) if column.dtype == np.bool_ else column).tolist(), f"Sample.{name}")
+
+    return recently((column, name), unpack)
+
+
+def _decoded(record: CompactRecord, name: str) -> Any:
+    return recently((record, name), lambda: read_only(getattr(record, name)(), f"Sample.{name}"))
+
+
 def _as_column(value: Any) -> Any:
-    """Convert other sequences to a list; arrays, lists and ``None`` stay as they are."""
-    return value if isinstance(value, list | np.ndarray) or value is None else list(value)
+    """Convert an array to a read-only one and other sequences to a list; lists and ``None`` stay as they are."""
+    if isinstance(value, np.ndarray):
+        return value if is_frozen(value) else frozen(value.copy())
+    return value if isinstance(value, list) or value is None else list(value)
 
 
 def _pack(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
+    """Return the value as a read-only array: itself if it is an array of that type, else a copy."""
     is_column = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1
     if is_column and (dtype is not np.float32 or bool(np.isfinite(value).all())):
         return value  # type: ignore[no-any-return]
     packed: npt.NDArray[Any]
     try:
         column = np.asarray(value)
-        packed = column.astype(dtype)
+        packed = frozen(column.astype(dtype))
         exact = len(column) == 0 or bool((np.isfinite(packed) if dtype is np.float32 else packed == column).all())
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[dtype]}") from None
@@ -122,8 +142,10 @@ def _status_of(value: Status | str) -> Status:
 class Sample:
     """One rollout, or one branch of a rollout, in the form that trainers take. Field names are slime's.
 
-    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` read as plain lists and may be changed in place. They are stored
-    packed (about 9 bytes a token) from :meth:`pack` until the next such read.
+    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` are what was assigned, until :meth:`pack` makes them read-only
+    arrays of about 9 bytes a token. From then on they read as read-only lists: an edit in place raises ``TypeError``;
+    assign a new list to change one. A sample of the agent loop is packed from the start, and so are its messages,
+    completions and versions.
 
     Raises:
         ConfigError: columns of different lengths, or values that do not fit the type of their column.
@@ -283,22 +305,22 @@ class Sample:
     @property
     def weight_versions(self) -> list[str]:
         """The policy versions of its tokens, in the order of their first token."""
-        return list(dict.fromkeys(span.version for span in self.read_record("versions")))
+        return list(dict.fromkeys(span.version for span in self.versions))
 
     def read_record(self, name: str) -> Any:
-        """Return the response, messages, completions or versions; leaves compact storage as it is."""
+        """Return the response, messages, completions or versions as assigned; a plain copy of what is packed."""
         value = getattr(self, f"_{name}")
         return getattr(value, name)() if type(value) is CompactRecord else value
 
     def compact_records(self, first: int, decode: Callable[[TokenColumn], str]) -> Sample:
-        """Store response, messages, completions and versions compactly, if the columns are read-only arrays.
+        """Store response, messages, completions and versions compactly, if the columns are arrays.
 
         Args:
             first: offset of the response: it is the text that ``decode`` returned for the tokens from there on.
             decode: deterministic, from ids to text.
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
-        if all(isinstance(column, np.ndarray) and is_frozen(column) for column in columns):
+        if all(isinstance(column, np.ndarray) for column in columns):
             self._compact = CompactRecord.of(
                 columns,
                 first,
@@ -319,7 +341,7 @@ class Sample:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, _as_column(value) if isinstance(value, np.ndarray) else value)
 
     def _is_unchanged(self) -> bool:
         """Whether columns and versions are the read-only objects that were checked before."""
@@ -331,12 +353,7 @@ class Sample:
         return same and is_frozen(tokens) and is_frozen(mask) and is_frozen(logprobs)
 
     def pack(self) -> Sample:
-        """Check the sample as :meth:`check`, pack its columns, and return unchanged records to compact storage."""
-        if self._compact is not None and self.compact is None:
-            for name in ("completions", "versions", "messages"):
-                value = getattr(self, f"_{name}")
-                if type(value) is not CompactRecord and value == getattr(self._compact, name)():
-                    setattr(self, f"_{name}", self._compact)
+        """Check the sample as :meth:`check`, and pack its columns."""
         if self._is_unchanged():
             return self._check_records()
         self._tokens, self._loss_mask, self._rollout_log_probs = (
@@ -360,7 +377,7 @@ class Sample:
         lengths = {name: None if column is None else len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ConfigError.of("Sample", lengths, "columns of one length")
-        versions = self.read_record("versions")
+        versions = self.versions
         if versions and not self._cover_the_mask(versions):
             raise ConfigError.of("Sample.versions", versions, "spans that cover exactly the mask, each token once")
         return self._check_records()

@@ -41,6 +41,43 @@ def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+FAILING = """
+import attrs
+from rollouts.recipes import calculator
+
+async def fails(prompts):
+    raise ValueError("no key")
+
+def recipe(endpoint):
+    sound = calculator.recipe(endpoint)
+    return attrs.evolve(sound, config=attrs.evolve(sound.config, generate_fn=fails))
+"""
+
+
+def test_an_evaluation_whose_rollouts_all_fail_ends_with_the_reason(
+    engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, without the traceback of an exception group."""
+    failing = tmp_path / "failing.py"
+    failing.write_text(FAILING)
+    line = [
+        "eval",
+        str(failing),
+        "--endpoint",
+        engine_url,
+        "--tasks",
+        "20",
+        "--k",
+        "1",
+        "--out",
+        str(tmp_path / "exam"),
+    ]
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "ValueError: no key" in error
+    assert "Traceback" not in error
+
+
 def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,11 +31,11 @@ CHANGES: dict[str, Callable[[Sample], object]] = {
     "reward": lambda sample: setattr(sample, "reward", 0.25),
     "metadata in place": lambda sample: sample.metadata.update(level=2),
     "metrics in place": lambda sample: sample.metrics.update(score=1),
-    "messages in place": lambda sample: sample.messages.append({"role": "user", "content": "more"}),
-    "calls in place": lambda sample: sample.completions.pop(),
+    "messages": lambda sample: setattr(sample, "messages", [*sample.messages, {"role": "user", "content": "more"}]),
+    "completions": lambda sample: setattr(sample, "completions", sample.completions[:-1]),
     "versions": lambda sample: setattr(sample, "versions", []),
     "response": lambda sample: setattr(sample, "response", "other"),
-    "tokens in place": lambda sample: sample.tokens.__setitem__(0, sample.tokens[0] + 1),
+    "tokens": lambda sample: setattr(sample, "tokens", [sample.tokens[0] + 1, *sample.tokens[1:]]),
     "logprobs": lambda sample: setattr(sample, "rollout_log_probs", None),
 }
 

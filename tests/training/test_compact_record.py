@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,28 +103,53 @@ def test_a_copy_with_other_values_reads_the_same() -> None:
 
 
 def test_a_sample_stays_compact_while_it_is_only_read() -> None:
-    """Reads of response, numbers and plain data keep it compact, and a check restores it after a read of messages."""
+    """Also while its messages and completions are read."""
     sample = sample_of(TRAJECTORY)
     assert LONG in sample.response
     assert sample.weight_versions == ["v0", "v1"]
     assert sample.to_dict()["messages"] == [message.to_chat() for message in TRAJECTORY.messages]
-    assert is_small(sample)
     assert len(sample.messages) == 7
     assert len(sample.completions) == 3
-    assert not is_small(sample)
-    assert is_small(sample.pack())
+    assert is_small(sample)
 
 
-def test_what_is_changed_stays_changed() -> None:
-    """Changed in place, or by assignment."""
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("messages", lambda messages: messages.append({"role": "user", "content": "more"})),
+        ("messages", lambda messages: messages[0].update(content="Who?")),
+        ("messages", lambda messages: messages[1]["tool_calls"][0]["function"].pop("arguments")),
+        ("completions", lambda completions: completions.clear()),
+        ("versions", lambda versions: versions.__setitem__(0, VersionSpan("v0", 0, 1))),
+    ],
+)
+def test_an_edit_in_place_of_a_compact_record_is_refused(name: str, edit: Callable[[Any], object]) -> None:
+    """At any depth: each read unpacks it, so the edit would be lost."""
     sample = sample_of(TRAJECTORY)
-    sample.messages[0]["content"] = "Who?"
-    sample.messages.append({"role": "user", "content": "more"})
-    sample.completions.pop()
+    with pytest.raises(TypeError, match=rf"Sample\.{name}: got an edit in place"):
+        edit(getattr(sample, name))
+    check(sample, TRAJECTORY)
+
+
+def test_read_only_messages_are_json_and_copies_are_plain() -> None:
+    """Equal to the plain ones for every encoder; a deep copy may be edited."""
+    messages = sample_of(TRAJECTORY).messages
+    plain = [message.to_chat() for message in TRAJECTORY.messages]
+    assert json.loads(json.dumps(messages)) == msgspec.json.decode(msgspec.json.encode(messages)) == plain
+    twin = copy.deepcopy(messages)
+    twin[1]["tool_calls"][0]["function"].pop("arguments")
+    assert messages == plain != twin
+
+
+def test_what_is_assigned_stays() -> None:
+    """Packing keeps each field that was assigned."""
+    sample = sample_of(TRAJECTORY)
+    sample.messages = [{"role": "user", "content": "Who?"}]
+    sample.completions = sample.completions[:2]
     sample.response = "other"
     sample.versions = []
     sample.pack()
-    assert (sample.messages[0]["content"], sample.messages[-1]["content"]) == ("Who?", "more")
+    assert sample.messages == [{"role": "user", "content": "Who?"}]
     assert (len(sample.completions), sample.response, sample.versions) == (2, "other", [])
 
 
@@ -130,20 +157,20 @@ def test_the_response_is_that_of_the_tokens_as_they_were() -> None:
     """A change of the tokens does not change the stored response."""
     sample = sample_of(TRAJECTORY)
     before = sample.response
-    sample.tokens[-1] = ord("!")
-    sample_of(played([("x", "y")]))  # removes the first response from the cache
-    sample_of(played([("x", "z")]))
+    sample.tokens = [*sample.tokens[:-1], ord("!")]
+    for _ in range(4):
+        sample_of(played([("x", "y")]))  # removes the first response from the cache
     assert sample.pack().response == before
 
 
 def test_changed_columns_are_checked() -> None:
     """Versions were checked against the former columns."""
     sample = sample_of(TRAJECTORY)
-    sample.loss_mask[0] = 1
+    sample.loss_mask = [1, *sample.loss_mask[1:]]
     with pytest.raises(ConfigError, match="versions"):
         sample.pack()
     sample = sample_of(TRAJECTORY)
-    sample.versions[0] = VersionSpan("v0", 0, 1)
+    sample.versions = [VersionSpan("v0", 0, 1), *sample.versions[1:]]
     with pytest.raises(ConfigError, match="versions"):
         sample.pack()
 

@@ -147,7 +147,7 @@ PLACES: dict[str, tuple[Callable[[Callable[..., Any]], dict[str, Any]], str]] = 
         (lambda sample: setattr(sample, "group_index", 1), "Sample.group_index: got 1; expected 0, unchanged"),
         (lambda sample: setattr(sample, "index", 9), "Sample.index: got 9; expected 0, unchanged"),
         (lambda sample: setattr(sample, "rollout_id", None), "Sample.rollout_id: got None; expected 0, unchanged"),
-        (lambda sample: sample.completions.clear(), "Sample.completions: got 0 that it changed"),
+        (lambda sample: setattr(sample, "completions", []), "Sample.completions: got 0 that it changed"),
     ],
     ids=["group_index", "index", "rollout_id", "completions"],
 )
@@ -168,7 +168,7 @@ async def test_hardening_07_no_column_of_the_replies_is_changed(place: str, colu
 
     def act(sample: Sample) -> None:
         before.append(list(getattr(sample, column)))
-        getattr(sample, column)[0] = value
+        setattr(sample, column, [value, *getattr(sample, column)[1:]])
 
     (bad,) = [group for group in await settled(**hostile(act)) if group.outcome == "failed"]
     assert bad.reason == f"{who}: Sample.{column}: got values that it changed; expected those of the replies"
@@ -182,7 +182,7 @@ async def test_hardening_07_a_prompt_without_a_reply_stays_masked() -> None:
         await anyio.lowlevel.checkpoint()
         return [some_sample(prompt, 0, turns=0) for prompt in prompts]
 
-    hostile = in_reward(lambda sample: sample.loss_mask.__setitem__(0, 1))
+    hostile = in_reward(lambda sample: setattr(sample, "loss_mask", [1] * len(sample)))
     assert "Sample.loss_mask: got values that it changed" in await failure_of(generate_fn=generate, **hostile)
 
 

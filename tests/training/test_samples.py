@@ -82,8 +82,8 @@ def test_samples_share_nothing_with_the_prompt_or_each_other() -> None:
     one, two = trajectory_to_samples([trajectory, trajectory], PROMPT, decode)
     one.metadata["new"] = 1
     one.metrics["turns"] = 9
-    one.loss_mask[0] = 1
-    one.messages.clear()
+    one.loss_mask = [1, *one.loss_mask[1:]]
+    one.messages = []
     assert "new" not in PROMPT.metadata
     assert "new" not in two.metadata
     assert two.metrics == trajectory.metrics == {"turns": 2}

@@ -1,12 +1,15 @@
-"""The sample: columns read as lists and are stored packed; checked at construction and when packed."""
+"""The sample: columns read as read-only lists once packed; checked at construction and when packed."""
 
 from __future__ import annotations
 
 import copy
 import json
+import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +55,7 @@ def full() -> Sample:
 # -- columns as lists ------------------------------------------------------------------------------------------------
 
 
-def test_columns_read_as_plain_lists() -> None:
+def test_columns_read_as_lists() -> None:
     """Truth, length, slices, iteration, equality, JSON: as filters and rewards written for slime use them."""
     sample = packed()
     for column, values in (
@@ -60,11 +63,13 @@ def test_columns_read_as_plain_lists() -> None:
         (sample.loss_mask, [0, 1, 0, 1]),
         (sample.rollout_log_probs, [0.0, -0.5, 0.0, -0.25]),
     ):
-        assert type(column) is list
+        assert isinstance(column, list)
         assert column == values
         assert values == column
         assert [*column] == values
         assert column[1:3] == values[1:3]
+        plain = [column[:], copy.deepcopy(column), pickle.loads(pickle.dumps(column))]
+        assert {type(copied) for copied in plain} == {list}
         assert column + column == values * 2
         assert json.loads(json.dumps(column)) == values
         assert {type(value) for value in column} <= {int, float}
@@ -75,17 +80,52 @@ def test_columns_read_as_plain_lists() -> None:
     assert len(sample) == 4
 
 
-def test_an_edit_in_place_survives_packing() -> None:
-    """The returned list is the column until it is packed again."""
+COLUMNS = ("tokens", "loss_mask", "rollout_log_probs")
+EDITS: dict[str, Callable[[Any], object]] = {
+    "item": lambda column: column.__setitem__(0, 1),
+    "del": lambda column: column.__delitem__(0),
+    "append": lambda column: column.append(1),
+    "+=": lambda column: column.__iadd__([1]),
+    "*=": lambda column: column.__imul__(2),
+    "sort": lambda column: column.sort(key=abs),
+    **{name: operator.methodcaller(name) for name in ("clear", "pop", "reverse")},
+    "extend": lambda column: column.extend([1]),
+    "insert": lambda column: column.insert(0, 1),
+    "remove": lambda column: column.remove(column[0]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_an_edit_in_place_of_a_packed_column_is_refused(name: str, edit: Callable[[Any], object]) -> None:
+    """It would be lost; the error names the field."""
+    sample = packed()
+    with pytest.raises(TypeError, match=f"Sample.{name}: got an edit in place"):
+        edit(getattr(sample, name))
+    assert sample == packed()
+
+
+@pytest.mark.parametrize("values", [[0, 0, 0, 1], (0.0, 0.0, False, np.int64(1)), np.array([0, 0, 0, 1])])
+def test_an_assigned_column_is_the_new_one(values: Any) -> None:
+    """Of lists, other sequences and arrays; an array is copied, so that a later edit of it changes no sample."""
     sample = packed(versions=[])
-    mask = sample.loss_mask
-    mask[1] = 0
-    sample.tokens[0] = 1
-    sample.rollout_log_probs[3] = -1.0
-    sample.pack()
-    assert (sample.loss_mask, sample.tokens[0], sample.rollout_log_probs[3]) == ([0, 0, 0, 1], 1, -1.0)
-    sample.loss_mask = (0.0, 1.0, True, np.int64(0))
-    assert sample.pack().loss_mask == [0, 1, 1, 0]
+    sample.loss_mask = values
+    if isinstance(values, np.ndarray):
+        values[:] = 1
+    assert sample.pack().loss_mask == [0, 0, 0, 1]
+
+
+def test_no_reader_changes_a_sample() -> None:
+    """Every field and property reads twice the same, and leaves the stored objects in place."""
+    sample = full()
+    slots = [field.name for field in attrs.fields(Sample)]
+    before = {name: getattr(sample, name) for name in slots}
+    for name in dir(sample):
+        if not name.startswith("_") and not callable(getattr(type(sample), name, None)):
+            first, second = getattr(sample, name), getattr(sample, name)
+            assert np.array_equal(first, second) if isinstance(first, np.ndarray) else repr(first) == repr(second)
+    sample.to_dict()
+    assert all(getattr(sample, name) is before[name] for name in slots)
 
 
 def test_packed_columns_are_small() -> None:
@@ -155,7 +195,7 @@ def test_a_column_spoiled_later_does_not_leave(name: str, value: Any) -> None:
 def test_a_mask_edited_after_versions_were_given_is_found() -> None:
     """Versions cover exactly what is trained, also after an edit."""
     sample = packed()
-    sample.loss_mask[0] = 1
+    sample.loss_mask = [1, *sample.loss_mask[1:]]
     with pytest.raises(ConfigError, match="cover exactly the mask"):
         sample.pack()
 

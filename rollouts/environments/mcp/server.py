@@ -13,13 +13,9 @@ import attrs
 from rollouts.dtypes import Tool
 from rollouts.environments.mcp.session import McpSession, SessionOver, ToolRefused, list_tools
 from rollouts.errors import ConfigError
+from rollouts.validators import seconds
 
 __all__ = ["McpServer"]
-
-
-def _seconds(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigError.of(f"McpServer.{field.name}", value, "a number of seconds > 0")
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -45,9 +41,9 @@ class McpServer:
     """Names of the tools to offer; all by default."""
     shared: bool = False
     """Concurrent episodes share one session instead of one each; for stateless servers."""
-    open_seconds: float = attrs.field(default=30.0, validator=_seconds)
+    open_seconds: float = attrs.field(default=30.0, validator=seconds(above=0))
     """Deadline for the start and the listing of tools."""
-    call_seconds: float = attrs.field(default=60.0, validator=_seconds)
+    call_seconds: float = attrs.field(default=60.0, validator=seconds(above=0))
     """Deadline of one call; the model sees a timeout as an error."""
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
     _tools: tuple[Tool, ...] | None = attrs.field(default=None, init=False, repr=False)

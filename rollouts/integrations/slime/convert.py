@@ -98,7 +98,7 @@ def to_slime(
         total_prompt_tokens=sum(call.start for call in sample.completions),
     )
     record.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
-    record.messages = sample.messages
+    record.messages = sample.read_record("messages")
     setattr(record, family().session, getattr(record, family().session) or session or None)
     add_extras(record, sample, replay, evaluation=evaluation)
     return record

@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
 from rollouts.extras import install_command
@@ -49,30 +50,22 @@ async def evaluate(
         raise ConfigError.of("args.eval_datasets", [], "at least one data set: --eval-prompt-data or --eval-config")
     data: dict[str, dict[str, Any]] = {entry.name: {} for entry in settings.eval_sets}
     metrics: dict[str, float] = {}
-    errors: list[Exception] = []
-    async with anyio.create_task_group() as sets:
 
-        async def play(entry: EvalSet) -> None:
-            played = pipeline.for_evaluation(entry, rollout_id)
-            try:
-                with at(f"evaluation {entry.name}"):
-                    prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
-                    samples, failed = await _play(entry, prompts, played)
-            except Exception as error:  # noqa: BLE001 - raised below, outside an exception group
-                errors.append(error)
-                sets.cancel_scope.cancel()
-                return
-            data[entry.name] = {
-                "rewards": [sample.reward for sample in samples],
-                "truncated": [sample.status is Status.TRUNCATED for sample in samples],
-                "samples": [played.finished(sample, data=entry) for sample in samples],
-            }
-            metrics[f"eval/{entry.name}/failed_samples"] = failed
+    async def play(entry: EvalSet) -> None:
+        played = pipeline.for_evaluation(entry, rollout_id)
+        with at(f"evaluation {entry.name}"):
+            prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
+            samples, failed = await _play(entry, prompts, played)
+        data[entry.name] = {
+            "rewards": [sample.reward for sample in samples],
+            "truncated": [sample.status is Status.TRUNCATED for sample in samples],
+            "samples": [played.finished(sample, data=entry) for sample in samples],
+        }
+        metrics[f"eval/{entry.name}/failed_samples"] = failed
 
+    async with first_error() as sets:
         for entry in settings.eval_sets:
             sets.start_soon(play, entry)
-    if errors:
-        raise errors[0]
     return data, metrics
 
 

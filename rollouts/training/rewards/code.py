@@ -13,11 +13,11 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-import anyio
 import attrs
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.environments.python_tool import REQUIRED, PythonLimits, SandboxError, run_connected, run_python
-from rollouts.errors import ConfigError, RewardFailure, shortened
+from rollouts.errors import RewardFailure, shortened
 from rollouts.training.rewards.answers import final_reply
 from rollouts.training.rewards.code_remote import text_of
 from rollouts.training.types import Sample
@@ -56,24 +56,18 @@ async def code_tests(
     if code is None:
         return 0.0
     passed: dict[int, bool] = {}
-    errors: list[SandboxError | ConfigError] = []
-    async with anyio.create_task_group() as tasks:
+    try:
+        async with first_error() as tasks:
 
-        async def run(number: int) -> None:
-            try:
+            async def run(number: int) -> None:
                 passed[number] = await _passes(code, wanted[number], limits, require)
-            except (SandboxError, ConfigError) as error:
-                errors.append(error)
-                tasks.cancel_scope.cancel()
-            if not share and not passed.get(number):
-                tasks.cancel_scope.cancel()
+                if not share and not passed[number]:
+                    tasks.cancel_scope.cancel()
 
-        for number in range(len(wanted)):
-            tasks.start_soon(run, number)
-    if errors and isinstance(errors[0], ConfigError):
-        raise errors[0]
-    if errors:
-        raise RewardFailure(f"code_tests: {errors[0]}") from errors[0]
+            for number in range(len(wanted)):
+                tasks.start_soon(run, number)
+    except SandboxError as error:
+        raise RewardFailure(f"code_tests: {error}") from error
     return sum(passed.values()) / len(wanted) if share else float(len(passed) == len(wanted) and all(passed.values()))
 
 

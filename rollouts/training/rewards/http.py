@@ -19,6 +19,7 @@ from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, RewardFailure
 from rollouts.http.client import HttpClient
 from rollouts.inference.wire_errors import RETRIED_STATUSES, UNREADABLE, message_of
+from rollouts.validators import is_int
 
 __all__ = ["Poster"]
 
@@ -50,9 +51,9 @@ class Poster:
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ConfigError.of("url", without_password(str(url)), "a URL that starts with http:// or https://")
-        for name, value, least in (("attempts", attempts, 1), ("at_once", at_once, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError.of(name, value, f"an integer >= {least}")
+        for name, value in (("attempts", attempts), ("at_once", at_once)):
+            if not is_int(value, 1):
+                raise ConfigError.of(name, value, "an integer >= 1")
         if not seconds > 0 or not backoff_seconds >= 0:
             raise ConfigError.of("seconds, backoff_seconds", (seconds, backoff_seconds), "numbers > 0 and >= 0")
         self.place = without_password(url)

@@ -10,21 +10,21 @@ JSON object of the response counts.
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import anyio
 import attrs
 import msgspec
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import as_messages
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.answers import final_reply
 from rollouts.training.rewards.http import Poster
 from rollouts.training.types import Sample
+from rollouts.validators import is_number
 
 __all__ = ["Judge", "LLMJudge", "Verdict"]
 
@@ -133,7 +133,7 @@ class LLMJudge:
         """
         messages = self.messages(sample)
         outcomes: dict[int, Verdict | RewardFailure] = {}
-        async with anyio.create_task_group() as tasks:
+        async with first_error() as tasks:
 
             async def run(number: int) -> None:
                 try:
@@ -191,7 +191,7 @@ class LLMJudge:
     def _parse(self, model: str, text: str) -> Verdict | None:
         parsed = _last_object(text)
         score = parsed.get("score") if parsed is not None else None
-        if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+        if not is_number(score):
             return None
         if not self.scale[0] <= score <= self.scale[1]:
             return None

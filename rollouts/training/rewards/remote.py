@@ -9,7 +9,6 @@ scoring does not affect the others of its batch: they are sent again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import msgspec
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training.rewards.http import Poster
 from rollouts.training.types import Sample
+from rollouts.validators import is_int, is_number
 
 __all__ = ["RemoteReward", "sample_for_wire"]
 
@@ -66,7 +66,7 @@ class RemoteReward:
         encode: Callable[[Sample], Mapping[str, Any]] = sample_for_wire,
         **options: Any,
     ) -> None:
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        if not is_int(batch_size, 1):
             raise ConfigError.of("RemoteReward.batch_size", batch_size, "an integer >= 1")
         if not linger_seconds >= 0:
             raise ConfigError.of("RemoteReward.linger_seconds", linger_seconds, "a number of seconds >= 0")
@@ -133,11 +133,7 @@ class RemoteReward:
     async def _rewards(self, bodies: Sequence[msgspec.Raw]) -> Sequence[float]:
         answer = await self._post({"samples": bodies}, "remote reward")
         rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
-        if not isinstance(rewards, list) or len(rewards) != len(bodies) or not all(map(_is_finite, rewards)):
+        if not isinstance(rewards, list) or len(rewards) != len(bodies) or not all(map(is_number, rewards)):
             expected = f'{{"rewards": [{len(bodies)} finite numbers]}}'
             raise RewardFailure(f"remote reward at {self._post.place}: got {shortened(answer)}; expected {expected}")
         return [float(reward) for reward in rewards]
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollouts.concurrency.boundary import call_foreign, function_name
-from rollouts.dtypes import finite
 from rollouts.errors import RewardFailure, shortened
 from rollouts.training.types import Sample
+from rollouts.validators import finite
 
 __all__ = ["reward_of", "rewards_of", "score", "score_group"]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import anyio
-
 from rollouts.concurrency.boundary import function_name
+from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training.rewards.scoring import reward_of, rewards_of
 from rollouts.training.types import RewardFn, Sample
@@ -72,20 +71,13 @@ def each(reward_fn: RewardFn) -> Callable[[Sequence[Sample]], Any]:
 
     async def group(samples: Sequence[Sample]) -> list[float]:
         values: dict[int, float] = {}
-        errors: list[Exception] = []
-        async with anyio.create_task_group() as tasks:
 
-            async def run(number: int) -> None:
-                try:
-                    values[number] = await reward_of(samples[number], reward_fn, seconds=_SECONDS)
-                except Exception as error:  # noqa: BLE001 - raised below, so that the task group does not wrap it
-                    errors.append(error)
-                    tasks.cancel_scope.cancel()
+        async def run(number: int) -> None:
+            values[number] = await reward_of(samples[number], reward_fn, seconds=_SECONDS)
 
+        async with first_error() as tasks:
             for number in range(len(samples)):
                 tasks.start_soon(run, number)
-        if errors:
-            raise errors[0]
         return [values[number] for number in range(len(samples))]
 
     group.__name__ = function_name(reward_fn)
@@ -110,26 +102,18 @@ Part = Callable[[Callable[..., Any]], Any]
 
 async def _all_parts(parts: Mapping[str, tuple[float, Callable[..., Any]]], run: Part) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
-    errors: list[Exception] = []
-    async with anyio.create_task_group() as tasks:
 
-        async def one(name: str, function: Callable[..., Any]) -> None:
-            try:
-                values[name] = await run(function)
-            except RewardFailure as error:
-                failure = RewardFailure(f"part {name}: {error}")
-                failure.__cause__ = error
-                failure.late = error.late
-                errors.append(failure)
-                tasks.cancel_scope.cancel()
-            except Exception as error:  # noqa: BLE001 - a broken law or a wrong config: raised below as it is
-                errors.insert(0, error)
-                tasks.cancel_scope.cancel()
+    async def one(name: str, function: Callable[..., Any]) -> None:
+        try:
+            values[name] = await run(function)
+        except RewardFailure as error:
+            failure = RewardFailure(f"part {name}: {error}")
+            failure.late = error.late
+            raise failure from error
 
+    async with first_error() as tasks:
         for name, (_, function) in parts.items():
             tasks.start_soon(one, name, function)
-    if errors:
-        raise errors[0]
     return values
 
 

@@ -20,6 +20,7 @@ from rollouts.recipes.environments.search_r1.retrieval import Retrieve
 from rollouts.training import Sample
 from rollouts.training.rewards import exact_match
 from rollouts.training.rewards.answers import final_reply
+from rollouts.validators import is_int
 
 __all__ = ["STOP", "SearchR1Environment", "instructed", "load_search_r1", "search_r1_reward"]
 
@@ -54,7 +55,7 @@ class SearchR1Environment(SingleTurnEnvironment):
 
     def __init__(self, retrieve: Retrieve, *, top: int = 3) -> None:
         super().__init__()
-        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        if not is_int(top, 1):
             raise ConfigError.of("SearchR1Environment.top", top, "an integer >= 1")
         self.retrieve = retrieve
         self.top = top

@@ -1,0 +1,76 @@
+"""What a packed sample returns: read-only lists and dicts, since an edit in place would be lost.
+
+Invariant: each compares and encodes as the plain list or dict of the same entries; slices, copies and pickles are
+plain. This module does not know samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+__all__ = ["ReadOnlyDict", "ReadOnlyList", "read_only", "recently"]
+
+Value = TypeVar("Value")
+
+
+def _refuse(self: ReadOnlyList | ReadOnlyDict, *_: Any, **__: Any) -> NoReturn:
+    raise TypeError(f"{self.name}: got an edit in place of packed values; expected an assignment of new ones")
+
+
+class ReadOnlyList(list[Any]):
+    """A list that cannot be changed; ``name`` is the field that errors report."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, values: Iterable[Any], name: str) -> None:
+        super().__init__(values)
+        self.name = name
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+class ReadOnlyDict(dict[Any, Any]):
+    """A dict that cannot be changed; ``name`` is the field that errors report."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, values: Iterable[tuple[Any, Any]], name: str) -> None:
+        super().__init__(values)
+        self.name = name
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = _refuse
+
+
+def read_only(value: Any, name: str) -> Any:
+    """Return lists and dicts, and those inside them, as read-only copies; other values as they are."""
+    if isinstance(value, list):
+        return ReadOnlyList([read_only(entry, name) for entry in value], name)
+    if isinstance(value, dict):
+        return ReadOnlyDict([(key, read_only(entry, name)) for key, entry in value.items()], name)
+    return value
+
+
+_recent: tuple[tuple[Any, str, Any], ...] = ()
+
+
+def recently(key: tuple[Any, str], unpack: Callable[[], Value]) -> Value:
+    """Return the value of ``unpack``, or of one of the last few calls if it had the same immutable object and name.
+
+    So a loop over ``sample.tokens[i]`` unpacks the column once, and the response and the messages decode the ids once.
+    """
+    global _recent  # replaced as a whole: threads see the old or the new tuple
+    for owner, name, value in _recent:
+        if owner is key[0] and name == key[1]:
+            return value  # type: ignore[no-any-return]
+    value = unpack()
+    _recent = (*_recent[-3:], (*key, value))
+    return value
