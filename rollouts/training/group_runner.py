@@ -211,8 +211,9 @@ class GroupRunner:
 
     async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
         for number in itertools.count(self._attempts.get(index, 0) + 1):
-            log = self._rollout_log.turn_log(index) if self._rollout_log is not None else None
-            samples = await attempt(self.config, request, log)
+            if self._rollout_log is not None:
+                request = attrs.evolve(request, turn_log=self._rollout_log.turn_log(index))
+            samples = await attempt(self.config, request)
             sound = not is_lost(samples)
             self.failures.add(samples, sound=sound)
             for sample in samples:
