@@ -162,6 +162,7 @@ async def _close(environment: Environment, name: str, trajectory: Trajectory, li
     """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
     with anyio.CancelScope(shield=True):
         try:
-            await call_foreign(EnvironmentFailure, f"{name}.close", environment.close, seconds=limits.close_seconds)
+            what, seconds = f"{name}.close", limits.close_seconds
+            await call_foreign(EnvironmentFailure, what, environment.close, seconds=seconds, kind="environment_step")
         except EnvironmentFailure:
             trajectory.count("close_failures")

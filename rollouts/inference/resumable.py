@@ -205,7 +205,7 @@ class ResumablePolicy:
     async def wait_until_open(self) -> None:
         """Return when the policy is not paused; deadlines are paused meanwhile."""
         if self.paused:
-            with boundary(EndpointUnavailable, "paused between batches"), paused_deadlines():
+            with boundary(EndpointUnavailable, "paused between batches", kind="a_pause"), paused_deadlines():
                 while self.paused:
                     await self._open.wait()
 

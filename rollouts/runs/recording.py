@@ -39,6 +39,7 @@ from rollouts.errors import (
     EndpointRefused,
     EndpointUnavailable,
     EnvironmentFailure,
+    Kind,
     ReplayDiverged,
 )
 from rollouts.inference.base import Policy, ServerInfo, describe_once
@@ -167,9 +168,9 @@ class _RecordingEnvironment:
             raise
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        return await call_foreign(
-            EnvironmentFailure, f"{self._name}.{method}", getattr(self._inner, method), *arguments
-        )
+        function = getattr(self._inner, method)
+        kind: Kind = "environment_start" if method in ("start", "restore") else "environment_step"
+        return await call_foreign(EnvironmentFailure, f"{self._name}.{method}", function, *arguments, kind=kind)
 
     def _record(self, what: str, **fields: Any) -> None:
         self._recorder.record(what, tools=[attrs.asdict(tool) for tool in self.tools], **fields)
@@ -188,8 +189,8 @@ class _RecordingResumable(_RecordingEnvironment):
 class _RecordingPolicy:
     def __init__(self, inner: Policy, recorder: _AttemptRecorder) -> None:
         self.inner = inner
-
         self._recorder = recorder
+
     def __repr__(self) -> str:
         return f"<recorded {self.inner!r}>"
 
@@ -398,8 +399,8 @@ class _ReplayedEnvironment:
 class _ReplayedPolicy:
     def __init__(self, info: ServerInfo, tape: Tape) -> None:
         self._info = info
-
         self._tape = tape
+
     async def complete(
         self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:

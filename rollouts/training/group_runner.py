@@ -106,7 +106,7 @@ class GroupRunner:
         for number in range(self.config.n_samples_per_prompt):
             if number not in finished:
                 error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
-                error.what, error.late = "the group", True
+                error.late = True
                 request = self._request(prompt, number)
                 sample = number_sample(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
                 sample.failure = Failure.of(error)
@@ -227,7 +227,7 @@ class GroupRunner:
             if number >= (policy.attempts or 1):
                 break
             if policy.backoff_seconds:
-                with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
+                with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):
                     await anyio.sleep(policy.pause(number, self._rng))
         return samples, sound
 
