@@ -347,6 +347,9 @@ class Prompt:
     index: int | None = None
     replacement: int = 0
     """How many rollouts of this index were lost before; part of the seed, so that each retry samples other tokens."""
+    turn_log: Any = attrs.field(default=None, eq=False, repr=False)
+    """Where the episode of this rollout logs its turns, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
+    for each attempt. The environment does not receive it, and a pickled or deep-copied prompt has none."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
@@ -28,6 +28,7 @@ __all__ = [
     "GenerateFailure",
     "HistoryRewritten",
     "JournalError",
+    "Kind",
     "ReplayDiverged",
     "RewardFailure",
     "RolloutsError",
@@ -46,13 +47,31 @@ CAUSES = ("endpoint", "environment_start", "environment_step", "reward", "filter
 is answered with an error message, and a limit is a stop reason."""
 
 
+Kind: TypeAlias = Literal[
+    "environment_start",
+    "environment_step",
+    "reward",
+    "filter",
+    "rollout",
+    "generation",
+    "server",
+    "recording",
+    "a_free_thread",
+    "a_pause",
+    "other",
+]
+"""What a wait or a failure is about: a call of user code (``environment_start`` includes creation and tools,
+``environment_step`` snapshots and close), a whole ``rollout``, a ``generation`` request or another request to a
+``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
+
+
 class RolloutsError(Exception):
     """Root of all errors that this package raises on purpose."""
 
-    what = ""
-    """Name of the code that ran, if the error was raised by a :func:`boundary`."""
     late = False
-    """Whether that code overran its deadline."""
+    """Whether the code of a :func:`boundary` overran its deadline."""
+    kind: Kind = "other"
+    """The kind of that code, by default that of the class."""
 
 
 class ConfigError(RolloutsError, ValueError):
@@ -66,6 +85,8 @@ class ConfigError(RolloutsError, ValueError):
 
 class EndpointError(RolloutsError):
     """The inference endpoint did not return a completion."""
+
+    kind: Kind = "server"
 
 
 class EndpointUnavailable(EndpointError):
@@ -91,17 +112,25 @@ class ForeignFailure(RolloutsError):
 class EnvironmentFailure(ForeignFailure):
     """An environment failed to start, step or close."""
 
+    kind: Kind = "environment_start"
+
 
 class GenerateFailure(ForeignFailure):
     """A generate function raised, or returned something that is not a rollout."""
+
+    kind: Kind = "rollout"
 
 
 class RewardFailure(ForeignFailure):
     """A reward function raised, overran its deadline, or returned no finite number."""
 
+    kind: Kind = "reward"
+
 
 class FilterFailure(ForeignFailure):
     """A filter raised, did not return a bool, or accepts no group."""
+
+    kind: Kind = "filter"
 
 
 class HistoryRewritten(RolloutsError):
@@ -148,7 +177,7 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, RolloutsError) and error.late:
         return "deadline"
     if isinstance(error, EnvironmentFailure):
-        return "environment_step" if error.what.endswith((".step", ".snapshot", ".close")) else "environment_start"
+        return "environment_step" if error.kind == "environment_step" else "environment_start"
     kinds = ((EndpointError, "endpoint"), (RewardFailure, "reward"), (FilterFailure, "filter"))
     return next((cause for kind, cause in kinds if isinstance(error, kind)), "generate")
 

@@ -87,6 +87,12 @@ PRINTING = (
 GUESTS = ("rollouts.recipes", "tests", "scripts", "training")
 """Code written with the package as its users write it; the built-in recipes are in the wheel, found by name."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
+CONTEXT_VARIABLES = {
+    "rollouts.errors": "labels waits and failures",
+    "rollouts.concurrency.deadlines": "nests as cancel scopes do, also through user code",
+}
+"""The modules that may have a context variable, and what it is for. An argument is passed as an argument."""
+
 LOOSE_ASYNCIO = {"gather", "create_task", "wait", "wait_for", "sleep", "ensure_future"}
 
 LAW_BOOKS = {
@@ -304,6 +310,15 @@ def loose_tasks(root: Path) -> list[str]:
     return found
 
 
+def context_variables(root: Path) -> list[str]:
+    """Uses of ``contextvars`` outside of the modules that may have one."""
+    return [
+        f"{entry}: expected an argument"
+        for entry in imports_of(root)
+        if within(entry.target, "contextvars") and entry.module not in CONTEXT_VARIABLES
+    ]
+
+
 def raw_prints(root: Path) -> list[str]:
     """Prints and consoles that control characters pass: only two modules print, all others use them."""
     found = []
@@ -365,6 +380,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     homeless_modules,
     circles,
     loose_tasks,
+    context_variables,
     raw_prints,
     stray_tests,
     old_words,
@@ -429,6 +445,7 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     ),
     (loose_tasks, {"rollouts/agent/loop.py": "import asyncio\nasyncio.gather()"}, "line 2: asyncio.gather"),
     (loose_tasks, {"rollouts/agent/loop.py": "from asyncio import create_task"}, "asyncio.create_task"),
+    (context_variables, {"rollouts/agent/loop.py": "import contextvars"}, "contextvars: expected an argument"),
     (raw_prints, {"rollouts/runs/a.py": "x = 1\nprint(x)"}, "rollouts.runs.a, line 2: print; expected say"),
     (raw_prints, {"rollouts/runs/a.py": "from rich.console import Console\nConsole()"}, "line 2: Console"),
     (raw_prints, {"rollouts/runs/a.py": "import sys\nsys.stdout.write('x')"}, "line 2: sys.stdout.write"),

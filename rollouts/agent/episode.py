@@ -51,6 +51,7 @@ from rollouts.errors import (
     EnvironmentFailure,
     GenerateFailure,
     HistoryRewritten,
+    Kind,
     TokenMismatchError,
     shortened,
 )
@@ -472,7 +473,7 @@ class Episode:
             request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
             names = ", ".join(dict.fromkeys(call.name for call in valid))
             shown = f"tool {names}" if has_tools and valid else ""
-            answer = await self._call_environment(what, environment.step, request, shown=shown)
+            answer = await self._call_environment(what, environment.step, request, shown=shown, kind="environment_step")
             step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
             if not step.done and not step.messages and not step.continuation:
                 raise bad_step(what, "no messages and not done; expected one or the other")
@@ -487,13 +488,20 @@ class Episode:
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=has_tools))
 
     async def _call_environment(
-        self, what: str, function: Callable[..., Any], *arguments: object, shown: str = ""
+        self,
+        what: str,
+        function: Callable[..., Any],
+        *arguments: object,
+        shown: str = "",
+        kind: Kind = "environment_start",
     ) -> Any:
         """Call a method of the environment inside a boundary, and add up its wall time."""
         began = time.monotonic()
         try:
             seconds = self.limits.step_seconds
-            return await call_foreign(EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown)
+            return await call_foreign(
+                EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown, kind=kind
+            )
         finally:
             self.trajectory.count("environment_seconds", time.monotonic() - began)
 
@@ -603,7 +611,8 @@ class Episode:
         fields: dict[str, Any] = {}
         try:
             if environment is not None:
-                fields["snapshot"] = await self._call_environment(f"{name}.snapshot", environment.snapshot)
+                what, snapshot = f"{name}.snapshot", environment.snapshot
+                fields["snapshot"] = await self._call_environment(what, snapshot, kind="environment_step")
         except EnvironmentFailure:
             self.trajectory.count("snapshot_failures")
         turn = Turn.since(

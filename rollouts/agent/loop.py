@@ -13,9 +13,10 @@ This module knows no sample, no reward and no group. The turns themselves are :m
 from __future__ import annotations
 
 import anyio
+import attrs
 
 from rollouts.agent.episode import Episode, OnStep, Past
-from rollouts.agent.turn_log import claim_turn_log
+from rollouts.agent.turn_log import TurnLog
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Limits, OnRewrite, Prompt, SamplingParams, StopReason
@@ -53,7 +54,7 @@ async def run_agent(
     """Play one episode as one token sequence.
 
     Args:
-        prompt: the task that the environment starts with.
+        prompt: the task that the environment starts with, and the log of its turns.
         environment_cls: creates the environment of this episode.
         policy: samples the replies.
         renderer: converts messages to tokens and back.
@@ -114,7 +115,10 @@ async def run_branches(
         TokenMismatchError: a law was broken.
     """
     limits = limits or Limits()
-    log = await claim_turn_log()
+    log: TurnLog | None = prompt.turn_log
+    if log is not None:
+        prompt = attrs.evolve(prompt, turn_log=None)
+        log = await log.claim()
     if history != "append" or past is not None:
         log = None
     episode = Episode(prompt, policy, renderer, sampling, limits, max_context, on_step, history, log)
@@ -158,6 +162,7 @@ async def _close(environment: Environment, name: str, trajectory: Trajectory, li
     """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
     with anyio.CancelScope(shield=True):
         try:
-            await call_foreign(EnvironmentFailure, f"{name}.close", environment.close, seconds=limits.close_seconds)
+            what, seconds = f"{name}.close", limits.close_seconds
+            await call_foreign(EnvironmentFailure, what, environment.close, seconds=seconds, kind="environment_step")
         except EnvironmentFailure:
             trajectory.count("close_failures")

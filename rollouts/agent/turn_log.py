@@ -9,11 +9,9 @@ This module knows no file, no environment and no group.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import operator
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -36,8 +34,6 @@ from rollouts.validators import finite
 __all__ = [
     "Turn",
     "TurnLog",
-    "claim_turn_log",
-    "keeping_turns",
     "message_from_dict",
     "message_to_dict",
     "prompt_digest",
@@ -168,11 +164,11 @@ def message_from_dict(fields: ChatDict) -> Message:
     return Message(**{**fields, "tool_calls": calls})
 
 
-# -- passing a log to the episode -------------------------------------------------------------------------------------
+# -- the log of one rollout --------------------------------------------------------------------------------------------
 
 
 class TurnLog:
-    """The log of the turns of one rollout.
+    """The log of the turns of one rollout; :attr:`rollouts.dtypes.Prompt.turn_log` passes it to the episode.
 
     Args:
         save: stores a turn; ``None`` voids the turns stored so far.
@@ -184,6 +180,10 @@ class TurnLog:
         self._claims = 0
         self.turns = tuple(turns)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy or pickle of a log is ``None``: only the process that created the log can store turns in it."""
+        return type(None), ()
+
     async def claim(self) -> TurnLog | None:
         """Reserve the log for one episode. A second claim voids the log and returns ``None``."""
         self._claims += 1
@@ -194,22 +194,3 @@ class TurnLog:
     async def save(self, turn: Turn) -> None:
         if self._claims == 1:
             await self._save(turn)
-
-
-_LOG: contextvars.ContextVar[TurnLog | None] = contextvars.ContextVar("rollouts_turn_log", default=None)
-
-
-@contextlib.contextmanager
-def keeping_turns(log: TurnLog | None) -> Iterator[None]:
-    """Let the episode that runs inside store its turns in ``log``."""
-    token = _LOG.set(log)
-    try:
-        yield
-    finally:
-        _LOG.reset(token)
-
-
-async def claim_turn_log() -> TurnLog | None:
-    """Claim the log of the enclosing :func:`keeping_turns`, if there is one."""
-    log = _LOG.get()
-    return None if log is None else await log.claim()

@@ -96,7 +96,7 @@ async def _check_labels(recipe: Recipe, samples: Sequence[Sample]) -> None:
 
 async def _played(config: RolloutConfig, request: Prompt) -> tuple[Failure | None, list[Sample]]:
     """Play, score and filter one rollout, as a group of copies; return why that failed, and the samples."""
-    samples = await attempt(config, request, None)
+    samples = await attempt(config, request)
     if not is_lost(samples):
         group = tuple(_copies(samples, config.n_samples_per_prompt))
         runner = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)

@@ -30,6 +30,7 @@ from rollouts.errors import (
     ConfigError,
     EnvironmentFailure,
     FilterFailure,
+    Kind,
     RewardFailure,
     RolloutsError,
     TokenMismatchError,
@@ -73,6 +74,7 @@ class Wait:
     """The thread that runs the code, if any."""
     shown: str = ""
     """What a display says that the rollout waits for, e.g. ``"the model"``; by default ``what``."""
+    kind: Kind = "other"
 
     def __str__(self) -> str:
         now = time.monotonic()
@@ -113,6 +115,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         armed: whether the timer starts at once; else it starts at the first wait of a :meth:`guarded` awaitable.
         before_work: whether no rollout has begun, so that a :class:`ConfigError` passes whichever ``failure`` is.
         shown: what a display says that the rollout waits for; ``what`` by default.
+        kind: the kind of the wait and of the failure; that of the class ``failure`` by default.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the code itself, unchanged.
@@ -122,6 +125,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         "_before",
         "_before_work",
         "_failure",
+        "_kind",
         "_place",
         "_seconds",
         "_shown",
@@ -141,6 +145,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         armed: bool = True,
         before_work: bool = False,
         shown: str = "",
+        kind: Kind | None = None,
     ) -> None:
         super().__init__(seconds, armed=armed)
         self._before_work = before_work
@@ -148,12 +153,15 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         self._what = what
         self._seconds = seconds
         self._shown = shown
+        self._kind: Kind = kind or failure.kind
         self.thread = thread
 
     def wait(self) -> Wait:
         """The wait of this boundary, for reports."""
         until = None if self._seconds is None else self._since + self._seconds
-        return Wait(self._place, self._what, self._since, until, self._task, self.thread, self._shown or self._what)
+        return Wait(
+            self._place, self._what, self._since, until, self._task, self.thread, self._shown or self._what, self._kind
+        )
 
     def guarded(self, awaitable: Awaitable[Any], *, grace: float = 10.0) -> CancellationGuard:
         """The guard to await in place of user code's awaitable. Requires ``seconds``, or ``armed=False``."""
@@ -193,7 +201,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
             if error is not None or self.expired:
                 self._raise_if_foreign(error)
             elif left_open:
-                raise _failure(self._failure, self._what, f"{self._what} {_LEFT_OPEN}")
+                raise self._failed(f"{self._what} {_LEFT_OPEN}")
             if raised is not None:
                 raise raised
         finally:
@@ -210,9 +218,9 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
 
     def _raise_if_foreign(self, error: BaseException | None) -> None:
         """Raise the failure for an error of user code or a missed deadline; return for other errors."""
-        failure, what = self._failure, self._what
+        what = self._what
         if error is None:
-            raise _failure(failure, what, f"{what} did not answer within {self._seconds:g} s", late=True)
+            raise self._failed(f"{what} did not answer within {self._seconds:g} s", late=True)
         if isinstance(error, asyncio.CancelledError):
             if self._was_cancelled_inside() or is_cancelled():
                 return
@@ -221,11 +229,18 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
             _raise_if_not_foreign(error)
             text = f"{type(error).__name__}: {text_of(error)}"
         elif self._passes(error):
+            if isinstance(error, self._failure) and "kind" not in vars(error):
+                error.kind = self._kind  # the code inside raised it itself
             return
         else:
             text = f"{type(error).__name__}: {text_of(error)}"
         line = source_line(error)
-        raise _failure(failure, what, f"{what} raised {text}" + (f" ({line})" if line else "")) from error
+        raise self._failed(f"{what} raised {text}" + (f" ({line})" if line else "")) from error
+
+    def _failed(self, text: str, *, late: bool = False) -> RolloutsError:
+        error = self._failure(text)
+        error.late, error.kind = late, self._kind
+        return error
 
     def _passes(self, error: BaseException) -> bool:
         """Whether an error leaves unchanged."""
@@ -238,12 +253,6 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
     def _was_cancelled_inside(self) -> bool:
         """Whether the task was cancelled since the boundary was entered."""
         return self._task is not None and self._task.cancelling() > self._before
-
-
-def _failure(kind: type[RolloutsError], what: str, text: str, *, late: bool = False) -> RolloutsError:
-    error = kind(text)
-    error.what, error.late = what, late
-    return error
 
 
 def is_cancelled() -> bool:
@@ -275,6 +284,7 @@ async def call_foreign(
     *arguments: Any,
     seconds: float | None = None,
     shown: str = "",
+    kind: Kind | None = None,
 ) -> Any:
     """Call a user's function inside a :func:`boundary`, sync or async.
 
@@ -288,15 +298,16 @@ async def call_foreign(
         arguments: its arguments.
         seconds: deadline; ``None``: none.
         shown: what a display says that the rollout waits for; ``what`` by default.
+        kind: the kind of the wait and of the failure; that of the class ``failure`` by default.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the function, unchanged.
     """
     if _is_async(function):
-        with boundary(failure, what, seconds=seconds, armed=False, shown=shown) as entered:
+        with boundary(failure, what, seconds=seconds, armed=False, shown=shown, kind=kind) as entered:
             return await entered.guarded(function(*arguments))
     threads = anyio.to_thread.current_default_thread_limiter()
-    with boundary(failure, f"a free thread for {what}"):
+    with boundary(failure, f"a free thread for {what}", kind="a_free_thread"):
         await threads.acquire()
     thread = WorkerThread()
 
@@ -311,7 +322,7 @@ async def call_foreign(
 
     finished = False
     try:
-        with boundary(failure, what, seconds=seconds, thread=thread, shown=shown):
+        with boundary(failure, what, seconds=seconds, thread=thread, shown=shown, kind=kind):
             value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         finished = True
     finally:
@@ -319,7 +330,7 @@ async def call_foreign(
         thread.abandoned = not finished
         thread.close_unused()
     if inspect.isawaitable(value):
-        with boundary(failure, what, seconds=seconds, armed=False, shown=shown) as entered:
+        with boundary(failure, what, seconds=seconds, armed=False, shown=shown, kind=kind) as entered:
             return await entered.guarded(value)
     return value
 

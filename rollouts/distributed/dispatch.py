@@ -25,7 +25,7 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.agent.turn_log import TurnLog, claim_turn_log
+from rollouts.agent.turn_log import TurnLog
 from rollouts.distributed.messages import Request, order, read_records, received_sample
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMismatchError
@@ -247,10 +247,12 @@ class Dispatcher:
             ConfigError: a worker reported a config error, or workers cannot start.
             TokenMismatchError: a law was broken in a worker.
         """
-        log = await claim_turn_log()
-        return [sample for prompt in prompts for sample in await self._play(prompt, log)]
+        return [sample for prompt in prompts for sample in await self._play(prompt)]
 
-    async def _play(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
+    async def _play(self, prompt: Prompt) -> list[Sample]:
+        log: TurnLog | None = prompt.turn_log
+        if log is not None:
+            log = await log.claim()
         if self._tasks is None:
             raise RuntimeError("Dispatcher.generate: workers play only while the context is open")
         if self._broken is not None:

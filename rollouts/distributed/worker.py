@@ -124,7 +124,7 @@ class Player:
             try:
                 log = TurnLog(functools.partial(self._log_turn, number), request.turns) if request.logs_turns else None
                 with at(f"group {prompt.group_index} · rollout {prompt.index}"):
-                    samples = await attempt(self.config, prompt, log)
+                    samples = await attempt(self.config, attrs.evolve(prompt, turn_log=log))
                 record = sample_records(number, prompt, samples)
             except Exception as error:  # noqa: BLE001 - a broken law; raised in the manager's process
                 record = broken_record(number, error)

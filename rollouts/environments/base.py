@@ -162,7 +162,7 @@ def _continuation_of(step: StepResult, messages: Sequence[Message]) -> str:
 def bad_step(what: str, text: str) -> EnvironmentFailure:
     """The failure for a step that returned an invalid value."""
     error = EnvironmentFailure(f"{what}: {text}")
-    error.what = what
+    error.kind = "environment_step"
     return error
 
 

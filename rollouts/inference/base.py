@@ -5,13 +5,15 @@ A policy does not know messages, environments or samples. It raises an ``Endpoin
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
+import anyio
 import attrs
 
 from rollouts.dtypes import Completion, SamplingParams, TokenColumn
 
-__all__ = ["ExtrasRequest", "Policy", "ServerInfo"]
+__all__ = ["ExtrasRequest", "Policy", "ServerInfo", "describe_once"]
 
 
 @attrs.frozen
@@ -70,3 +72,25 @@ class Policy(Protocol):
     async def aclose(self) -> None:
         """Close connections; no completion may be in flight."""
         ...
+
+
+@attrs.define(eq=False)
+class _Described:
+    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
+    info: ServerInfo | None = None
+
+
+_DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDictionary()
+
+
+async def describe_once(policy: Policy) -> ServerInfo:
+    """Request the description of a policy's server once, also when many rollouts start at the same time."""
+    described = _DESCRIBED.get(policy)
+    if described is None:
+        described = _DESCRIBED[policy] = _Described()
+    elif described.info is not None:
+        return described.info
+    async with described.lock:
+        if described.info is None:
+            described.info = await policy.describe()
+    return described.info

@@ -9,10 +9,9 @@ It does not know trainers, messages or samples.
 
 from __future__ import annotations
 
-import contextvars
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import anyio
@@ -23,17 +22,15 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import Completion, Extras, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import EndpointUnavailable
-from rollouts.inference.base import ExtrasRequest, Policy, ServerInfo
+from rollouts.inference.base import ExtrasRequest, Policy, ServerInfo, describe_once
 
-__all__ = ["InterruptiblePolicy", "ResumablePolicy", "recorded_sessions"]
+__all__ = ["InterruptiblePolicy", "ResumablePolicy", "SessionRecorder"]
 
 _EMPTY_ABORTS = 30
 """Consecutive aborts without a token after which a server counts as broken."""
 _MOST_SESSIONS = 1 << 16
 _INTERRUPT_SECONDS = 0.5
 """Delay before the next interrupt: the server does not know a request that had not arrived at the last one."""
-
-_SESSIONS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("rollouts_sessions", default=None)
 
 
 class InterruptiblePolicy(Policy, Protocol):
@@ -42,15 +39,26 @@ class InterruptiblePolicy(Policy, Protocol):
     async def interrupt(self) -> None: ...
 
 
-@contextmanager
-def recorded_sessions() -> Iterator[list[str]]:
-    """Collect the session names (routing keys) of the calls inside, in order of first use."""
-    sessions: list[str] = []
-    token = _SESSIONS.set(sessions)
-    try:
-        yield sessions
-    finally:
-        _SESSIONS.reset(token)
+class SessionRecorder:
+    """A policy that also lists the session names (routing keys) of its calls, in order of first use."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
+        self.sessions: list[str] = []
+
+    async def complete(
+        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
+    ) -> Completion:
+        """See :class:`rollouts.inference.base.Policy`."""
+        if session not in self.sessions:
+            self.sessions.append(session)
+        return await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session)
+
+    async def describe(self) -> ServerInfo:
+        return await describe_once(self.inner)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
 
 
 class ResumablePolicy:
@@ -120,9 +128,6 @@ class ResumablePolicy:
         self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
         """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``."""
-        sessions = _SESSIONS.get()
-        if sessions is not None and session not in sessions:
-            sessions.append(session)
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
         parts: list[Completion] = []
         sampled, empty = 0, 0
@@ -200,7 +205,7 @@ class ResumablePolicy:
     async def wait_until_open(self) -> None:
         """Return when the policy is not paused; deadlines are paused meanwhile."""
         if self.paused:
-            with boundary(EndpointUnavailable, "paused between batches"), paused_deadlines():
+            with boundary(EndpointUnavailable, "paused between batches", kind="a_pause"), paused_deadlines():
                 while self.paused:
                     await self._open.wait()
 

@@ -239,7 +239,7 @@ class SGLangPolicy:
         worker = self._workers.worker_for(session)
         try:
             what, seconds = f"POST {worker.name}/generate", self.endpoint.request_seconds
-            with boundary(EndpointUnavailable, what, seconds=seconds, shown="the model"):
+            with boundary(EndpointUnavailable, what, seconds=seconds, shown="the model", kind="generation"):
                 return await self._attempts(call, worker)
         except EndpointUnavailable as error:
             if error.__cause__ is None and call.last_error not in (None, error):
@@ -569,7 +569,8 @@ class SGLangPolicy:
         return completion
 
     async def _back_off(self, failures: int, worker: Worker) -> None:
-        with boundary(EndpointUnavailable, f"pause after {failures} failed attempts at {worker.name}"):
+        what = f"pause after {failures} failed attempts at {worker.name}"
+        with boundary(EndpointUnavailable, what, kind="a_pause"):
             await anyio.sleep(self._backoff(failures))
 
     async def _abort_running(self, call: _Call, running: tuple[Worker, str]) -> None:

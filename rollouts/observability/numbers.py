@@ -7,11 +7,12 @@ export format.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import attrs
 
 from rollouts.concurrency.boundary import abandoned, waits
+from rollouts.errors import Kind
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.observability.lag import LoopLag
 from rollouts.renderer import Renderer
@@ -73,16 +74,8 @@ def _of_policies(policies: list[SGLangPolicy]) -> dict[str, float]:
     }
 
 
-_KINDS = (
-    ("POST ", "generation"),
-    ("reward ", "reward"),
-    ("group reward ", "reward"),
-    ("filter ", "filter"),
-    ("a free thread", "a_free_thread"),
-    ("pause after", "a_pause"),
-    ("the pause after", "a_pause"),
-    ("recording ", "recording"),
-)
+_COUNTED: Mapping[Kind, str] = {"environment_start": "environment", "environment_step": "environment"}
+"""Names of kinds of waits in metrics, where they differ."""
 
 
 def _of_waits() -> dict[str, float]:
@@ -90,11 +83,9 @@ def _of_waits() -> dict[str, float]:
     numbers: dict[str, float] = {}
     now = time.monotonic()
     for wait in waits():  # oldest first
-        kind = next((kind for start, kind in _KINDS if wait.what.startswith(start)), None)
-        if kind is None:
-            kind = "environment" if "." in wait.what else "other"
-        if wait.what.startswith("generate_fn "):
-            continue  # it lasts as long as its rollout, whose own waits are listed
+        if wait.kind == "rollout":
+            continue  # it contains waits of its own, which are listed
+        kind = _COUNTED.get(wait.kind, wait.kind)
         numbers[f"waits/{kind}"] = numbers.get(f"waits/{kind}", 0) + 1
         numbers.setdefault(f"waits/{kind}_seconds", now - wait.since)
     return numbers

@@ -112,15 +112,18 @@ class HostedEpisode:
         environment, self._environment = self._environment, None
         if environment is not None:
             await call_foreign(
-                EnvironmentFailure, f"{self.name}.close", environment.close, seconds=self.limits.close_seconds
+                EnvironmentFailure,
+                f"{self.name}.close",
+                environment.close,
+                seconds=self.limits.close_seconds,
+                kind="environment_step",
             )
 
     async def _step(self, reply: Message) -> HostedStep:
         assert self._environment is not None, "call before start"
         what = f"{self.name}.step"
-        answer = await call_foreign(
-            EnvironmentFailure, what, self._environment.step, reply, seconds=self.limits.step_seconds
-        )
+        step_fn, seconds = self._environment.step, self.limits.step_seconds
+        answer = await call_foreign(EnvironmentFailure, what, step_fn, reply, seconds=seconds, kind="environment_step")
         step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
         if step.continuation:
             expected = "messages: ORS has no text that goes on in an assistant turn"

@@ -9,11 +9,11 @@ both processes. Episodes that one rollout plays concurrently cannot be separated
 
 from __future__ import annotations
 
-import contextvars
+import functools
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,10 @@ from rollouts.errors import (
     EndpointRefused,
     EndpointUnavailable,
     EnvironmentFailure,
+    Kind,
     ReplayDiverged,
 )
-from rollouts.inference.base import Policy, ServerInfo
+from rollouts.inference.base import Policy, ServerInfo, describe_once
 from rollouts.runs.folder import RECORDING
 from rollouts.runs.journal import Columns, Entry, Journal, Offset, read_entry, read_journal
 from rollouts.runs.plain_data import to_msgpack
@@ -67,9 +68,6 @@ class _AttemptRecorder:
         self.journal.append("event", {"index": self.index, "what": what, **fields}, columns)
 
 
-_RECORDER: contextvars.ContextVar[_AttemptRecorder | None] = contextvars.ContextVar("rollouts_recorder", default=None)
-
-
 def recorded(
     generate_fn: GenerateFn, journal: Journal, environment_cls: EnvironmentFactory, policy: Policy
 ) -> GenerateFn:
@@ -84,17 +82,14 @@ def recorded(
     Raises:
         ConfigError: as :func:`check_recordable`.
     """
-    inner = _with_both(generate_fn, _Named(environment_cls, _recording_environment), _RecordingPolicy(policy))
+    inner = _accepting_both(generate_fn)
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
         recorder = _AttemptRecorder(journal, prompt.index)
         recorder.record("begin")
-        token = _RECORDER.set(recorder)
-        try:
-            samples = await inner(prompts)
-        finally:
-            _RECORDER.reset(token)
+        environments = _Named(environment_cls, functools.partial(_recording_environment, recorder))
+        samples = await inner(prompts, environment_cls=environments, policy=_RecordingPolicy(policy, recorder))
         await journal.commit()
         return samples
 
@@ -115,14 +110,11 @@ def check_recordable(generate_fn: Any) -> None:
         raise ConfigError.of("RolloutConfig.generate_fn", function_name(generate_fn), expected)
 
 
-def _with_both(generate_fn: Any, environment_cls: Any, policy: Policy) -> GenerateFn:
+def _accepting_both(generate_fn: Any) -> Callable[..., Awaitable[Sequence[Sample]]]:
+    """The generate function, as one that takes ``environment_cls`` and ``policy``."""
     check_recordable(generate_fn)
-
-    async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
-        samples: Sequence[Sample] = await generate_fn(prompts, environment_cls=environment_cls, policy=policy)
-        return samples
-
-    return generate
+    accepting: Callable[..., Awaitable[Sequence[Sample]]] = generate_fn
+    return accepting
 
 
 class _Named:
@@ -137,11 +129,8 @@ class _Named:
         return self._make(self._environment_cls)
 
 
-def _recording_environment(environment_cls: EnvironmentFactory) -> Environment:
+def _recording_environment(recorder: _AttemptRecorder, environment_cls: EnvironmentFactory) -> Environment:
     environment = environment_cls()
-    recorder = _RECORDER.get()
-    if recorder is None:
-        return environment
     kind = _RecordingResumable if is_resumable(environment) else _RecordingEnvironment
     return kind(environment, function_name(environment_cls), recorder)
 
@@ -179,9 +168,9 @@ class _RecordingEnvironment:
             raise
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        return await call_foreign(
-            EnvironmentFailure, f"{self._name}.{method}", getattr(self._inner, method), *arguments
-        )
+        function = getattr(self._inner, method)
+        kind: Kind = "environment_start" if method in ("start", "restore") else "environment_step"
+        return await call_foreign(EnvironmentFailure, f"{self._name}.{method}", function, *arguments, kind=kind)
 
     def _record(self, what: str, **fields: Any) -> None:
         self._recorder.record(what, tools=[attrs.asdict(tool) for tool in self.tools], **fields)
@@ -198,8 +187,9 @@ class _RecordingResumable(_RecordingEnvironment):
 
 
 class _RecordingPolicy:
-    def __init__(self, inner: Policy) -> None:
+    def __init__(self, inner: Policy, recorder: _AttemptRecorder) -> None:
         self.inner = inner
+        self._recorder = recorder
 
     def __repr__(self) -> str:
         return f"<recorded {self.inner!r}>"
@@ -207,24 +197,21 @@ class _RecordingPolicy:
     async def complete(
         self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
-        recorder = _RECORDER.get()
         request: dict[str, Any] = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
         try:
             reply = await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session)
         except EndpointError as error:
-            if recorder is not None:
-                kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-                recorder.record("complete", error=[kind, str(error)], **request)
+            kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
+            self._recorder.record("complete", error=[kind, str(error)], **request)
             raise
-        if recorder is not None:
-            columns = Columns(reply.tokens, np.ones(len(reply.tokens), np.bool_), reply.logprobs)
-            versions = [[span.version, span.start, span.stop] for span in reply.versions]
-            fields = {_REPLY: {name: getattr(reply, name) for name in _REPLY_FIELDS}}
-            recorder.record("complete", columns, versions=versions, **fields, **request)
+        columns = Columns(reply.tokens, np.ones(len(reply.tokens), np.bool_), reply.logprobs)
+        versions = [[span.version, span.start, span.stop] for span in reply.versions]
+        fields = {_REPLY: {name: getattr(reply, name) for name in _REPLY_FIELDS}}
+        self._recorder.record("complete", columns, versions=versions, **fields, **request)
         return reply
 
     async def describe(self) -> ServerInfo:
-        return await self.inner.describe()
+        return await describe_once(self.inner)
 
     async def aclose(self) -> None:
         await self.inner.aclose()
@@ -358,9 +345,6 @@ class Tape:
         return error
 
 
-_TAPE: contextvars.ContextVar[Tape] = contextvars.ContextVar("rollouts_tape")
-
-
 def replayed_from(
     generate_fn: GenerateFn,
     tapes: Callable[[int], Tape],
@@ -378,17 +362,14 @@ def replayed_from(
     Raises:
         ConfigError: as :func:`recorded`.
     """
-    policy = _ReplayedPolicy(ServerInfo(**server))
-    inner = _with_both(generate_fn, _Named(environment_cls, lambda _: _ReplayedEnvironment(_TAPE.get())), policy)
+    inner, info = _accepting_both(generate_fn), ServerInfo(**server)
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
         assert prompt.index is not None, "rollouts are numbered"
-        token = _TAPE.set(tapes(prompt.index))
-        try:
-            return await inner(prompts)
-        finally:
-            _TAPE.reset(token)
+        tape = tapes(prompt.index)
+        environments = _Named(environment_cls, lambda _: _ReplayedEnvironment(tape))
+        return await inner(prompts, environment_cls=environments, policy=_ReplayedPolicy(info, tape))
 
     return generate
 
@@ -416,14 +397,15 @@ class _ReplayedEnvironment:
 
 
 class _ReplayedPolicy:
-    def __init__(self, info: ServerInfo) -> None:
+    def __init__(self, info: ServerInfo, tape: Tape) -> None:
         self._info = info
+        self._tape = tape
 
     async def complete(
         self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
     ) -> Completion:
         await anyio.lowlevel.checkpoint()
-        tape = _TAPE.get()
+        tape = self._tape
         entry = tape.take("complete")
         fields = entry.fields
         request = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}

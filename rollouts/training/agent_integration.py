@@ -16,14 +16,13 @@ from typing import Any, Unpack, get_args
 
 import anyio
 import anyio.to_thread
-import attrs
 
 from rollouts.agent import run_branches
 from rollouts.agent.episode import OnStep, Past
 from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, SamplingParams
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
-from rollouts.inference.base import Policy, ServerInfo
+from rollouts.inference.base import Policy, describe_once
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy, shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
@@ -105,7 +104,7 @@ async def agent_rollout_to_samples(
         renderer,
         sampling=sampling or endpoint.sampling,
         limits=check_limits(limits, max_turns),
-        max_context=(await _describe(client)).max_context,
+        max_context=(await describe_once(client)).max_context,
         on_step=on_step,
         history=history,
         past=past,
@@ -176,25 +175,3 @@ async def _renderer(tokenizer: Any, options: RendererOptions) -> Renderer:
 
 
 _LOADED: weakref.WeakValueDictionary[tuple[str, str], Renderer] = weakref.WeakValueDictionary()
-
-
-@attrs.define(eq=False)
-class _Described:
-    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
-    info: ServerInfo | None = None
-
-
-_DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDictionary()
-
-
-async def _describe(policy: Policy) -> ServerInfo:
-    """Request the description of a server once, also when many rollouts start at the same time."""
-    described = _DESCRIBED.get(policy)
-    if described is None:
-        described = _DESCRIBED[policy] = _Described()
-    elif described.info is not None:
-        return described.info
-    async with described.lock:
-        if described.info is None:
-            described.info = await policy.describe()
-    return described.info

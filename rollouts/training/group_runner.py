@@ -106,7 +106,7 @@ class GroupRunner:
         for number in range(self.config.n_samples_per_prompt):
             if number not in finished:
                 error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
-                error.what, error.late = "the group", True
+                error.late = True
                 request = self._request(prompt, number)
                 sample = number_sample(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
                 sample.failure = Failure.of(error)
@@ -211,8 +211,9 @@ class GroupRunner:
 
     async def _try_until_sound(self, request: Prompt, index: int) -> tuple[list[Sample], bool]:
         for number in itertools.count(self._attempts.get(index, 0) + 1):
-            log = self._rollout_log.turn_log(index) if self._rollout_log is not None else None
-            samples = await attempt(self.config, request, log)
+            if self._rollout_log is not None:
+                request = attrs.evolve(request, turn_log=self._rollout_log.turn_log(index))
+            samples = await attempt(self.config, request)
             sound = not is_lost(samples)
             self.failures.add(samples, sound=sound)
             for sample in samples:
@@ -226,7 +227,7 @@ class GroupRunner:
             if number >= (policy.attempts or 1):
                 break
             if policy.backoff_seconds:
-                with boundary(RolloutsError, f"the pause after {cause_of(samples)}"):
+                with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):
                     await anyio.sleep(policy.pause(number, self._rng))
         return samples, sound
 

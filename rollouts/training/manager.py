@@ -290,7 +290,7 @@ class AsyncRolloutManager:
             self._raise_if_out_of_patience()
             self._top_up()
             if not self.accounting.in_flight and _is_blocked():
-                with boundary(RolloutsError, "no group starts while a server is away"):
+                with boundary(RolloutsError, "no group starts while a server is away", kind="a_pause"):
                     await anyio.sleep(_BLOCKED_SECONDS)
                 continue
             if not self.accounting.in_flight:
@@ -416,7 +416,7 @@ class AsyncRolloutManager:
             await self._rollout_log.settled(group)
         if self._on_group is not None:
             name = f"recording with {function_name(self._on_group)}"
-            await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS)
+            await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
 
     def _settle(self, group: Group) -> None:
         self.run_metrics.add(group)

@@ -19,7 +19,6 @@ from typing import Any
 import anyio.lowlevel
 import numpy as np
 
-from rollouts.agent.turn_log import TurnLog, keeping_turns
 from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
 from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import (
@@ -56,13 +55,12 @@ _LOST = (Status.FAILED, Status.ABORTED)
 """Statuses of a lost rollout: it is tried again, and fails its group when it is lost for good."""
 
 
-async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
+async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
     """Generate a rollout and score it, once.
 
     Args:
         config: provides ``generate_fn``, ``reward_fn`` (unused with ``group_rm``) and their deadlines.
-        request: a prompt with ``group_index`` and ``index``.
-        log: stores the turns.
+        request: a prompt with ``group_index`` and ``index``, and the log of its turns.
 
     Raises:
         ConfigError: every rollout would fail in the same way.
@@ -72,7 +70,7 @@ async def attempt(config: RolloutConfig, request: Prompt, log: TurnLog | None) -
     samples: list[Sample] = []
     try:
         async with without_own_cancellation(GenerateFailure, "the rollout"):
-            samples = await _generate(config, request, log)
+            samples = await _generate(config, request)
             if not config.group_rm and not is_lost(samples):
                 await _score(samples, config)
     except (TokenMismatchError, ConfigError, EndpointAway):
@@ -122,10 +120,10 @@ async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
     pack_or_fail(samples, RewardFailure, f"after {name}")
 
 
-async def _generate(config: RolloutConfig, request: Prompt, log: TurnLog | None) -> list[Sample]:
+async def _generate(config: RolloutConfig, request: Prompt) -> list[Sample]:
     """Call the generate function for one rollout, and check what it returned."""
     name = f"generate_fn {function_name(config.generate_fn)}"
-    with boundary(GenerateFailure, name, seconds=config.rollout_seconds, armed=False) as entered, keeping_turns(log):
+    with boundary(GenerateFailure, name, seconds=config.rollout_seconds, armed=False) as entered:
         samples: Any = await entered.guarded(config.generate_fn([request]), grace=_CLEANING_SECONDS)
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)")

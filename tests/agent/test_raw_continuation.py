@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollouts.agent import run_agent, run_branches
-from rollouts.agent.turn_log import Turn, TurnLog, keeping_turns
+from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, StepResult
@@ -360,8 +360,7 @@ async def test_an_interrupted_turn_goes_on(after: int) -> None:
     turns: list[Turn] = []
 
     async def play_logged(policy: ScriptedPolicy, log: TurnLog) -> Trajectory:
-        with keeping_turns(log):
-            return await run_agent(Prompt([QUESTION], index=0), Both, policy, PLAIN, sampling=SAMPLING)
+        return await run_agent(Prompt([QUESTION], index=0, turn_log=log), Both, policy, PLAIN, sampling=SAMPLING)
 
     async def save(turn: Turn | None) -> None:
         assert turn is not None

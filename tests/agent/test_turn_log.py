@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ import msgspec
 import pytest
 
 from rollouts.agent import run_agent
-from rollouts.agent.turn_log import Turn, TurnLog, keeping_turns, replayed
+from rollouts.agent.turn_log import Turn, TurnLog, replayed
 from rollouts.dtypes import Message, Prompt, SamplingParams, TokenColumn
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEnvironment, ToolEnvironment, tool
@@ -101,10 +103,8 @@ class Book:
 
 
 async def play(renderer: Renderer, book: Book, environment_cls: Any = Counting, prompt: str = "go") -> Trajectory:
-    with keeping_turns(book.log):
-        return await run_agent(
-            Prompt(prompt, index=0), environment_cls, ScriptedPolicy(script()), renderer, sampling=SamplingParams()
-        )
+    request = Prompt(prompt, index=0, turn_log=book.log)
+    return await run_agent(request, environment_cls, ScriptedPolicy(script()), renderer, sampling=SamplingParams())
 
 
 def same(first: Trajectory, second: Trajectory) -> None:
@@ -227,9 +227,30 @@ async def test_a_rollout_of_several_episodes_logs_no_turns(renderer: Renderer) -
     book = Book()
     await play(renderer, book)
     logged = len(book.turns)
-    with keeping_turns(book.log):
-        await run_agent(Prompt("x"), Counting, ScriptedPolicy(script()), renderer, sampling=SamplingParams())
+    request = Prompt("x", turn_log=book.log)
+    await run_agent(request, Counting, ScriptedPolicy(script()), renderer, sampling=SamplingParams())
     assert (book.voided, len(book.turns)) == (1, logged)
+
+
+async def test_the_environment_does_not_receive_the_log(renderer: Renderer) -> None:
+    """It has the tokens of the turns, which environments never see."""
+    received: list[Prompt] = []
+
+    class Receiving(Counting):
+        async def start(self, prompt: Prompt) -> Any:
+            received.append(prompt)
+            return await super().start(prompt)
+
+    await play(renderer, Book(), Receiving)
+    assert [prompt.turn_log for prompt in received] == [None]
+
+
+def test_a_copy_of_a_prompt_has_no_log() -> None:
+    """A generate function may send its prompt to another process, which cannot store turns."""
+    request = Prompt("go", index=0, turn_log=Book().log)
+    for copied in (pickle.loads(pickle.dumps(request)), copy.deepcopy(request)):
+        assert copied == request
+        assert copied.turn_log is None
 
 
 class Refuses(Counting):

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import attrs
 import pytest
 
-from rollouts.agent.turn_log import Turn, claim_turn_log
+from rollouts.agent.turn_log import Turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, TokenMismatchError
 from rollouts.runs.journal import Journal, read_journal
@@ -250,8 +250,7 @@ async def test_turns_of_a_worker_are_journaled_here(tmp_path: Path) -> None:
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         samples = await games.generate(prompts)
-        log = await claim_turn_log()
-        assert log is not None
+        log = await prompts[0].turn_log.claim()
         column: Any = samples[0].token_column
         await log.save(Turn(1, column, samples[0].mask_column, samples[0].logprob_column, {"messages": []}))  # type: ignore[arg-type]
         return samples

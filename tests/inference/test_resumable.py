@@ -13,7 +13,7 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, V
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable, GenerateFailure
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
+from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.trajectory import digest
@@ -169,14 +169,14 @@ async def test_at_most_limits_requests_in_flight() -> None:
     assert policy.in_flight == 0
 
 
-async def test_sessions_are_recorded_inside_the_context() -> None:
-    """In order of first use."""
+async def test_the_sessions_of_calls_are_recorded() -> None:
+    """In order of first use; calls of the policy inside are not listed."""
     policy = ResumablePolicy(CountingPolicy())
-    with recorded_sessions() as sessions:
-        for name in ("b", "a", "b"):
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session=name)
+    recorder = SessionRecorder(policy)
+    for name in ("b", "a", "b"):
+        await recorder.complete(PROMPT, SamplingParams(max_new_tokens=1), session=name)
     await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session="c")
-    assert sessions == ["b", "a"]
+    assert recorder.sessions == ["b", "a"]
 
 
 async def test_an_interrupted_reply_of_the_engine_is_the_same() -> None:

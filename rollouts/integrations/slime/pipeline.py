@@ -25,8 +25,9 @@ import msgspec
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.inference.base import Policy
 from rollouts.inference.generate_wire import MissingField
-from rollouts.inference.resumable import ResumablePolicy, recorded_sessions
+from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
@@ -230,8 +231,9 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             _refuse_images(taken.group[number])
-        with recorded_sessions() as sessions:
-            samples = list(await self._generator(data, number)([prompt]))
+        recorder = SessionRecorder(self.policy)
+        samples = list(await self._generator(data, number, recorder)([prompt]))
+        sessions = recorder.sessions
         if taken is not None and sessions:
             taken.sessions[number] = sessions[0]
         if any(sample.status in _LOST for sample in samples):
@@ -254,7 +256,7 @@ class Pipeline:
     def sampled_like(self, params: Mapping[str, Any]) -> GenerateFn:
         """The generate function with the sampling parameters that slime passes to a custom generate function."""
         params = {**self.settings.params, **params}
-        return self._sampled(params, sampling_of(params), None)
+        return self._sampled(params, sampling_of(params), None, self.policy)
 
     def record_of(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
         """slime's sample of ours; created without a reward on the first call.
@@ -341,7 +343,7 @@ class Pipeline:
             **_functions_of(data),
         )
 
-    def _generator(self, data: EvalSet | None, number: int) -> GenerateFn:
+    def _generator(self, data: EvalSet | None, number: int, policy: Policy) -> GenerateFn:
         """The generate function: the recipe's, a custom one, or a single reply to the prompt."""
         settings = self.settings
         params, sampling = settings.params, settings.endpoint.sampling
@@ -350,13 +352,15 @@ class Pipeline:
         if settings.seed is not None:
             seed = settings.seed + number
             params, sampling = {**params, "sampling_seed": seed}, attrs.evolve(sampling, seed=seed)
-        return self._sampled(params, sampling, data)
+        return self._sampled(params, sampling, data, policy)
 
-    def _sampled(self, params: Mapping[str, Any], sampling: SamplingParams, data: EvalSet | None) -> GenerateFn:
+    def _sampled(
+        self, params: Mapping[str, Any], sampling: SamplingParams, data: EvalSet | None, policy: Policy
+    ) -> GenerateFn:
         settings = self.settings
         path = self._custom(data)
         if self.recipe is not None:
-            return self._recipe_generator(self.recipe.config.generate_fn, sampling)
+            return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy)
         if path is not None:
             return functools.partial(
                 generate_with_slime,
@@ -375,18 +379,18 @@ class Pipeline:
             )
         return functools.partial(
             generate_single_turn,
-            policy=self.policy,
+            policy=policy,
             model=settings.endpoint.model,
             sampling=sampling,
             endpoint=settings.endpoint,
             max_context=settings.max_context,
         )
 
-    def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams) -> GenerateFn:
-        """The recipe's generate function; if it accepts a policy, with ours and the launch's sampling and context."""
+    def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams, policy: Policy) -> GenerateFn:
+        """The recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
         if not _is_agent_loop(generate_fn):
             return generate_fn
-        options: dict[str, Any] = {"policy": self.policy, "sampling": sampling}
+        options: dict[str, Any] = {"policy": policy, "sampling": sampling}
         context = getattr(self.args, "rollout_max_context_len", None)
         if context is not None:
             bound = generate_fn.keywords
