@@ -102,6 +102,7 @@ LAW_BOOKS = {
     "test_documents.py",
     "integrations/slime/test_with_slime.py",
     "integrations/slime/test_parity.py",
+    "integrations/slime/test_on_policy.py",
     "integrations/slime/test_examples.py",
     "test_founding_bugs.py",
     "test_hardening.py",

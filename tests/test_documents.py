@@ -349,3 +349,16 @@ def test_the_comparison_with_slime_names_tests_that_exist() -> None:
             missing.append((file, test))
     assert missing == []
     assert all((ROOT / script).exists() for script in re.findall(r"`(scripts/\w+)", page))
+
+
+def test_the_page_of_internals_names_files_and_their_lines() -> None:
+    """``docs/internals.md``: each part exists, and has at most a quarter more or fewer lines than the page says."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "internals.md").read_text(encoding="utf-8")
+    parts = re.findall(r"^## `(.*?)` \((\d+) lines\)", page, flags=re.MULTILINE)
+    assert len(parts) >= 7
+    for name, lines in parts:
+        path = root / "rollouts" / name
+        files = [path] if name.endswith(".py") else sorted(path.glob("*.py"))
+        found = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        assert 0.75 * int(lines) <= found <= 1.25 * int(lines), (name, found)

@@ -151,6 +151,7 @@ class SGLangPolicy:
         """Whether a server has ever answered: a wrong URL is not waited for."""
         self._interrupted = anyio.Event()
         self._unread_vocab_size = vocab_size if callable(vocab_size) else None
+        self._reading_lock = anyio.Lock()
         self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
@@ -249,9 +250,10 @@ class SGLangPolicy:
             call.last_error = None  # breaks the reference cycle through its traceback
 
     async def _read_vocab_size(self, read: Callable[[], int]) -> None:
-        vocab_size = await anyio.to_thread.run_sync(read)
-        if self._unread_vocab_size is not None:  # else a concurrent call was first
-            self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
+        async with self._reading_lock:
+            if self._unread_vocab_size is not None:  # else a concurrent call was first
+                vocab_size = await anyio.to_thread.run_sync(read)
+                self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
 
     def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         """Encode the options; those of the last call are reused if they are the same objects."""

@@ -32,7 +32,7 @@ from scripts.benches.lines import Line
 from scripts.benches.ratios import played
 from scripts.benches.workloads import Play, Workload
 
-__all__ = ["concurrency", "history", "history_rows", "samples"]
+__all__ = ["concurrency", "history", "samples"]
 
 FEW, MANY = 256, 4096
 
@@ -128,16 +128,6 @@ def history(renderer: Renderer, rounds: int) -> Iterator[Line]:
         low, high = min(low, short), min(high, long)
     details = {"2k ms": 1000 * low, "64k ms": 1000 * high}
     yield Line.of("history", "a turn at 64k / at 2k tokens, sending apart", values, 1.3, details=details)
-
-
-def history_rows(renderer: Renderer, histories: Sequence[int], episodes: int) -> list[dict[str, float | int | str]]:
-    """The same for any history lengths, one row each."""
-    turns = [turn for _ in range(episodes) for turn in _turns(renderer, max(histories))]
-    medians = _medians(turns, histories)
-    return [
-        {"history": history, "turns": count, "median_ms": 1000 * median, "ratio": median / medians[0][1]}
-        for history, (count, median) in zip(histories, medians, strict=True)
-    ]
 
 
 # -- the samples of a run ---------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Three loops over the same episodes: ours, a lean hand-written one, and a naive one.
 
-``lean`` is the lower bound: aiohttp, a typed decode, arrays, reused request bytes, and each new text tokenised once. It
-has no checks and no retries, masks by position and parses no reply. ``naive`` is httpx, the standard library's json,
-lists, and a file of JSON lines. ``ours`` is the manager with everything on: parser, checks, masks, metrics, deadlines,
-and the journal.
+``lean`` is the lower bound: aiohttp, a typed decode, arrays, reused request bytes, and each new text tokenised once:
+the prompt of a group once for all its samples. It encodes with ``fastokens`` as ours, or with ``tokenizers``, has no
+checks and no retries, masks by position and parses no reply. ``naive`` is httpx, the standard library's json, lists,
+and a file of JSON lines. ``ours`` is the manager with everything on: parser, checks, masks, metrics, deadlines, and the
+journal.
 
 All three return the samples of one round. Only CPU time of this process counts: servers run in their own processes.
 """
@@ -19,7 +20,7 @@ import uuid
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import anyio
@@ -32,6 +33,7 @@ from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.errors import RolloutsError
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer.fast_encoder import loading
 from rollouts.runs.journal import Journal
 from rollouts.runs.run_journal import RunJournal
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
@@ -103,21 +105,33 @@ _DECODER = msgspec.json.Decoder(_Answer)
 _JSON = {"Content-Type": "application/json"}
 
 
-def lean(play: Play, url: str) -> Round:
+def lean(play: Play, url: str, *, encoder: Literal["fastokens", "tokenizers"] = "fastokens") -> Round:
     """The floor."""
     raw = play.renderer._codec._raw  # the tokenizer without anything around it
     assert raw is not None
     encode = raw.encode_batch_fast
+    fast = loading(raw).result() if encoder == "fastokens" else None
+    if encoder == "fastokens" and fast is None:
+        raise SystemExit(f"fastokens does not read this tokenizer: {play.renderer}")
+    openings: dict[int, list[int]] = {}
     params = msgspec.json.encode(_params(play))
     tail = b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":' + params + b"}"
 
     def tokenise(text: str) -> list[int]:
-        ids: list[int] = encode([text], add_special_tokens=False)[0].ids
+        packed = None if fast is None else fast.encode(text)
+        ids: list[int] = encode([text], add_special_tokens=False)[0].ids if packed is None else packed.tolist()
         return ids
+
+    def opening(number: int) -> list[int]:
+        """The ids of a prompt, for all samples of its group."""
+        group = number // play.n
+        if group not in openings:
+            openings[group] = tokenise(play.opening(number))
+        return openings[group]
 
     async def one(session: aiohttp.ClientSession, number: int) -> Hand:
         head = b'{"rid":"%s","input_ids":[' % uuid.uuid4().hex.encode()
-        context = tokenise(play.openings[number])
+        context = opening(number)
         tokens, logprobs, mask = array("i", context), array("f", bytes(4 * len(context))), bytearray(len(context))
         sent = bytearray(msgspec.json.encode(context)[1:-1])
         for turn in range(play.workload.turns):
@@ -160,7 +174,7 @@ def naive(play: Play, url: str) -> Round:
     file = tempfile.TemporaryFile("w")  # noqa: SIM115 - closed below
 
     async def one(client: Any, number: int) -> Hand:
-        tokens = play.renderer.encode(play.openings[number]).tolist()
+        tokens = play.renderer.encode(play.opening(number)).tolist()
         mask, logprobs = [0] * len(tokens), [0.0] * len(tokens)
         for turn in range(play.workload.turns):
             body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
@@ -204,7 +218,6 @@ def ours(
     url: str,
     journal: Path,
     *,
-    n: int = 1,
     reward_fn: RewardFn | None = None,
     filter_fn: FilterFn | None = None,
 ) -> Round:
@@ -222,8 +235,8 @@ def ours(
     async def run() -> list[Sample]:
         async with SGLangPolicy(Endpoint(base_url=url), vocab_size=play.renderer.vocab_size) as policy:
             config = RolloutConfig(
-                batch_size=max(1, workload.in_flight // n),
-                n_samples_per_prompt=n,
+                batch_size=max(1, workload.in_flight // play.n),
+                n_samples_per_prompt=play.n,
                 over_sampling_factor=1,
                 generate_fn=functools.partial(generate_fn, policy=policy),
                 reward_fn=reward_fn,

@@ -24,6 +24,7 @@ import anyio
 
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.process import engine_process
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment
 from rollouts.environments.calculator import calculator_prompts
 from rollouts.planning.plan import Option, measured, plan, shape
@@ -32,7 +33,6 @@ from rollouts.runs.run import run
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.server import Request, StubServer
 from rollouts.training import DataBuffer, RolloutConfig, Sample, generate_rollout_batch
-from scripts.benches.engine import engine_process
 
 __all__ = ["SHAPES", "TOLERANCE", "bench_plan", "plan_options"]
 
@@ -61,8 +61,9 @@ def _reward(sample: Sample) -> float:
 @contextlib.asynccontextmanager
 async def _server(latency: str, seed: str) -> AsyncIterator[str]:
     if latency == ENGINE:
-        with engine_process(DEMO_MODEL, slots=128) as url:
-            yield url
+        with tempfile.TemporaryDirectory(prefix="rollouts-bench-") as folder:
+            async with engine_process(DEMO_MODEL, Path(folder) / "engine.log", slots=128) as engine:
+                yield engine.url
         return
     draw, rng = shape(latency), random.Random(seed)
 

@@ -1,321 +1,333 @@
-"""slime's job with a custom generate of several turns, through slime and through ours, in CPU time a kept sample.
+"""A trainer's calls through slime's manager: slime's rollout function and ours, in CPU time of a kept sample.
 
-Batches of groups of eight; 3 turns of 256 tokens with a calculator; replies after lognormal times; a reward; the filter
-on the spread of rewards, which three prompts of ten do not pass. The unit is one ``json.loads`` of one reply, measured
-in a tight loop before each round: it scales with the speed of the machine. It does not contain the cold caches of a
-loop that waits for replies; therefore the time of one after a pause is printed too, and ``--median 0`` runs the job
-without waits.
+Both sides are launched alike: slime's data source with the same prompts, its dynamic filter, one reward function, the
+same replies after lognormal times from the same server, and ``_get_rollout_data`` and
+``_convert_samples_to_train_data`` of slime's ``RolloutManager``. Ours names our rollout function; in the job of several
+turns slime's side has a custom generate function, ours a recipe with the same tools. The measured time is that of the
+calls after the first one: prompts, rollouts, rewards, filter, the end of the batch (slime aborts, ours pauses), checks
+and conversion.
 
-slime runs its own ``generate_rollout`` with the generate function below, which works as slime's example for tools. It
-is measured if ``--slime`` names its source and its imports are installed (torch, ray, httpx, transformers); SGLang is
-not imported. The cost of both includes started groups that are in no batch: slime aborts them, ours has them in flight
-at the end as at the beginning of the measurement.
+Ours is launched twice: without a key of our own, so with slime's semantics, and with ``rollouts_carry_over``.
+
+slime needs its source and its imports (torch, ray, httpx, transformers). SGLang is not imported: empty modules are in
+its place.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
+import functools
 import importlib
-import itertools
 import json
 import logging
 import os
-import re
+import pstats
 import statistics
 import sys
 import tempfile
+import threading
 import time
+import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import anyio
 import attrs
-import msgspec
 
 from rollouts.concurrency.gc_pauses import calm_collector
-from rollouts.dtypes import Endpoint
-from rollouts.inference.sglang import SGLangPolicy
-from rollouts.runs.journal import Journal
-from rollouts.runs.run_journal import RunJournal
-from rollouts.testing.canned import canned_server
+from rollouts.integrations.slime import close_rollouts
+from rollouts.testing.canned import Canned, canned_server
 from rollouts.testing.latency import Latency
-from rollouts.testing.replies import Request, reply_body
-from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
-from rollouts.training.filters import check_reward_nonzero_std
-from scripts.benches.peers import agents
-from scripts.benches.peers_job import REPLY, SYSTEM, TOOLS, TURNS, Job, calculated, reward
+from scripts.benches.peers_job import ANSWER, REPLY, Job
+from scripts.benches.slime_job import EmptyEngines
 from scripts.benches.workloads import default_tokenizer
 
-__all__ = ["bench_slime", "custom_generate", "custom_reward", "slime_options"]
+__all__ = ["bench_slime", "slime_options"]
 
 Row = dict[str, float | int | str]
 N = 8
-AIM = 20.0
-"""Target: ``json.loads`` of a reply for each kept sample of ours, at most."""
+REPLIES = {"turns": REPLY, "single": 512}
+"""Tokens of a reply."""
+TARGETS = {"turns": 14.0, "single": 7.0}
+"""slime's CPU time over ours with ``rollouts_carry_over``, at least."""
+STARTED = 1.55
+"""Prompts started for each kept group with ``rollouts_carry_over``, at most."""
 
 
-def spread(number: int, index: int, text: str) -> float:
-    """The reward, with three prompts of ten without spread."""
-    return reward(text) * float(number % 10 < 3 or index % 2)
+@attrs.frozen(eq=False)
+class Side:
+    """A launch: the flags that differ."""
+
+    name: str
+    flags: Mapping[str, Any]
+
+
+THEIRS = Side("slime", {"rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout"})
+OURS = Side("ours", {"rollout_function_path": "rollouts.integrations.slime.generate_rollout_batch"})
+CARRIES = Side("ours, rollouts_carry_over", {**OURS.flags, "rollouts_carry_over": True})
+OF_TURNS = {
+    THEIRS: {"custom_generate_function_path": "scripts.benches.slime_job.custom_generate"},
+    OURS: {"rollouts_recipe": "scripts.benches.slime_job.recipe"},
+    CARRIES: {"rollouts_recipe": "scripts.benches.slime_job.recipe"},
+}
 
 
 @attrs.frozen
 class Cost:
-    """Of one round."""
+    """Of one launch in one round."""
 
     kept: int
-    started: int
+    """Samples."""
+    started: float
+    """Prompts for each kept group."""
     cpu: float
-    loads: float
-    """Seconds of one ``json.loads`` of one reply, measured before the round."""
+    """Seconds of this process, all threads."""
+    wall: float
 
     @property
-    def value(self) -> float:
-        return self.cpu / self.kept / self.loads
+    def milliseconds(self) -> float:
+        """Of a kept sample."""
+        return 1000 * self.cpu / self.kept
 
 
-def prompts(number: int) -> Iterator[str]:
-    """Of one round."""
-    return (f"Problem {number}-{group}: what is (2 + 2) * 2?" for group in itertools.count())
+def _manager_class(folder: Path) -> Any:
+    """slime's ``RolloutManager`` without Ray around it."""
+    sys.path.insert(0, str(folder))
+    sys.meta_path.append(EmptyEngines())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = importlib.import_module("slime.ray.rollout")
+    except ImportError as error:
+        raise SystemExit(f"--slime {folder}: {error}; it needs slime's source, and its imports here") from error
+    logging.disable(logging.INFO)
+    return module.RolloutManager.__ray_metadata__.modified_class
 
 
-# -- ours -------------------------------------------------------------------------------------------------------------
+class Trainer:
+    """The calls of slime's manager around a rollout function."""
+
+    def __init__(self, manager_class: Any, args: Namespace) -> None:
+        state = importlib.import_module("slime.rollout.sglang_rollout").GenerateState
+        type(state)._instances.pop(state, None)  # as in a new process: it keeps the first launch's flags
+        importlib.import_module("slime.utils.http_utils").init_http_client(args)
+        self.args = args
+        self.data_source = importlib.import_module("slime.rollout.data_source").RolloutDataSourceWithBuffer(args)
+        self.generate_rollout = importlib.import_module("slime.utils.misc").load_function(args.rollout_function_path)
+        self.custom_reward_post_process_func = None
+        self.custom_convert_samples_to_train_data_func = None
+        self._kind = manager_class
+
+    def _post_process_rewards(self, samples: list[Any]) -> Any:
+        return self._kind._post_process_rewards(self, samples)
+
+    def call(self, rollout_id: int) -> tuple[int, int]:
+        """One batch; returns the number of its samples, and that of the prompts that the next call begins again."""
+        samples, metrics = self._kind._get_rollout_data(self, rollout_id)
+        data = self._kind._convert_samples_to_train_data(self, samples)
+        return len(data["tokens"]), int((metrics or {}).get("rollouts/groups_begun_again", 0))
 
 
-def ours(job: Job, url: str, number: int, options: argparse.Namespace, loads: float) -> Cost:
-    """The manager with its journal, from the end of the first batch to the end of the last."""
-
-    async def scored(sample: Sample) -> float:
-        return spread(sample.group_index or 0, sample.index or 0, sample.messages[-1]["content"])
-
-    async def run(folder: Path) -> Cost:
-        async with SGLangPolicy(Endpoint(base_url=url), vocab_size=job.renderer.vocab_size) as policy:
-            config = RolloutConfig(
-                batch_size=options.groups,
-                n_samples_per_prompt=N,
-                over_sampling_factor=options.factor,
-                reward_fn=scored,
-                filter_fn=check_reward_nonzero_std,
-                generate_fn=agents(job, url, policy),
-            )
-            buffer = DataBuffer(list(itertools.islice(prompts(number), options.groups * (options.batches + 3) * 3)))
-            kept = 0
-            with Journal(folder / "journal") as journal:
-                async with AsyncRolloutManager(config, buffer, rollout_log=RunJournal(journal)) as manager:
-                    await manager.generate_batch()
-                    began, taken = time.process_time(), manager.accounting.taken
-                    for _ in range(options.batches):
-                        kept += len(await manager.generate_batch())
-                        await journal.sync()
-                    cpu, started = time.process_time() - began, manager.accounting.taken - taken
-            return Cost(kept, started * N, cpu, loads)
-
-    with tempfile.TemporaryDirectory() as folder, calm_collector():
-        return anyio.run(run, Path(folder))
+def _round(trainer: Trainer, options: argparse.Namespace) -> Cost:
+    """The cost of the calls after the first."""
+    _, again = trainer.call(0)
+    new, began, wall = trainer.data_source.sample_group_index, time.process_time(), time.monotonic()
+    kept = started = 0
+    for rollout_id in range(1, options.batches + 1):
+        started += again
+        count, again = trainer.call(rollout_id)
+        kept += count
+    cpu = time.process_time() - began
+    started += trainer.data_source.sample_group_index - new
+    return Cost(kept, started * N / kept, cpu, time.monotonic() - wall)
 
 
-# -- slime ------------------------------------------------------------------------------------------------------------
-
-
-class _Source:
-    """A data source for slime's loop."""
-
-    def __init__(self, texts: Iterator[str]) -> None:
-        self._texts = texts
-        self.groups = 0
-
-    def get_samples(self, count: int) -> list[list[Any]]:
-        sample = importlib.import_module("slime.utils.types").Sample
-        groups = []
-        for text in itertools.islice(self._texts, count):
-            groups.append(
-                [
-                    sample(group_index=self.groups, index=self.groups * N + member, prompt=text, label="8", metadata={})
-                    for member in range(N)
-                ]
-            )
-            self.groups += 1
-        return groups
-
-    def add_samples(self, groups: list[list[Any]]) -> None:
-        raise SystemExit("no partial rollouts here")
-
-
-async def custom_generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """``--custom-generate-function-path``: ids are appended, the new text of each turn is tokenised once."""
-    state = importlib.import_module("slime.rollout.sglang_rollout").GenerateState(args)
-    post = importlib.import_module("slime.utils.http_utils").post
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": sample.prompt}]
-    opening = state.tokenizer.apply_chat_template(
-        messages, tools=[one.to_chat() for one in TOOLS], add_generation_prompt=True, tokenize=False
-    )
-    sample.tokens = state.tokenizer(opening, add_special_tokens=False)["input_ids"]
-    sample.response, sample.response_length, sample.loss_mask, sample.rollout_log_probs = "", 0, [], None
-    for _ in range(TURNS + 2):
-        body = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
-        output = await post(url, body)
-        if output["meta_info"]["finish_reason"]["type"] == "abort":
-            sample.status = type(sample).Status.ABORTED
-            return sample
-        triples = output["meta_info"]["output_token_logprobs"]
-        ids = [triple[1] for triple in triples]
-        said = state.tokenizer.decode(ids)
-        sample.append_response_tokens(
-            args,
-            tokens=ids,
-            log_probs=[triple[0] for triple in triples],
-            trainable=True,
-            meta_info=output["meta_info"],
-            text=said,
-        )
-        found = re.search(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", said, re.DOTALL)
-        if found is None:
-            break
-        call = json.loads(found[1])
-        a, b = call["arguments"]["a"], call["arguments"]["b"]
-        result = calculated(a + b if call["name"] == "add" else a * b)
-        shown = f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        tokens = state.tokenizer(shown, add_special_tokens=False)["input_ids"]
-        sample.append_response_tokens(args, tokens=tokens, trainable=False, text=shown)
-    sample.status = type(sample).Status.COMPLETED
-    return sample
-
-
-async def custom_reward(args: Namespace, sample: Any, **_: Any) -> float:
-    """``--custom-rm-path``."""
-    return spread(sample.group_index, sample.index, sample.response)
-
-
-def slime(job: Job, url: str, number: int, options: argparse.Namespace, loads: float) -> Cost:
-    """slime's ``generate_rollout``, once for each batch."""
-    module = importlib.import_module("slime.rollout.sglang_rollout")
+def _args(options: argparse.Namespace, url: str, **overrides: Any) -> Namespace:
     host, _, port = url.removeprefix("http://").partition(":")
-    args = Namespace(**vars(_ARGUMENTS), hf_checkpoint=job.folder, sglang_router_ip=host, sglang_router_port=int(port))
-    args.rollout_batch_size = args.over_sampling_batch_size = options.groups
-    importlib.import_module("slime.utils.http_utils").init_http_client(args)
-    source, kept = _Source(prompts(number)), 0
-    with calm_collector(), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # its bars
-        began = time.process_time()
-        for batch in range(options.batches):
-            output = module.generate_rollout(args, batch, source)
-            kept += sum(len(group) for group in output.samples)
-        return Cost(kept, source.groups * N, time.process_time() - began, loads)
+    values = {
+        **_ARGUMENTS,
+        "rollout_batch_size": options.groups,
+        "over_sampling_batch_size": round(options.groups * options.factor),
+        "sglang_router_ip": host,
+        "sglang_router_port": int(port),
+    }
+    return Namespace(**{**values, **overrides})
 
 
-_ARGUMENTS = Namespace(
-    rollout_global_dataset=True,
-    n_samples_per_prompt=N,
-    sglang_server_concurrency=512,
-    rollout_num_engines=1,
-    rollout_num_gpus=1,
-    rollout_num_gpus_per_engine=1,
-    use_distributed_post=False,
-    rollout_temperature=1.0,
-    rollout_top_p=1.0,
-    rollout_top_k=-1,
-    rollout_max_response_len=REPLY,
-    rollout_stop=None,
-    rollout_stop_token_ids=None,
-    rollout_skip_special_tokens=False,
-    rollout_seed=0,
-    sglang_dp_size=1,
-    sglang_enable_deterministic_inference=False,
-    partial_rollout=False,
-    mask_offpolicy_in_partial_rollout=False,
-    group_rm=False,
-    reward_key=None,
-    ci_test=False,
-    use_rollout_routing_replay=False,
-    router_policy=None,
-    rm_type=None,
-    custom_rm_path="scripts.benches.slime.custom_reward",
-    custom_generate_function_path="scripts.benches.slime.custom_generate",
-    dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-    rollout_sample_filter_path=None,
-    rollout_all_samples_process_path=None,
-)
-"""The arguments of slime's parser that its loop reads."""
+def _write_prompts(file: Path, count: int, number: int) -> None:
+    """The prompts of a round; no two rounds have the same."""
+    with file.open("w") as rows:
+        for prompt in range(count):
+            text = f"Problem {number}-{prompt}: what is (2 + 2) * 2? Think first, then answer."
+            rows.write(json.dumps({"prompt": text, "label": "8"}) + "\n")
 
 
-# -- both -------------------------------------------------------------------------------------------------------------
+_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "apply_chat_template", "apply_chat_template_kwargs", "buffer_filter_path", "ci_test",
+            "custom_generate_function_path", "dump_details", "group_rm", "load_debug_rollout_data", "metadata_key",
+            "mask_offpolicy_in_partial_rollout", "multimodal_keys", "partial_rollout", "reward_key", "rm_type",
+            "rollout_all_samples_process_path", "rollout_max_prompt_len", "rollout_sample_filter_path",
+            "rollout_shuffle", "rollout_skip_special_tokens", "rollout_stop", "rollout_stop_token_ids",
+            "router_policy", "sglang_enable_deterministic_inference", "tool_key", "use_distributed_post",
+            "use_rollout_routing_replay",
+        )
+    ),
+    "advantage_estimator": "grpo",
+    "custom_rm_path": "scripts.benches.slime_job.custom_reward",
+    "dynamic_sampling_filter_path": "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+    "grpo_std_normalization": True,
+    "input_key": "prompt",
+    "label_key": "label",
+    "n_samples_per_prompt": N,
+    "rewards_normalization": True,
+    "rollout_global_dataset": True,
+    "rollout_num_engines": 1,
+    "rollout_num_gpus": 1,
+    "rollout_num_gpus_per_engine": 1,
+    "rollout_seed": 0,
+    "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
+    "rollout_top_p": 1.0,
+    "sglang_dp_size": 1,
+    "sglang_server_concurrency": 512,
+}  # fmt: skip
+"""The arguments of slime's parser that its manager, data source and rollout function read."""
 
 
-def _loads(reply: str) -> float:
-    """Seconds of one ``json.loads``, the minimum of several."""
-    times = []
-    for _ in range(100):
-        began = time.process_time()
-        for _ in range(10):
-            json.loads(reply)
-        times.append((time.process_time() - began) / 10)
-    return min(times)
+def _profile(name: str, trainer: Callable[[Side, int], Trainer], options: argparse.Namespace) -> list[Row]:
+    """CPU time of ours with ``rollouts_carry_over`` by function, in the trainer's thread and in the event loop's."""
+    profiles: list[cProfile.Profile] = []
+
+    def begin(*_: Any) -> None:
+        profiles.append(cProfile.Profile(time.thread_time))
+        profiles[-1].enable()
+
+    with _quiet():
+        _round(trainer(CARRIES, 0), options)  # to warm up
+        close_rollouts()
+        called = trainer(CARRIES, 1)
+        threading.setprofile(begin)
+        try:
+            begin()
+            cost = _round(called, options)
+            close_rollouts()
+        finally:
+            threading.setprofile(None)
+            for profile in profiles:
+                profile.disable()
+    stats = pstats.Stats(*profiles)
+    total = sum(own for _, _, own, _, _ in stats.stats.values())  # type: ignore[attr-defined]
+    found = sorted(stats.stats.items(), key=lambda entry: -entry[1][2])  # type: ignore[attr-defined]
+    samples = cost.kept * (options.batches + 1) / options.batches  # of all calls
+    return [
+        {
+            "job": name,
+            "function": f"{'/'.join(Path(file).parts[-2:])}:{line} {function}",
+            "calls/sample": calls / samples,
+            "µs/sample itself": 1e6 * own / samples,
+            "with what it calls": 1e6 * whole / samples,
+            "share": f"{own / total:.1%}",
+        }
+        for (file, line, function), (_, calls, own, whole, _) in found[: options.lines]
+    ]
 
 
-def _paused(reply: str) -> float:
-    """Median seconds of one ``json.loads`` after a pause."""
-    times = []
-    for _ in range(30):
-        time.sleep(0.01)
-        began = time.process_time()
-        json.loads(reply)
-        times.append(time.process_time() - began)
-    return statistics.median(times)
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without slime's progress bars."""
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
 
 
 def bench_slime(options: argparse.Namespace) -> list[Row]:
-    """CPU time a kept sample of slime's job with several turns, in ``json.loads`` of one reply."""
+    """CPU time of a kept sample through slime's manager, by slime's rollout function and by ours."""
+    if options.slime is None:
+        raise SystemExit("scripts/bench slime: --slime DIR (or SLIME_PATH) names a checkout of slime")
+    manager_class = _manager_class(options.slime)
     job = Job.of(str(options.tokenizer or default_tokenizer()))
-    loops: dict[str, Any] = {"ours": ours}
-    if options.slime is not None:
-        sys.path.insert(0, str(options.slime))
-        try:
-            importlib.import_module("slime.rollout.sglang_rollout")
-        except ImportError as error:
-            raise SystemExit(
-                f"--slime {options.slime}: {error}; it needs slime's source, and its imports here"
-            ) from error
-        logging.disable(logging.INFO)
-        loops["slime"] = slime
-    asked = Request("r", [0] * 900, {"max_new_tokens": REPLY}, {}, {})
-    reply = msgspec.json.encode(reply_body(job.canned.script, asked, "none")).decode()
-    costs: dict[str, list[Cost]] = {name: [] for name in loops}
-    paused: list[float] = []
-    slow = attrs.evolve(job.canned, latency=Latency(options.median, sigma=options.sigma))
-    with canned_server(slow) as url:
-        for number in range(options.rounds + 1):  # the first is to warm up
-            paused.append(_paused(reply))
-            for name, loop in loops.items():
-                cost = loop(job, url, number, options, _loads(reply))
-                costs[name] += [cost] * (number > 0)
-                print(f"round {number}: {name} {cost.value:.1f}, {cost}", file=sys.stderr)
-    return [_row(name, found, statistics.median(paused)) for name, found in costs.items()]
+    run = _profile if options.profile else _measure
+    rows: list[Row] = []
+    for name in options.jobs:
+        canned = attrs.evolve(_canned(name, job), latency=Latency(options.median, sigma=options.sigma))
+        with canned_server(canned) as url, tempfile.TemporaryDirectory() as folder:
+            rows += run(
+                name, functools.partial(_trainer, manager_class, job, name, url, Path(folder), options), options
+            )
+    return rows
 
 
-def _row(name: str, costs: list[Cost], paused: float) -> Row:
-    values = [cost.value for cost in costs]
+def _canned(name: str, job: Job) -> Canned:
+    """The replies: two calls and an answer, or one reply for every prompt."""
+    if name == "turns":
+        return job.canned
+    words = job.renderer.encode("One step after the other. " * 200).tolist()
+    end = [*job.renderer.encode(ANSWER).tolist(), job.renderer.stop_token_ids[0]]
+    reply = [*words[: REPLIES[name] - len(end)], *end]
+    return Canned([reply], texts=[job.renderer.decode(reply[:-1])])
+
+
+def _trainer(
+    manager_class: Any,
+    job: Job,
+    name: str,
+    url: str,
+    folder: Path,
+    options: argparse.Namespace,
+    side: Side,
+    number: int,
+) -> Trainer:
+    """A new launch of a side, for one round."""
+    file = folder / "prompts.jsonl"
+    _write_prompts(file, 4 * options.groups * (options.batches + 2), number)
+    flags = {**side.flags, **(OF_TURNS[side] if name == "turns" else {})}
+    paths = {"hf_checkpoint": job.folder, "prompt_data": str(file)}
+    return Trainer(manager_class, _args(options, url, rollout_max_response_len=REPLIES[name], **paths, **flags))
+
+
+def _measure(name: str, trainer: Callable[[Side, int], Trainer], options: argparse.Namespace) -> list[Row]:
+    costs: dict[Side, list[Cost]] = {side: [] for side in (THEIRS, CARRIES, OURS)}
+    for number in range(options.rounds + 1):  # the first is to warm up
+        for side in costs:
+            with calm_collector(), _quiet():
+                cost = _round(trainer(side, number), options)
+            close_rollouts()
+            costs[side] += [cost] * (number > 0)
+            print(f"{name}, round {number}: {side.name} {cost.milliseconds:.2f} ms, {cost}", file=sys.stderr)
+    return [_row(name, side, found, costs[THEIRS]) for side, found in costs.items()]
+
+
+def _row(name: str, side: Side, costs: list[Cost], theirs: list[Cost]) -> Row:
+    ratios = [other.milliseconds / cost.milliseconds for cost, other in zip(costs, theirs, strict=False)]
+    ratio, started = statistics.median(ratios), statistics.median(cost.started for cost in costs)
+    aimed = side is CARRIES
+    met = ratio >= TARGETS[name] and started <= STARTED
     return {
-        "loop": name,
-        "json.loads/kept sample": statistics.median(values),
-        "lowest to highest (rounds)": f"{min(values):.1f} to {max(values):.1f} ({len(values)})",
-        "ms/kept sample": 1000 * statistics.median(cost.cpu / cost.kept for cost in costs),
-        "started/kept": statistics.median(cost.started / cost.kept for cost in costs),
-        "µs of a json.loads": 1e6 * statistics.median(cost.loads for cost in costs),
-        "after a pause": 1e6 * paused,
-        "target": f"at most {AIM:g}" if name == "ours" else "",
-        "met": "" if name != "ours" else "yes" if statistics.median(values) <= AIM else "NO",
+        "job": name,
+        "rollout function": side.name,
+        "ms/kept sample": statistics.median(cost.milliseconds for cost in costs),
+        "slime's over it": ratio,
+        "lowest to highest (rounds)": f"{min(ratios):.1f} to {max(ratios):.1f} ({len(ratios)})",
+        "started/kept": started,
+        "target": f"at least {TARGETS[name]:g}, at most {STARTED:g}" if aimed else "",
+        "met": "" if not aimed else "yes" if met else "NO",
     }
 
 
 def slime_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--slime", type=Path, help="folder of slime's source; else ours alone")
+    path = os.environ.get("SLIME_PATH")
+    parser.add_argument("--slime", type=Path, default=path and Path(path), help="slime's source (default: $SLIME_PATH)")
+    parser.add_argument("--jobs", nargs="+", choices=TARGETS, default=list(TARGETS), help="(default: all)")
     parser.add_argument("--groups", type=int, default=16, help="of a batch (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=3, help="of a round (default: %(default)s)")
-    parser.add_argument("--factor", type=float, default=1.5, help="ours: over_sampling_factor (default: %(default)s)")
-    parser.add_argument("--median", type=float, default=0.3, help="seconds of a reply (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=4, help="of a round (default: %(default)s)")
+    parser.add_argument("--factor", type=float, default=1.5, help="--over-sampling-batch-size over the batch, of both")
+    parser.add_argument("--median", type=float, default=0.1, help="seconds of a reply (default: %(default)s)")
     parser.add_argument("--sigma", type=float, default=1.0, help="of its logarithm (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="a profile of rollouts_carry_over instead, by function")
+    parser.add_argument("--lines", type=int, default=30, help="of a profile (default: %(default)s)")
     parser.add_argument("--tokenizer", help="folder or name (default: Qwen3's where the tests' assets are)")

@@ -19,6 +19,7 @@ BENCHES: dict[str, Bench] = {
         name: functools.partial(lambda name, renderer, rounds: ratios.against_the_floor(renderer, name, rounds), name)
         for name in ratios.TARGETS
     },
+    "single": lambda renderer, rounds: single(renderer, rounds),
     "G": lambda renderer, rounds: ratios.groups(renderer, max(3, rounds // 2)),
     "naive": lambda renderer, rounds: ratios.against_naive(renderer, max(3, rounds // 2)),
     "connections": lambda renderer, rounds: growth.concurrency(renderer, max(1, rounds // 3)),
@@ -28,6 +29,12 @@ BENCHES: dict[str, Bench] = {
     "loop": lambda renderer, rounds: stops.stops(renderer, max(3, rounds // 2)),
     "journal": lambda renderer, rounds: journal.journal(rounds),
 }
+
+
+def single(renderer: Renderer, rounds: int) -> Iterator[Line]:
+    """The ratios with a prompt of its own for each sample."""
+    for name in ratios.TARGETS:
+        yield from ratios.against_the_floor(renderer, name, rounds, n=1)
 
 
 def run(names: list[str], tokenizer: str | Path, rounds: int) -> Iterator[Line]:

@@ -70,7 +70,8 @@ class Looker(ToolEnvironment):
         return _numbered(self._observations[(self._turn - 1) % len(self._observations)], self._number)
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        self._number = int(str(prompt.prompt).partition(" ")[0])
+        assert prompt.index is not None  # the number of the sample
+        self._number = prompt.index
         return await super().start(prompt)
 
     async def step(self, reply: Message) -> StepResult:
@@ -94,9 +95,11 @@ class Play:
     """Each prompt as rendered by the template."""
     bridges: tuple[str, ...]
     """The tokens between two replies, by turn."""
+    n: int = 1
+    """Samples of each prompt; nothing else is shared by two samples."""
 
     @classmethod
-    def of(cls, workload: Workload, renderer: Renderer) -> Play:
+    def of(cls, workload: Workload, renderer: Renderer, n: int = 1) -> Play:
         book, at = "\n".join(topics.values()), 0
 
         def text(tokens: int) -> str:
@@ -109,7 +112,8 @@ class Play:
             at = (at + length) % (len(book) - 80_000)
             return found
 
-        prompts = tuple(Prompt(f"{number} {text(workload.prompt - 60)}") for number in range(workload.samples))
+        texts = [f"{number} {text(workload.prompt - 60)}" for number in range(workload.samples // n)]
+        prompts = tuple(Prompt(text, index=number) for number, text in enumerate(texts))
         observations = tuple(f"{_NUMBER} {text(workload.observation - 25)}" for _ in range(workload.turns - 1)) or ("",)
         call = '<tool_call>\n{"name": "look", "arguments": {"at": "north"}}\n</tool_call>'
         end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
@@ -132,7 +136,12 @@ class Play:
             tools=tools,
             openings=tuple(renderer.render([Message("user", str(prompt.prompt))], tools) for prompt in prompts),
             bridges=tuple(renderer.decode(bridge) for bridge in bridges),
+            n=n,
         )
+
+    def opening(self, number: int) -> str:
+        """The rendered prompt of a sample."""
+        return self.openings[number // self.n]
 
     def bridge(self, number: int, turn: int) -> str:
         """The tokens between two replies of a sample; no two are the same."""
@@ -150,7 +159,7 @@ class Play:
     def expected(self, number: int) -> np.ndarray:
         """The final ids of one sample, equal for every loop."""
         encode = self.renderer.encode
-        parts = [encode(self.openings[number]), np.array(self.reply, np.int32)]
+        parts = [encode(self.opening(number)), np.array(self.reply, np.int32)]
         for turn in range(self.workload.turns - 1):
             parts += [encode(self.bridge(number, turn)), np.array(self.reply, np.int32)]
         return np.concatenate(parts)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import logging
+import threading
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -170,6 +171,26 @@ async def test_ids_that_would_kill_a_server_are_never_sent(client: Client, bad: 
         with pytest.raises(ConfigError, match=rf"stop_token_ids{message}; expected 0 <= id < 50"):
             await client.complete(policy, stop_token_ids=tuple(bad))
         assert not server.requests
+
+
+async def test_the_vocabulary_is_read_once(client: Client) -> None:
+    """Rollouts that start together wait for one reading of the tokenizer; another one would load it again."""
+    read: list[int] = []
+    last = threading.Event()
+
+    def vocab_size() -> int:
+        read.append(50)
+        last.wait(10)
+        return 50
+
+    async with StubServer() as server, SGLangPolicy(Endpoint(base_url=server.url), vocab_size=vocab_size) as policy:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(client.complete, policy)
+            await anyio.wait_all_tasks_blocked()
+            last.set()
+        assert len(server.requests) == 8
+    assert read == [50]
 
 
 @pytest.mark.parametrize(

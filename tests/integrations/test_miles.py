@@ -33,8 +33,8 @@ from rollouts.integrations.slime.pipeline import PROBE
 from rollouts.integrations.slime.records import FAMILIES, family, records, use_family
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.testing.server import StubServer
+from scripts.benches.slime_job import EmptyEngines
 from tests.integrations.slime.launches import set_every_field
-from tests.integrations.slime.test_with_slime import _Engines
 
 pytestmark = [
     pytest.mark.extra,
@@ -60,7 +60,7 @@ def miles_path() -> Iterator[Path]:
     if not path:
         pytest.skip("MILES_PATH names no checkout of miles")
     sys.path.append(path)
-    engines = _Engines()
+    engines = EmptyEngines()
     sys.meta_path.append(engines)
     importlib.import_module("sglang.srt.debug_utils.dumper").DumperConfig = _Dumper
     with warnings.catch_warnings():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import anyio
+import anyio.to_thread
 import attrs
 import msgspec
 
@@ -147,6 +148,8 @@ class Pipeline:
         elif self.recipe is not None and flags:
             name = function_name(self.recipe.config.generate_fn)
             raise ConfigError.of(flags, f"set, with the generate_fn {name}", "a generate_fn that takes a policy")
+        if self.recipe is None and not all(map(self._custom, (None, *self.settings.eval_sets))):
+            await anyio.to_thread.run_sync(codec_of, self.settings.endpoint.model)
         if flags and self._custom(None) is None:
             await self._check_replay()
 

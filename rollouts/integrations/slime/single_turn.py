@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
@@ -39,6 +39,8 @@ __all__ = ["codec_of", "generate_single_turn", "generate_with_slime"]
 
 _ENDS = {"stop": StopReason.TASK_COMPLETED, "length": StopReason.MAX_TOKENS, "abort": StopReason.ABORTED}
 
+_LONG_TEXT = 8000
+"""Characters from which a prompt is encoded in a thread."""
 _EMPTY_ABORTS = 30
 """Aborts in a row without a new token after which a resumed rollout counts as lost."""
 _BACKOFF_SECONDS = 0.5
@@ -79,8 +81,11 @@ async def generate_single_turn(
 async def _continue_text(
     prompt: Prompt, text: str, policy: Policy, model: str, sampling: SamplingParams, max_context: int | None
 ) -> Sample:
-    codec, stops = await anyio.to_thread.run_sync(codec_of, model)
-    ids = packed_tokens(await anyio.to_thread.run_sync(codec.encode, text))
+    codec, stops = codec_of(model)
+    if len(text) < _LONG_TEXT:
+        ids = _prompt_ids(model, text)
+    else:
+        ids = await anyio.to_thread.run_sync(_prompt_ids, model, text)
     if not len(ids):
         raise GenerateFailure(
             f"prompt of group {prompt.group_index}: got {text!r}; expected text of at least one token"
@@ -107,9 +112,19 @@ async def _continue_text(
 
 @functools.lru_cache(maxsize=4)
 def codec_of(model: str) -> tuple[Codec, tuple[int, ...]]:
-    """The tokenizer of a model, and the ids that end its turns; no chat template is needed."""
+    """The tokenizer of a model, and the ids that end its turns; no chat template is needed.
+
+    :meth:`Pipeline.check` loads it in a thread, before the rollouts that start together.
+    """
     tokenizer = load_tokenizer(model)
     return Codec(tokenizer), stop_ids_of(tokenizer)
+
+
+@functools.lru_cache(maxsize=64)
+def _prompt_ids(model: str, text: str) -> TokenColumn:
+    """The ids of a prompt, read-only; the rollouts of a group have the same prompt."""
+    codec, _ = codec_of(model)
+    return codec.encode(text)
 
 
 async def generate_with_slime(

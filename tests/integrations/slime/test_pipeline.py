@@ -19,6 +19,7 @@ from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.sglang import shared_policy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.single_turn import codec_of
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.testing.replies import Request
@@ -42,6 +43,17 @@ def single_turn(stub: StubServer, **overrides: Any) -> Namespace:
 
 async def one(args: Any, sample: Any, **_: Any) -> float:
     return 1.0
+
+
+def test_a_tokenizer_is_loaded_and_a_prompt_encoded_once(serve: Serve) -> None:
+    """The rollouts of a launch start together: they share one tokenizer, and those of a group the ids of its prompt."""
+    codec_of.cache_clear()
+    args = single_turn(stub := serve(), n_samples_per_prompt=4)
+    generate_rollout_batch(args, 0, Source(4))
+    assert codec_of.cache_info().misses == 1
+    codec, _ = codec_of(str(DEMO_MODEL))
+    prompts = {tuple(request.input_ids) for request in stub.requests}
+    assert codec.encoded_tokens == sum(map(len, prompts))
 
 
 # -- seeds ------------------------------------------------------------------------------------------------------------

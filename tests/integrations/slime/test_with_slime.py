@@ -6,16 +6,12 @@ Skipped unless ``SLIME_PATH`` names a checkout, e.g. ``SLIME_PATH=~/slime pytest
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import os
 import re
 import subprocess
 import sys
-import types
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,7 @@ from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import OWN_KEYS
 from rollouts.training import Prompt, Sample
+from scripts.benches.slime_job import EmptyEngines
 from tests.integrations.slime.launches import Launch, made_sample
 
 pytestmark = pytest.mark.extra
@@ -35,33 +32,10 @@ ROOT = Path(__file__).parents[3]
 DOOR = "rollouts.integrations.slime"
 
 
-def _anything(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
-
-
-class _Engines(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules in the place of sglang, which slime's manager imports and its conversion does not use."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if name.partition(".")[0] != "sglang":
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = _anything  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        return None
-
-
 @pytest.fixture(scope="session")
 def manager_class(slime_path: Path) -> Any:
     """slime's ``RolloutManager`` without Ray around it."""
-    sys.meta_path.append(_Engines())
+    sys.meta_path.append(EmptyEngines())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module("slime.ray.rollout")
