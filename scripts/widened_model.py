@@ -6,6 +6,9 @@ zero. Rotary position embeddings rotate pairs of dimensions, each pair by a freq
 frequency of pair 2i of 16, so the dimensions (i, i + 8) become (2i, 2i + 16). The norm of each head averages over twice
 as many dimensions, and the attention divides by another root: together a factor of sqrt(2), which the norm of the keys
 takes back. Logits differ by rounding, and by the epsilon of the norms, whose share doubles: 3e-5 for the demo model.
+
+The output head becomes a matrix of its own, because vLLM 0.32 on a CPU keeps the old one of tied embeddings in a weight
+update.
 """
 
 from __future__ import annotations
@@ -57,8 +60,10 @@ def widen(source: Path, target: Path) -> None:
             weights[name] = spread(value) / 2**0.5
         elif name.endswith("o_proj.weight"):
             weights[name] = spread(value.T.contiguous()).T.contiguous()
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"].clone())
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    (target / "config.json").write_text(json.dumps(config | {"head_dim": WIDE}, indent=2) + "\n")
+    changed = {"head_dim": WIDE, "tie_word_embeddings": False}
+    (target / "config.json").write_text(json.dumps(config | changed, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class VLLMServer:
     """``VLLM_SERVER_DEV_MODE``"""
     rejects: bool = False
     """Whether a server that is paused by ``abort`` or ``wait`` rejects requests, as 0.33 does."""
+    device: str = "cuda"
+    """What the server reports."""
     ignores: frozenset[str] = frozenset()
     """Fields that vanish on their way, as in a proxy that does not know them."""
     key: str | None = None
@@ -69,7 +71,11 @@ class VLLMServer:
     _rejecting: bool = False
 
     def routes(self) -> list[web.RouteDef]:
-        posts = {"/inference/v1/generate": self._generate, "/inference/v1/abort_requests": self._abort}
+        posts = {
+            "/inference/v1/generate": self._generate,
+            "/inference/v1/abort_requests": self._abort,
+            "/detokenize": self._detokenize,
+        }
         gets = {
             "/v1/models": self._models,
             "/version": self._version,
@@ -85,7 +91,7 @@ class VLLMServer:
                 "/update_weight_version": self._rename,
                 "/reset_prefix_cache": self._reset,
             }
-            gets |= {"/is_paused": self._is_paused, "/weight_info": self._weight_info}
+            gets |= {"/is_paused": self._is_paused, "/weight_info": self._weight_info, "/server_info": self._config}
         return [
             *(web.post(path, handler) for path, handler in posts.items()),
             *(web.get(path, handler) for path, handler in gets.items()),
@@ -95,7 +101,10 @@ class VLLMServer:
 
     async def _generate(self, http: web.Request) -> web.Response:
         self._check_scale_out()
-        body = msgspec.json.decode(await http.read())
+        try:
+            body = msgspec.json.decode(await http.read())
+        except msgspec.DecodeError as error:
+            raise Refused(f"1 validation error:\n  {{'type': 'json_invalid'}}: {error}") from error
         params = {name: value for name, value in body.get("sampling_params", {}).items() if name not in self.ignores}
         body = {name: value for name, value in body.items() if name not in self.ignores} | {"sampling_params": params}
         probe = "request_id" not in body
@@ -181,7 +190,9 @@ class VLLMServer:
         assert request.finish is not None
         params, count = body["sampling_params"], len(request.logprobs)
         sampled = request.tokens[request.prompt_tokens :]
-        logprobs = await self._raw(request) if self._is_shaped(request) else request.logprobs
+        logprobs = request.logprobs
+        if self._is_shaped(request):
+            logprobs = await self._scores(request.tokens, request.prompt_tokens - 1)
         if self.mode == "logits":
             logprobs = [logprob + 9.0 for logprob in logprobs]
         finish = request.finish["type"]
@@ -201,11 +212,19 @@ class VLLMServer:
                 if end > start
             ],
         }
-        details = {"cached_tokens": request.cached_tokens}
+        scores = None
+        if "prompt_logprobs" in params:
+            found = await self._scores(body["token_ids"], 0)
+            scores = [
+                None,
+                *({str(token): {"logprob": one}} for token, one in zip(body["token_ids"][1:], found, strict=True)),
+            ]
+        details = {"cached_tokens": 0 if scores else request.cached_tokens}
         return {
             "request_id": external,
             "model": "demo",
             "usage": {"prompt_tokens": request.prompt_tokens, "prompt_tokens_details": details},
+            "prompt_logprobs": scores,
             "prompt_token_ids": body["token_ids"] if body.get("return_token_ids") else None,
             "output_mode": "tokens",
             "choices": [choice],
@@ -215,16 +234,14 @@ class VLLMServer:
         """Whether raw logprobs differ from those of the engine."""
         return self.mode == "raw" and (request.rules.temperature not in (0.0, 1.0) or bool(request.rules.bias))
 
-    async def _raw(self, request: Request) -> list[float]:
-        """The logprobs of a reply at temperature 1, without its biases."""
+    async def _scores(self, ids: list[int], start: int) -> list[float]:
+        """The logprobs of the ids after a position, at temperature 1."""
         scored = anyio.Event()
-        score = Request(
-            uuid.uuid4().hex, request.tokens[:], Rules(limit=0), lambda _: scored.set(), request.prompt_tokens - 1
-        )
-        self.frontend.enter([score])
+        request = Request(uuid.uuid4().hex, ids[:], Rules(limit=0), lambda _: scored.set(), start)
+        self.frontend.enter([request])
         await scored.wait()
-        self.frontend.leave([score])
-        return score.prompt_logprobs
+        self.frontend.leave([request])
+        return request.prompt_logprobs
 
     async def _abort(self, http: web.Request) -> web.Response:
         self._check_scale_out()
@@ -310,6 +327,13 @@ class VLLMServer:
 
     async def _weight_info(self, http: web.Request) -> web.Response:
         return _json({"weight_version": self.frontend.version})
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        ids = msgspec.json.decode(await http.read())["tokens"]
+        return _json({"prompt": self.frontend.loaded.tokenizer.decode(ids)})
+
+    async def _config(self, http: web.Request) -> web.Response:
+        return _json({"vllm_config": f"dtype=torch.{self.frontend.loaded.dtype}, device_config={self.device}, seed=0"})
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response()

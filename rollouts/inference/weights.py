@@ -321,6 +321,7 @@ class _VLLMServer(_Server):
     CONTINUE = "/resume"
 
     async def _update(self, folder: str, while_running: WhileRunning) -> None:
+        await self._check_head(folder)
         in_place = while_running == "in_place"
         mode = while_running if while_running in ("wait", "abort") else "keep"
         async with self._while_paused({}, f"?mode={mode}&clear_cache={str(not in_place).lower()}"):
@@ -337,6 +338,17 @@ class _VLLMServer(_Server):
         if served != self._version:
             raise EndpointRefused(
                 f"{self.name}/weight_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
+            )
+
+    async def _check_head(self, folder: str) -> None:
+        """Refuse a model without an output head of its own on a CPU, where vLLM 0.32 would keep the old head."""
+        config = await Routes(self._transport, self._url, self._headers, "a vLLM server").first("/server_info")
+        if "device_config=cpu" not in str(config.get("vllm_config")):
+            return
+        if "lm_head.weight" not in await anyio.to_thread.run_sync(_check_folder, Path(folder)):
+            raise EndpointRefused(
+                f"{self.name} serves on a CPU, where vLLM keeps the old output head of tied embeddings: {folder} has no"
+                " lm_head.weight. Save the model with tie_word_embeddings false"
             )
 
     async def _load(self, folder: str) -> None:
@@ -366,8 +378,11 @@ class _VLLMServer(_Server):
         return error
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path) -> set[str]:
     """Check that a folder has whole weights: vLLM ends at the first request after a failed update.
+
+    Returns:
+        The names of its tensors.
 
     Raises:
         ConfigError: it has none that this process can read, or a file of them is cut.
@@ -383,15 +398,19 @@ def _check_folder(folder: Path) -> None:
     if missing:
         expected = f"a folder with all files of {index.name}, also {', '.join(sorted(missing))}"
         raise ConfigError.of("update_weights, folder", str(folder), expected)
+    names: set[str] = set()
     for path in files:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             size = path.stat().st_size
             header = loads(file.read(length)) if length < size else None
-        offsets = header.items() if isinstance(header, dict) else ()
-        ends = [entry["data_offsets"][1] for name, entry in offsets if name != "__metadata__"]
+        tensors = dict(header) if isinstance(header, dict) else {}
+        tensors.pop("__metadata__", None)
+        names |= tensors.keys()
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
         if 8 + length + max(ends, default=size) != size:
             raise ConfigError.of("update_weights, folder", str(path), "a whole file of safetensors")
+    return names
 
 
 def _has_updated(message: str) -> bool | None:

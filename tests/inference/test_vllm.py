@@ -419,6 +419,23 @@ async def test_an_update_needs_the_development_mode() -> None:
         await policy.complete(PROMPT, SHORT)
 
 
+async def test_tied_embeddings_are_not_updated_on_a_cpu(moved: Path, tmp_path: Path) -> None:
+    """vLLM would load all but the output head there; a head of its own is loaded."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    async with vllm_server(device="cpu") as server:
+        with pytest.raises(EndpointRefused, match=r"no lm_head.weight. Save the model with tie_word_embeddings false"):
+            await update_weights(endpoint_at(server.url), moved, "v1")
+        assert server.calls == []
+        shutil.copytree(moved, tmp_path / "untied")
+        weights = load_file(moved / "model.safetensors")
+        weights["lm_head.weight"] = torch.clone(weights["model.embed_tokens.weight"])
+        save_file(weights, tmp_path / "untied" / "model.safetensors", {"format": "pt"})
+        await update_weights(endpoint_at(server.url), tmp_path / "untied", "v1")
+        assert server.frontend.version == "v1"
+
+
 async def test_a_server_that_reports_another_version_is_an_error() -> None:
     """After the update, the version is read back."""
     answers = {"/reset_prefix_cache": {"success": True}, "/weight_info": {"weight_version": "old"}}
