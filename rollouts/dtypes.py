@@ -559,7 +559,7 @@ class Endpoint:
         ),
     )
     """Concurrent requests for each server; further ones wait in the client. ``"adaptive"``: as many as the server runs
-    without queueing or running out of KV cache, as ``/v1/loads`` reports. ``None``: no limit."""
+    without queueing or running out of KV cache, as its load report says. ``None``: no limit."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in (("api_key", self.api_key), ("admin_key", self.admin_key)):

@@ -30,6 +30,8 @@ from tests.vllm_server import VLLMServer, vllm_server
 PROMPT = packed_tokens(range(1, 30))
 SHORT = SamplingParams(max_new_tokens=12)
 LONG = SamplingParams(max_new_tokens=900, temperature=2.0)
+FULL = attrs.evolve(LONG, min_new_tokens=900)
+"""It never ends early. A minimum length changes the distribution, so its logprobs are not compared."""
 
 
 def endpoint_at(url: str, **options: Any) -> Endpoint:
@@ -249,19 +251,21 @@ async def test_an_interrupted_reply_keeps_its_tokens(server: VLLMServer, teacher
 
     async with policy_at(server.url) as policy:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-            await begun(server, 20)
+            for _ in range(12):
+                tasks.start_soon(call)
+            await begun(server, 60)
             await policy.interrupt()
-    assert replies[0].finish_reason == "abort"
-    assert 0 < len(replies[0].tokens) < 900
-    assert worst(replies[0], teacher, 2.0) < 5e-5
+    aborted = [reply for reply in replies if reply.finish_reason == "abort" and len(reply.tokens)]
+    assert aborted
+    for reply in aborted:
+        assert worst(reply, teacher, 2.0) < 5e-5
 
 
 async def test_a_cancelled_call_stops_its_generation(server: VLLMServer) -> None:
     """Nothing runs afterwards."""
     async with policy_at(server.url) as policy:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policy.complete, PROMPT, LONG)
+            tasks.start_soon(policy.complete, PROMPT, FULL)
             await begun(server, 20)
             tasks.cancel_scope.cancel()
         assert policy.totals.aborts == 1
@@ -273,7 +277,7 @@ async def test_abort_all_ends_the_requests_of_others(server: VLLMServer) -> None
     """Until the server is idle by its metrics; without the development mode it says what is missing."""
     async with policy_at(server.url) as policy, policy_at(server.url) as other:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(other.complete, PROMPT, LONG)
+            tasks.start_soon(other.complete, PROMPT, FULL)
             await begun(server, 20)
             await policy.abort_all(5.0)
     async with vllm_server(dev=False) as plain, policy_at(plain.url) as policy:

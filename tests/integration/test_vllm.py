@@ -18,6 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import attrs
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -32,6 +34,7 @@ from rich.console import Console
 from rollouts.commands import main
 from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
+from rollouts.conformance.vllm import vllm_conformance_of
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, ContextOverflow
@@ -228,6 +231,15 @@ def proven(run: Path, models: Mapping[str | None, Path]) -> Proof:
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_server_conforms(server: RealServer, tmp_path: Path, report_line: Callable[[str], None]) -> None:
+    """Every point that a feature relies on holds."""
+    report = await vllm_conformance_of(server.endpoint, unsafe=True)
+    (tmp_path / "report.json").write_bytes(msgspec.json.encode(report))
+    report_line(f"{Counter(result.verdict for result in report.results)}; {tmp_path}/report.json")
+    assert report.failed == [], report
+    assert report.server == "vLLM 0.32.0"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
