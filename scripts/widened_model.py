@@ -35,13 +35,14 @@ def widen(source: Path, target: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(source, target)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     if config.get("head_dim", 0) >= WIDE:
+        shutil.copytree(source, target)
         return
     if config.get("model_type") != "qwen3" or config.get("head_dim") != NARROW:
         got = f"{config.get('model_type')} with heads of {config.get('head_dim')} dimensions in {source}"
         raise ConfigError.of("SOURCE", got, f"qwen3 with heads of {NARROW}")
+    shutil.copytree(source, target)
     half = torch.arange(NARROW // 2)
     places = torch.cat([2 * half, 2 * half + NARROW])
 
