@@ -410,7 +410,8 @@ class VersionSpan:
 class SamplingParams:
     """Sampling parameters. The defaults sample from the full distribution, so that logprobs are the policy's own.
 
-    With ``top_p`` below 1 or ``top_k`` set, SGLang reports the logprob of the untruncated distribution.
+    With ``top_p`` below 1 or ``top_k`` set, SGLang reports the logprob of the untruncated distribution, as vLLM
+    does in its raw mode. For a vLLM server whose logprobs would be of another distribution they are refused.
     """
 
     temperature: float = attrs.field(default=1.0, validator=number(least=0))
@@ -464,14 +465,16 @@ class Endpoint:
     """An inference endpoint: its address, its sampling parameters, its timeouts.
 
     Args:
-        provider: the server's protocol; ``"sglang"``.
+        provider: the server's protocol: ``"sglang"`` or ``"vllm"``.
         model: name or folder of the model; also the default source of the tokenizer.
         base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
-    provider: str = attrs.field(default="sglang", validator=check('"sglang"', lambda v: v == "sglang"))
+    provider: str = attrs.field(
+        default="sglang", validator=check('"sglang" or "vllm"', lambda v: v in ("sglang", "vllm"))
+    )
     model: str = attrs.field(
         default="default", validator=check("a non-empty string", lambda v: isinstance(v, str) and bool(v))
     )
@@ -500,7 +503,7 @@ class Endpoint:
         validator=check('an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or is_int(v, 1)),
     )
     """Concurrent requests for each server; further ones wait in the client. ``"adaptive"``: as many as the server runs
-    without queueing or running out of KV cache, as ``/v1/loads`` reports. ``None``: no limit."""
+    without queueing or running out of KV cache, as its load report says. ``None``: no limit."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in (("api_key", self.api_key), ("admin_key", self.admin_key)):

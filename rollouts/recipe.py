@@ -23,7 +23,7 @@ from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, w
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.renderer.options import TEMPLATE_KWARGS
 from rollouts.training.agent_integration import check_limits, generate_rollout_batch
@@ -278,14 +278,18 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     Raises:
         ConfigError: the generate function is bound to ``max_turns`` and to other ``limits``, the environment lacks a
             method, the tokenizer does not load, or its template fails the self-test: a bridge is wrong, or tool calls
-            would not be parsed; also with the ``template_kwargs`` of a prompt.
+            would not be parsed; also with the ``template_kwargs`` of a prompt. Or the server would report logprobs of
+            another distribution for the endpoint's sampling parameters.
         EnvironmentFailure: the environment cannot be created or closed.
         EndpointUnavailable: no server responds at the URL.
-        EndpointRefused: the server at the URL is no SGLang server.
+        EndpointRefused: the server at the URL does not have the protocol of the endpoint.
     """
     renderer = await check_recipe(recipe)
-    server = await shared_policy(recipe.endpoint, renderer.vocab_size).describe()
-    _warn_of_old_server(server)
+    policy = shared_policy(recipe.endpoint, renderer.vocab_size)
+    server = await policy.describe()
+    await policy.check_sampling(recipe.endpoint.sampling)
+    if recipe.endpoint.provider == "sglang":
+        _warn_of_old_server(server)
     return server
 
 

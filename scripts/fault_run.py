@@ -40,7 +40,7 @@ from rollouts.dtypes import Endpoint, Limits, Message, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import READY
 from rollouts.environments import CalculatorEnvironment, StepResult
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.recipe import preflight
 from rollouts.recipes.calculator import exact_answer_reward
 from rollouts.recipes.calculator import recipe as calculator

@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--browser", action="store_true", help="run the tests that open pages in Chromium")
     parser.addoption("--sglang", action="store_true", help="run the tests of a real SGLang server, in .venv-sglang")
+    parser.addoption("--vllm", action="store_true", help="run the tests of a real vLLM server, in .venv-vllm")
 
 
 @pytest.fixture(scope="session")

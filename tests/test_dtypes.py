@@ -38,7 +38,7 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (SamplingParams, {"stop": 5}, "SamplingParams.stop: got 5; expected"),
     (SamplingParams, {"stop": [5]}, "SamplingParams.stop: got"),
     (SamplingParams, {"stop": list(map(str, range(33)))}, "at most 32"),
-    (Endpoint, {"provider": "openai"}, "Endpoint.provider: got 'openai'; expected \"sglang\""),
+    (Endpoint, {"provider": "openai"}, 'Endpoint.provider: got \'openai\'; expected "sglang" or "vllm"'),
     (Endpoint, {"base_url": "localhost:30000"}, "Endpoint.base_url: got"),
     (Endpoint, {"base_url": []}, "Endpoint.base_url: got"),
     (Endpoint, {"base_url": 30000}, "Endpoint.base_url: got 30000"),

@@ -39,7 +39,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
-from rollouts.commands.arguments import options_of
+from rollouts.commands.arguments import add_provider, options_of
 from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine.process import engine_process
@@ -388,9 +388,10 @@ def main() -> int:
         action="append",
         default=[],
         metavar="URL",
-        help="a running SGLang server that can read --out and --model; repeat it for several. The keys are read from"
-        " ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY (default: the embedded engine)",
+        help="a running SGLang or vLLM server that can read --out and --model; repeat it for several. The keys are"
+        " read from ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY (default: the embedded engine)",
     )
+    add_provider(parser)
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=40)
@@ -448,6 +449,7 @@ def _lesson(args: argparse.Namespace) -> Lesson:
     options = {"seed": str(args.seed), **ahead, **options_of(args)}
     endpoint = (
         Endpoint(
+            provider=args.provider or "sglang",
             base_url=tuple(args.endpoint),
             api_key=os.environ.get("ROLLOUTS_API_KEY"),
             admin_key=os.environ.get("ROLLOUTS_ADMIN_KEY"),

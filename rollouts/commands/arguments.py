@@ -33,6 +33,7 @@ __all__ = [
     "INTERRUPTED",
     "add_generate_options",
     "add_output",
+    "add_provider",
     "add_target",
     "add_verb",
     "all_options_of",
@@ -51,6 +52,11 @@ __all__ = [
 BAD_INPUT, BROKEN = 2, 1
 
 Result = TypeVar("Result")
+
+
+def add_provider(parser: argparse._ActionsContainer) -> None:
+    """Add the option for the protocol of ``--endpoint``."""
+    parser.add_argument("--provider", choices=("sglang", "vllm"), help="protocol of --endpoint (default: sglang)")
 
 
 def tell(error: RolloutsError, *, debug: bool) -> None:
@@ -147,9 +153,10 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
         action="append",
         default=[],
         metavar="URL",
-        help="URL of an SGLang server; repeat the option for several servers. Default: start the embedded engine; with "
-        "run --resume, the servers of that run. The API key is read from ROLLOUTS_API_KEY",
+        help="URL of an SGLang or vLLM server; repeat the option for several servers. Default: start the embedded "
+        "engine; with run --resume, the servers of that run. The API key is read from ROLLOUTS_API_KEY",
     )
+    add_provider(verb)
     verb.add_argument(
         "--model", metavar="NAME_OR_DIR", help="model with its tokenizer (default: the model that the server reports)"
     )
@@ -240,6 +247,7 @@ def target_of(args: argparse.Namespace) -> RunTarget:
     return RunTarget(
         recipe=args.recipe,
         urls=tuple(args.endpoint),
+        provider=args.provider,
         model=args.model,
         options=all_options_of(args),
         batches=getattr(args, "batches", None),

@@ -34,7 +34,7 @@ from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Tool
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
 from rollouts.http.client import HttpClient
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe_files import build, load_recipe, read_options
 from rollouts.renderer import ExamplePart, Renderer, RendererOptions, SelfTest, conversation, load_tokenizer

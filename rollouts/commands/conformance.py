@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from rollouts.commands.arguments import BROKEN, add_verb, in_loop
+from rollouts.commands.arguments import BROKEN, add_provider, add_verb, in_loop
 from rollouts.conformance.points import Report, read_report, table
 from rollouts.conformance.sglang import conformance_of
+from rollouts.conformance.vllm import vllm_conformance_of
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
 from rollouts.terminal import say
@@ -27,12 +28,13 @@ def add(verbs: Any) -> None:
     what.add_argument(
         "--endpoint",
         metavar="URL",
-        help="an SGLang server or router that serves nothing else meanwhile: it is paused, and its weights are loaded "
-        "again. The keys are read from ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY",
+        help="an SGLang or vLLM server, or a router of SGLang, that serves nothing else meanwhile: it is paused, and "
+        "its weights are loaded again. The keys are read from ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY",
     )
     what.add_argument(
         "--table", nargs="+", type=Path, metavar="FILE", help="print a Markdown table of reports stored with --json"
     )
+    add_provider(parser)
     parser.add_argument("--unsafe", action="store_true", help="also ask what may end the server")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
@@ -52,15 +54,15 @@ def _conformance(args: argparse.Namespace) -> int:
         say(table([_stored(path) for path in args.table]))
         return 0
     endpoint = Endpoint(
+        provider=args.provider or "sglang",
         base_url=args.endpoint,
         api_key=os.environ.get("ROLLOUTS_API_KEY"),
         admin_key=os.environ.get("ROLLOUTS_ADMIN_KEY"),
     )
 
     async def ask() -> Report:
-        return await conformance_of(
-            endpoint, unsafe=args.unsafe, tolerance=args.tolerance, idle_seconds=args.idle_seconds
-        )
+        conformance = vllm_conformance_of if endpoint.provider == "vllm" else conformance_of
+        return await conformance(endpoint, unsafe=args.unsafe, tolerance=args.tolerance, idle_seconds=args.idle_seconds)
 
     report = in_loop(ask)
     say(msgspec.json.format(msgspec.json.encode(report)).decode() if args.json else report)

@@ -53,7 +53,7 @@ from rollouts.engine.process import EngineProcess
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
-from rollouts.inference.sglang import shared_policies, shared_policy
+from rollouts.inference.shared import shared_policies, shared_policy
 from rollouts.observability import LoopLag, RunLogger, numbers_of
 from rollouts.observability.loggers import logger_of
 from rollouts.observability.prometheus import serving_metrics
@@ -244,7 +244,8 @@ async def launch(
 
 def _server_line(target: RunTarget, server: ServerInfo) -> str:
     """The server that answered, in words."""
-    version = f"SGLang {server.version or 'of unknown version'}" if target.urls else "embedded engine"
+    kind = "vLLM" if target.provider == "vllm" else "SGLang"
+    version = f"{kind} {server.version or 'of unknown version'}" if target.urls else "embedded engine"
     context = "" if server.max_context is None else f", at most {server.max_context} tokens a sequence"
     return f"server: {version}, model {Path(server.model or 'unknown').name}{context}"
 

@@ -17,7 +17,7 @@ from rollouts.dtypes import Endpoint, without_password
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import EngineProcess, engine_process
 from rollouts.errors import ConfigError
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.recipe import Recipe
 from rollouts.recipe_files import RecipeFunction, build, load_recipe, read_options
 from rollouts.runs.folder import read_info
@@ -50,6 +50,8 @@ class RunTarget:
     """The recipe file; ``None`` only where a run is resumed."""
     urls: tuple[str, ...] = ()
     """URLs of servers; empty starts the embedded engine."""
+    provider: str | None = None
+    """Protocol of those servers; ``None`` for SGLang."""
     served: str | None = None
     """The model that the server must report: that of the resumed run."""
     weights: str | None = None
@@ -87,7 +89,13 @@ async def open_target(
         if any(_HIDDEN in url for url in target.urls):
             expected = "the URL with its user name and password, which the run does not store: pass --endpoint again"
             raise ConfigError.of("--endpoint", target.urls, expected)
-        endpoint = Endpoint(model=target.model or "default", base_url=target.urls, api_key=key, admin_key=admin_key)
+        endpoint = Endpoint(
+            provider=target.provider or "sglang",
+            model=target.model or "default",
+            base_url=target.urls,
+            api_key=key,
+            admin_key=admin_key,
+        )
         if target.model is None or target.served is not None:
             say(f"server: asking {', '.join(map(without_password, target.urls))} for its model")
             served = (await shared_policy(endpoint).describe()).model
@@ -98,6 +106,8 @@ async def open_target(
             endpoint = attrs.evolve(endpoint, model=model)
         yield _built(function, endpoint, target), None
         return
+    if target.provider == "vllm":
+        raise ConfigError.of("--provider", target.provider, "--endpoint URL as well: the embedded engine is not vLLM")
     folder = _model_folder(target.model)
     if target.weights is None:
         _check_served(target, str(folder), "in the embedded engine")
@@ -158,6 +168,7 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
         target,
         recipe=recipe,
         urls=target.urls or _stored_urls(run, info),
+        provider=target.provider or (info.get("endpoint") or {}).get("provider"),
         served=None if allow_changes else (info.get("server") or {}).get("model"),
         weights=None if allow_changes else _stored_weights(before, info),
         model=target.model or before.get("model"),
@@ -209,7 +220,8 @@ def stored_recipe(target: RunTarget, run: Path) -> Recipe:
     stored = read_info(run).get("endpoint") or {}
     endpoint = Endpoint(model=target.model or stored.get("model") or "default")
     if stored.get("base_url"):
-        endpoint = attrs.evolve(endpoint, base_url=tuple(stored["base_url"]))
+        provider = stored.get("provider", "sglang")
+        endpoint = attrs.evolve(endpoint, base_url=tuple(stored["base_url"]), provider=provider)
     return _built(load_recipe(target.recipe), endpoint, target)
 
 

@@ -31,7 +31,7 @@ from rollouts.compat.strands_rollout import Rollout, Token, TokenManager
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import Policy
-from rollouts.inference.sglang import shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.settings import sampling_of
 from rollouts.integrations.strands.messages import from_strands, opening_of, reply_events, tools_of
 from rollouts.renderer import load_tokenizer, renderer_for

@@ -1,5 +1,7 @@
 """Requests of the conformance points to an SGLang server, or to a router and the servers behind it.
 
+A probe of another protocol overrides what is sent, and answers in the same form.
+
 Invariant: ``/generate`` goes to the URL that was given; control routes go to the servers themselves, as those of a
 router. Prompts are new in every probe, so that no prefix of an earlier one is cached.
 
@@ -13,7 +15,7 @@ import os
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import attrs
@@ -24,9 +26,11 @@ from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.discovery import describe_server, served_version
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
-__all__ = ["Probe", "Reply", "opened"]
+__all__ = ["FREE", "Probe", "Reply", "listed", "opened"]
 
 FREE = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
 """A reply of 24 tokens from the full distribution."""
@@ -70,6 +74,11 @@ class Probe:
     def url(self) -> str:
         return self.endpoint.base_url[0]
 
+    @property
+    def prefix(self) -> int:
+        """Ids of a prompt that is long enough for the prefix cache."""
+        return 48
+
     def prompt(self, name: str, length: int = 24) -> list[int]:
         """Ids that every vocabulary has; the same for one name."""
         rng = random.Random(f"{self._salt} {name}")
@@ -98,7 +107,10 @@ class Probe:
         status, payload = await self.post({**body, "sampling_params": sampling}, session or str(body["rid"]))
         if status != 200:
             raise error_of(status, message_of(payload))
-        answer = msgspec.json.decode(payload)
+        return self.read(prompt, msgspec.json.decode(payload))
+
+    def read(self, prompt: Sequence[int], answer: Any) -> Reply:
+        """A decoded response as a reply."""
         meta = answer["meta_info"]
         triples = meta.get("output_token_logprobs") or []
         return Reply(
@@ -115,6 +127,66 @@ class Probe:
         ids = [*reply.prompt, *reply.ids]
         scored = await self.reply(ids, sampling_params={"max_new_tokens": 0}, logprob_start_len=0)
         return [triple[0] for triple in scored.meta["input_token_logprobs"][len(reply.prompt) :]]
+
+    async def text(self, reply: Reply) -> str:
+        """The text of a reply; empty if the server has none."""
+        return reply.text
+
+    async def describe(self) -> ServerInfo:
+        """The description of the server.
+
+        Raises:
+            EndpointError: it does not answer, or has another protocol.
+        """
+        return await describe_server(self.client, self.url, headers_of(self.endpoint))
+
+    async def dtype(self) -> str | None:
+        """The dtype that the server reports."""
+        return (await self.info("/server_info")).get("dtype")
+
+    async def served(self) -> set[str | None]:
+        """The weight versions that the servers report."""
+        return {await served_version(self.client, url, headers_of(self.endpoint)) for url in self.servers}
+
+    async def folder(self) -> str:
+        """The folder of the weights."""
+        return str((await self.info("/model_info"))["model_path"])
+
+    async def abort(self, rid: str) -> set[int]:
+        """Abort a request by the id with which it was sent; returns the statuses."""
+        return {status for status, _ in await self.control("/abort_request", {"rid": rid})}
+
+    async def pause(self) -> str:
+        """Pause all servers, so that running requests compute their K/V again; what they answered, and then report.
+
+        Raises:
+            ValueError: a server did not pause, or says that it is ready.
+        """
+        paused = [status for status, _ in await self.control("/pause_generation", {"mode": "retract"})]
+        ready = [status for status, _ in await self.get("/ready")]
+        came = f"/pause_generation {listed(paused)}, /ready {listed(ready)}"
+        if set(paused) != {200} or not set(ready) <= {503, 404}:
+            raise ValueError(came)
+        return came
+
+    async def unpause(self) -> None:
+        """Let all servers go on."""
+        await self.control("/continue_generation", {})
+
+    async def rename(self, version: str) -> None:
+        """Give the weights another name."""
+        await self.control("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def load_in_place(self, folder: str) -> None:
+        """Load weights and keep all cached K/V."""
+        await self.control("/pause_generation", {"mode": "in_place"})
+        body = {"model_path": folder, "weight_version": self.version(), "flush_cache": False}
+        await self.control("/update_weights_from_disk", body)
+        await self.unpause()
+
+    async def clear(self) -> None:
+        """Clear the prefix caches."""
+        await self.control("/flush_cache", {})
 
     async def control(self, path: str, body: dict[str, Any]) -> list[tuple[int, bytes]]:
         """POST to every server itself."""
@@ -170,20 +242,30 @@ class Probe:
         return min(tokens, (await self.context() or 1024) - 64)
 
 
+def listed(values: object) -> str:
+    """Different values, in the order in which they came."""
+    found = list(dict.fromkeys(map(str, values)))  # type: ignore[call-overload]
+    return ", ".join(found)
+
+
+P = TypeVar("P", bound=Probe)
+
+
 @contextlib.asynccontextmanager
 async def opened(
-    endpoint: Endpoint, *, tolerance: float | None = None, idle_seconds: float = 7.0
-) -> AsyncIterator[Probe]:
+    kind: type[P], endpoint: Endpoint, *, tolerance: float | None = None, idle_seconds: float = 7.0
+) -> AsyncIterator[P]:
     """A probe of the first URL of an endpoint.
 
     Args:
+        kind: of its protocol.
         endpoint: URL and keys.
         tolerance: largest difference of two logprobs of one token; by default by the server's dtype.
         idle_seconds: how long a connection stays idle until it is looked at.
     """
     client = HttpClient(connect_seconds=endpoint.connect_seconds)
     try:
-        probe = Probe(endpoint, tolerance, idle_seconds, client)
+        probe = kind(endpoint, tolerance, idle_seconds, client)
         workers: Sequence[str] = ()
         with contextlib.suppress(EndpointUnavailable):  # the points report it
             workers = await workers_behind(client, probe.url, headers_of(endpoint))

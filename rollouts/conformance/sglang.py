@@ -20,12 +20,10 @@ import anyio
 
 from rollouts.concurrency.task_groups import first_error
 from rollouts.conformance.points import MOST_SHOWN, Finding, Point, Report, Skipped, ask_all
-from rollouts.conformance.probe import FREE, Probe, Reply, opened
+from rollouts.conformance.probe import FREE, Probe, Reply, listed, opened
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused
 from rollouts.http.client import KEEPALIVE_SECONDS, ConnectFailed, ConnectionLost
-from rollouts.inference.aborts import headers_of
-from rollouts.inference.discovery import describe_server, served_version
 from rollouts.inference.weights import update_weights
 from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
 
@@ -52,8 +50,8 @@ async def conformance_of(
         EndpointUnavailable: no server answers.
         EndpointRefused: it is no SGLang server, or it wants another key.
     """
-    async with opened(endpoint, tolerance=tolerance, idle_seconds=idle_seconds) as probe:
-        await describe_server(probe.client, probe.url, headers_of(endpoint))
+    async with opened(Probe, endpoint, tolerance=tolerance, idle_seconds=idle_seconds) as probe:
+        await probe.describe()
         info = await probe.info("/server_info")
         kind = "rollouts engine, protocol of SGLang" if info.get("engine") == "rollouts" else "SGLang"
         behind = f", {len(probe.servers)} behind a router" if probe.is_router else ""
@@ -66,7 +64,7 @@ async def conformance_of(
 
 
 async def _description(probe: Probe) -> Finding:
-    info = await describe_server(probe.client, probe.url, headers_of(probe.endpoint))
+    info = await probe.describe()
     came = f"model, version {info.version}, weights {info.weight_version!r}, room for {info.max_context} tokens"
     return Finding(info.model is not None and info.max_context is not None, came)
 
@@ -81,7 +79,7 @@ async def _limits(probe: Probe) -> Finding:
 
 async def _ready(probe: Probe) -> Finding:
     statuses = [status for status, _ in await probe.get("/ready")]
-    return Finding(set(statuses) == {200}, f"status {_listed(statuses)} while nothing runs")
+    return Finding(set(statuses) == {200}, f"status {listed(statuses)} while nothing runs")
 
 
 async def _loads(probe: Probe) -> Finding:
@@ -131,10 +129,9 @@ async def _versions(probe: Probe) -> Finding:
     spans = reply.meta["weight_versions"]
     ends = [(span["start"], span["end"]) for span in spans]
     whole = [start for start, _ in ends] + [len(reply.ids)] == [0] + [end for _, end in ends]
-    headers = headers_of(probe.endpoint)
-    served = {await served_version(probe.client, url, headers) for url in probe.servers}
+    served = await probe.served()
     named = {span["version"] for span in spans}
-    return Finding(whole and named <= served, f"{len(spans)} spans, {_listed(named)}; /model_info: {_listed(served)}")
+    return Finding(whole and named <= served, f"{len(spans)} spans, {listed(named)}; the server: {listed(served)}")
 
 
 async def _scored(probe: Probe, name: str, **sampling: float) -> Finding:
@@ -143,7 +140,7 @@ async def _scored(probe: Probe, name: str, **sampling: float) -> Finding:
 
 
 async def _scored_after_hit(probe: Probe) -> Finding:
-    first = await probe.reply(probe.prompt("hit", 48), session="hit")
+    first = await probe.reply(probe.prompt("hit", probe.prefix), session="hit")
     longer = [*first.prompt, *first.ids, *probe.prompt("hit, next", 8)]
     second = await probe.reply(longer, session="hit")
     found = await _agree(probe, second)
@@ -179,7 +176,7 @@ async def _tempered(probe: Probe) -> Finding:
 async def _tolerance(probe: Probe) -> float:
     if probe.tolerance is not None:
         return probe.tolerance
-    return TOLERANCES.get(str((await probe.info("/server_info")).get("dtype")), 0.5)
+    return TOLERANCES.get(str(await probe.dtype()), 0.5)
 
 
 async def _seed(probe: Probe) -> Finding:
@@ -205,35 +202,40 @@ async def _stop_id(probe: Probe) -> Finding:
 async def _stop_string(probe: Probe) -> Finding:
     prompt = probe.prompt("stop string")
     greedy = await probe.reply(prompt, session="stop string", sampling_params={"temperature": 0})
-    half = greedy.text[len(greedy.text) // 3 :]
+    text = await probe.text(greedy)
+    half = text[len(text) // 3 :]
     stop = re.search(r"[a-zA-Z0-9 ]{2}", half)
     if stop is None:
         raise Skipped("the server sends no text, or one without two letters in a row")
     asked = {"temperature": 0, "stop": [stop[0]]}
     reply = await probe.reply(prompt, session="stop string", sampling_params=asked)
-    ok = stop[0] in reply.text and reply.ids == greedy.ids[: len(reply.ids)] and reply.finish.get("type") == "stop"
+    ok = (
+        stop[0] in await probe.text(reply)
+        and reply.ids == greedy.ids[: len(reply.ids)]
+        and reply.finish.get("type") == "stop"
+    )
     return Finding(ok, f"{len(reply.ids)} of {len(greedy.ids)} ids, finish {reply.finish}")
 
 
 async def _abort(probe: Probe) -> Finding:
     rid = f"{probe.version()}-abort"
     async with probe.long("abort", 2000, rid=rid) as reply:
-        statuses = [status for status, _ in await probe.control("/abort_request", {"rid": rid})]
+        statuses = await probe.abort(rid)
     ended = reply()
-    ok = ended.finish.get("type") == "abort" and ended.ids == ended.logprob_ids and set(statuses) == {200}
+    ok = ended.finish.get("type") == "abort" and ended.ids == ended.logprob_ids and statuses == {200}
     return Finding(ok, f"finish {ended.finish.get('type')}, {len(ended.ids)} ids, {len(ended.logprobs)} logprobs")
 
 
 async def _abort_unknown(probe: Probe) -> Finding:
-    statuses = [status for status, _ in await probe.control("/abort_request", {"rid": f"{probe.version()}-none"})]
-    return Finding(set(statuses) == {200}, f"status {_listed(statuses)}")
+    statuses = await probe.abort(f"{probe.version()}-none")
+    return Finding(statuses == {200}, f"status {listed(statuses)}")
 
 
 async def _same_rid(probe: Probe) -> Finding:
     rid = f"{probe.version()}-twice"
     async with probe.long("twice", 2000, rid=rid):
         error = await _refused(probe, {"input_ids": probe.prompt("twice"), "rid": rid}, session=rid)
-        await probe.control("/abort_request", {"rid": rid})
+        await probe.abort(rid)
     return Finding(isinstance(error, MayStillRun), _named(error))
 
 
@@ -275,7 +277,7 @@ async def _too_long(
             refused.append(error)
     wrong = [error for error in refused if not isinstance(error, ContextOverflow)]
     parts = [_named(error) for error in (wrong or refused)[-1:]]
-    parts += [f"served: prompts of {_listed(served)}, of {context}"] if served else []
+    parts += [f"served: prompts of {listed(served)}, of {context}"] if served else []
     return Finding(not wrong and (may_serve or not served), "; ".join(parts))
 
 
@@ -330,21 +332,18 @@ async def _refused(probe: Probe, body: Mapping[str, Any] | bytes, session: str =
 async def _pause(probe: Probe) -> Finding:
     async with probe.long("pause") as reply:
         try:
-            paused = [status for status, _ in await probe.control("/pause_generation", {"mode": "retract"})]
-            ready = [status for status, _ in await probe.get("/ready")]
+            came = await probe.pause()
         finally:
             with anyio.CancelScope(shield=True):
-                await probe.control("/continue_generation", {})
+                await probe.unpause()
     found = await _agree(probe, reply())
-    ok = found.ok and set(paused) == {200} and reply().finish.get("type") == "length"
-    ok = ok and all(status in (503, 404) for status in ready)
-    came = f"/pause_generation {_listed(paused)}, /ready {_listed(ready)}, {len(reply().ids)} ids"
-    return Finding(ok, f"{came}; {found.came}")
+    ok = found.ok and reply().finish.get("type") == "length"
+    return Finding(ok, f"{came}, {len(reply().ids)} ids; {found.came}")
 
 
 async def _update(probe: Probe) -> Finding:
-    folder, before = await _weights(probe)
-    prompt = probe.prompt("update", 48)
+    folder, before = await probe.folder(), await _version(probe)
+    prompt = probe.prompt("update", probe.prefix)
     await probe.reply(prompt, session="update")
     try:
         async with probe.long("update, running") as reply:
@@ -356,11 +355,11 @@ async def _update(probe: Probe) -> Finding:
     versions = [span["version"] for span in after.meta["weight_versions"]]
     ok = found.ok and versions == [probe.version()] and after.cached == 0
     named = "the new version" if versions == [probe.version()] else f"versions {versions}"
-    return Finding(ok, f"{named}, {after.cached} of 48 ids cached after it; the running reply: {found.came}")
+    return Finding(ok, f"{named}, {after.cached} of {len(prompt)} ids cached after it; the running reply: {found.came}")
 
 
 async def _busy_update(probe: Probe) -> Finding:
-    folder, before = await _weights(probe)
+    folder, before = await probe.folder(), await _version(probe)
     try:
         async with probe.long("busy"):
             body = {"model_path": folder, "weight_version": probe.version()}
@@ -373,26 +372,25 @@ async def _busy_update(probe: Probe) -> Finding:
 
 
 async def _stale_prefixes(probe: Probe) -> Finding:
-    folder, before = await _weights(probe)
-    prompt = probe.prompt("stale", 48)
+    folder, before = await probe.folder(), await _version(probe)
+    prompt = probe.prompt("stale", probe.prefix)
     await probe.reply(prompt, session="stale")
     try:
-        await probe.control("/pause_generation", {"mode": "in_place"})
-        body = {"model_path": folder, "weight_version": probe.version(), "flush_cache": False}
-        await probe.control("/update_weights_from_disk", body)
-        await probe.control("/continue_generation", {})
+        await probe.load_in_place(folder)
         plain = await probe.reply(prompt, session="stale")
         apart = await probe.reply(prompt, session="stale", extra_key=probe.version())
     finally:
         with anyio.CancelScope(shield=True):
-            await probe.control("/continue_generation", {})
-            await probe.control("/flush_cache", {})
+            await probe.unpause()
+            await probe.clear()
             await _rename(probe, before)
-    return Finding(apart.cached == 0, f"cached after it: {plain.cached} of 48 ids, with an extra_key {apart.cached}")
+    return Finding(
+        apart.cached == 0, f"cached after it: {plain.cached} of {len(prompt)} ids, with an extra_key {apart.cached}"
+    )
 
 
 async def _extra_key(probe: Probe) -> Finding:
-    prompt = probe.prompt("key", 48)
+    prompt = probe.prompt("key", probe.prefix)
     keys = (None, None, "other", "other")
     cached = [(await probe.reply(prompt, session="key", **({"extra_key": key} if key else {}))).cached for key in keys]
     came = "cached: {} and then {}, with an extra_key {} and then {}".format(*cached)
@@ -400,7 +398,7 @@ async def _extra_key(probe: Probe) -> Finding:
 
 
 async def _session(probe: Probe) -> Finding:
-    ids, hits = probe.prompt("session", 48), []
+    ids, hits = probe.prompt("session", probe.prefix), []
     for turn in range(6):
         reply = await probe.reply(ids, session="session", sampling_params={"max_new_tokens": 4})
         hits.append(reply.cached)
@@ -409,14 +407,13 @@ async def _session(probe: Probe) -> Finding:
     return Finding(found == 5, f"{found} of 5 later turns found their prefix")
 
 
-async def _weights(probe: Probe) -> tuple[str, str]:
-    info = await probe.info("/model_info")
-    return str(info["model_path"]), str(info.get("weight_version") or "default")
+async def _version(probe: Probe) -> str:
+    return next(iter(await probe.served())) or "default"
 
 
 async def _rename(probe: Probe, version: str) -> None:
     with anyio.CancelScope(shield=True):
-        await probe.control("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await probe.rename(version)
 
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -436,11 +433,6 @@ async def _idle(probe: Probe) -> Finding:
             seconds = anyio.current_time() - began
             return Finding(seconds >= KEEPALIVE_SECONDS, f"closed after {seconds:.1f} s")
     return Finding(True, f"open after {probe.idle_seconds:g} s")
-
-
-def _listed(values: object) -> str:
-    found = list(dict.fromkeys(map(str, values)))  # type: ignore[call-overload]
-    return ", ".join(found)
 
 
 def _named(error: EndpointError | None) -> str:

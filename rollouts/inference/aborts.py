@@ -10,23 +10,51 @@ This module does not know why a generation is aborted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
+import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, HttpClient
-from rollouts.inference.limiter import read_load
+from rollouts.inference.limiter import Load, read_load
 from rollouts.inference.wire_errors import loads, message_of
 
-__all__ = ["abort_generation", "abort_until_idle", "headers_of", "workers_behind"]
+__all__ = ["SGLANG_ABORTS", "AbortRoutes", "abort_generation", "abort_until_idle", "headers_of", "workers_behind"]
 
 ABORT_SECONDS = 5.0
 """Deadline of one abort, including the requests to the workers of a router."""
+
+
+@attrs.frozen
+class AbortRoutes:
+    """How a server of one protocol aborts requests, and reports how many it has."""
+
+    one: str
+    """Path of an abort of one request."""
+    body: Callable[[str], Mapping[str, Any]]
+    """The body of that, for the id with which the request was sent."""
+    all: str
+    """Path of an abort of all requests."""
+    all_body: Mapping[str, Any]
+    load: str
+    """Path of the load."""
+    read_load: Callable[[bytes], Load | None]
+    """Parse the load; ``None`` if the response is something else."""
+
+
+SGLANG_ABORTS = AbortRoutes(
+    one="/abort_request",
+    body=lambda rid: {"rid": rid},
+    all="/abort_request",
+    all_body={"rid": "", "abort_all": True},
+    load="/v1/loads?include=core",
+    read_load=lambda payload: read_load(loads(payload)),
+)
 
 
 def headers_of(endpoint: Endpoint, *, admin: bool = False) -> dict[str, str]:
@@ -51,7 +79,9 @@ _GONE = b"nothing listens there"
 _KEY_HINT = ". Check Endpoint.admin_key"
 
 
-async def abort_generation(transport: HttpClient, url: str, rid: str, headers: Mapping[str, str]) -> bool:
+async def abort_generation(
+    transport: HttpClient, url: str, rid: str, headers: Mapping[str, str], routes: AbortRoutes = SGLANG_ABORTS
+) -> bool:
     """Abort the generation ``rid`` on the server at ``url``; the server also acknowledges an unknown rid.
 
     A router has no abort route: every worker that it lists receives the abort, since any of them may run it.
@@ -62,16 +92,17 @@ async def abort_generation(transport: HttpClient, url: str, rid: str, headers: M
     Raises:
         EndpointUnavailable: not acknowledged within :data:`ABORT_SECONDS`.
     """
-    with boundary(EndpointUnavailable, f"POST {without_password(url)}/abort_request", seconds=ABORT_SECONDS):
-        status, payload = await _abort(transport, url, {"rid": rid}, headers)
+    with boundary(EndpointUnavailable, f"POST {without_password(url)}{routes.one}", seconds=ABORT_SECONDS):
+        body = routes.body(rid)
+        status, payload = await _abort(transport, url + routes.one, body, headers)
         if status in (404, 405):
             for worker in await workers_behind(transport, url, headers):
-                status, payload = await _abort(transport, worker, {"rid": rid}, headers)
+                status, payload = await _abort(transport, worker + routes.one, body, headers)
                 if status != 200:
                     break
         if status != 200:
             raise EndpointUnavailable(
-                f"a generation may still be running: POST {without_password(url)}/abort_request returned status"
+                f"a generation may still be running: POST {without_password(url)}{routes.one} returned status"
                 f" {status}: {message_of(payload)}{_KEY_HINT if status in (401, 403) else ''}"
             )
         return payload is not _GONE
@@ -81,6 +112,7 @@ async def abort_until_idle(
     transport: HttpClient,
     url: str,
     headers: Mapping[str, str],
+    routes: AbortRoutes = SGLANG_ABORTS,
     *,
     seconds: float,
     grace: float = 0.0,
@@ -88,48 +120,53 @@ async def abort_until_idle(
 ) -> None:
     """Abort all requests of everyone on a server, or on the workers behind a router, until none is left.
 
-    A request that arrives between an abort and the query of the load is aborted in the next round. A server without
-    ``/v1/loads`` counts as idle after one acknowledged abort. With ``grace``, a server that becomes idle within so many
-    seconds gets no abort.
+    A request that arrives between an abort and the query of the load is aborted in the next round. A server that
+    does not report its load counts as idle after one acknowledged abort. With ``grace``, a server that becomes idle
+    within so many seconds gets no abort.
 
     Raises:
         EndpointUnavailable: not acknowledged, or still not idle, within ``seconds``.
     """
     with boundary(EndpointUnavailable, f"aborting all requests on {without_password(url)}", seconds=seconds):
         for worker in [*await workers_behind(transport, url, headers)] or [url]:
-            if grace and await _becomes_idle(transport, worker, headers, grace, interval):
+            if grace and await _becomes_idle(transport, worker, headers, routes, grace, interval):
                 continue
             while True:
-                status, payload = await _abort(transport, worker, {"rid": "", "abort_all": True}, headers)
+                status, payload = await _abort(transport, worker + routes.all, routes.all_body, headers)
                 if status != 200:
                     raise EndpointUnavailable(
-                        f"requests may still be running: POST {without_password(worker)}/abort_request returned status"
-                        f" {status}: {message_of(payload)}"
+                        f"requests may still be running: POST {without_password(worker)}{routes.all} returned"
+                        f" status {status}: {message_of(payload)}"
                     )
-                if not await _is_busy(transport, worker, headers):
+                if not await _is_busy(transport, worker, headers, routes):
                     break
                 await anyio.sleep(interval)
 
 
 async def _becomes_idle(
-    transport: HttpClient, url: str, headers: Mapping[str, str], seconds: float, interval: float
+    transport: HttpClient,
+    url: str,
+    headers: Mapping[str, str],
+    routes: AbortRoutes,
+    seconds: float,
+    interval: float,
 ) -> bool:
     """Poll until a server is idle, for at most ``seconds``; whether it is."""
     for _ in range(math.ceil(seconds / interval)):
-        if not await _is_busy(transport, url, headers):
+        if not await _is_busy(transport, url, headers, routes):
             return True
         await anyio.sleep(interval)
     return False
 
 
-async def _is_busy(transport: HttpClient, url: str, headers: Mapping[str, str]) -> bool:
+async def _is_busy(transport: HttpClient, url: str, headers: Mapping[str, str], routes: AbortRoutes) -> bool:
     try:
-        status, payload = await transport.get(f"{url}/v1/loads?include=core", headers)
+        status, payload = await transport.get(url + routes.load, headers)
     except ConnectFailed as error:
         if error.refused:
             return False
         raise
-    load = read_load(loads(payload)) if status == 200 else None
+    load = routes.read_load(payload) if status == 200 else None
     return load is not None and load.running + load.waiting > 0
 
 
@@ -137,7 +174,7 @@ async def _abort(
     transport: HttpClient, url: str, which: Mapping[str, Any], headers: Mapping[str, str]
 ) -> tuple[int, bytes]:
     try:
-        return await transport.post(f"{url}/abort_request", msgspec.json.encode(which), headers, fresh=True)
+        return await transport.post(url, msgspec.json.encode(which), headers, fresh=True)
     except ConnectFailed as error:
         if error.refused:
             return 200, _GONE  # no server listens there, so nothing runs there

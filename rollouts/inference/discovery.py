@@ -22,7 +22,7 @@ from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
 
-__all__ = ["describe_server", "merged", "served_version"]
+__all__ = ["Routes", "describe_server", "length_of", "merged", "served_version", "text_of"]
 
 _LOG = logging.getLogger(__name__)
 _WORKER_SECONDS = 10.0
@@ -58,7 +58,7 @@ async def describe_server(transport: HttpClient, url: str, headers: Mapping[str,
 
 
 async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
-    routes = _Routes(transport, url, headers)
+    routes = Routes(transport, url, headers, "an SGLang server")
     model = await routes.first("/model_info", "/get_model_info")
     server = await routes.first("/server_info", "/get_server_info")
     if not any(field in response for response in (model, server) for field in _SGLANG_FIELDS):
@@ -68,9 +68,9 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         )
     models = await routes.first("/v1/models")
     return ServerInfo(
-        version=_text(server.get("version")),
-        model=_text(model.get("model_path")) or _text(server.get("model_path")),
-        weight_version=_text(model.get("weight_version")) or _text(server.get("weight_version")),
+        version=text_of(server.get("version")),
+        model=text_of(model.get("model_path")) or text_of(server.get("model_path")),
+        weight_version=text_of(model.get("weight_version")) or text_of(server.get("weight_version")),
         max_context=_max_context(models, server),
     )
 
@@ -82,8 +82,8 @@ async def served_version(transport: HttpClient, url: str, headers: Mapping[str, 
         EndpointUnavailable: no server listens there, or it is not ready.
         EndpointRefused: wrong API key, or not an SGLang server.
     """
-    model = await _Routes(transport, url, headers).first("/model_info", "/get_model_info")
-    return _text(model.get("weight_version"))
+    model = await Routes(transport, url, headers, "an SGLang server").first("/model_info", "/get_model_info")
+    return text_of(model.get("weight_version"))
 
 
 def merged(infos: list[ServerInfo]) -> ServerInfo:
@@ -112,10 +112,11 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
     )
 
 
-class _Routes:
-    """GET requests to one server, with a log of the responses."""
+class Routes:
+    """GET requests to one server, expected to be of a ``kind``, with a log of the responses."""
 
-    def __init__(self, transport: HttpClient, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, transport: HttpClient, url: str, headers: Mapping[str, str], kind: str) -> None:
+        self._kind = kind
         self._transport = transport
         self._url = url
         self._headers = headers
@@ -133,7 +134,7 @@ class _Routes:
                     f"no server answers at {where}: {error}. Start the server, or correct Endpoint.base_url"
                 ) from error
             except ProtocolError as error:
-                raise EndpointRefused(f"{without_password(self._url)} is not an SGLang server: {error}") from error
+                raise EndpointRefused(f"{without_password(self._url)} is not {self._kind}: {error}") from error
             if status in (401, 403):
                 raise EndpointRefused(f"{where}: status {status}: {message_of(payload)}. Check Endpoint.api_key")
             if status >= 500 or status in RETRIED_STATUSES:
@@ -150,9 +151,9 @@ def _max_context(models: dict[str, Any], server: dict[str, Any]) -> int | None:
     """The tokens that prompt and reply really have: SGLang keeps some of the context and of its KV pool for itself."""
     cards = models.get("data")
     lengths = [card.get("max_model_len") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    model = (_length(length) for length in (*lengths, server.get("context_length")))
+    model = (length_of(length) for length in (*lengths, server.get("context_length")))
     limits = [length for length in model if length is not None][:1]
-    longest_prompt, pool = _length(server.get("max_req_input_len")), _length(server.get("max_total_num_tokens"))
+    longest_prompt, pool = length_of(server.get("max_req_input_len")), length_of(server.get("max_total_num_tokens"))
     if longest_prompt is not None:
         limits.append(longest_prompt + _REPLY_BEYOND_PROMPT)
     elif pool is not None:
@@ -166,9 +167,11 @@ _REPLY_BEYOND_PROMPT = 4
 """``max_req_input_len`` is the smaller of context and pool, less 6."""
 
 
-def _length(value: Any) -> int | None:
+def length_of(value: Any) -> int | None:
+    """A number of tokens; ``None`` if it is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _text(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
+    """A text; ``None`` if it is none."""
     return value if isinstance(value, str) and value else None

@@ -14,42 +14,43 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from rollouts.dtypes import (
-    LOGPROB_TOLERANCE,
     Completion,
     Extras,
     LogprobColumn,
     SamplingParams,
     TokenColumn,
     VersionSpan,
-    are_logprobs,
     frozen,
     packed_tokens,
 )
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.inference.base import ExtrasRequest
+from rollouts.inference.completions import (
+    BrokenNumbers,
+    Count,
+    Id,
+    Span,
+    Version,
+    check_values,
+    packed_logprobs,
+    version_spans,
+)
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
 from rollouts.validators import finite
 
 __all__ = [
-    "BrokenNumbers",
     "MissingField",
-    "check_obeyed",
-    "most_response_bytes",
     "read_completion",
     "request_body",
     "request_options",
 ]
-
-Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
 class MissingField(EndpointRefused):
@@ -63,21 +64,11 @@ class MissingField(EndpointRefused):
         )
 
 
-class BrokenNumbers(EndpointUnavailable):
-    """The model computed NaN. Not retried in the same call: sampling until it succeeds would hide a broken model."""
-
-
 class _Triple(msgspec.Struct, array_like=True, gc=False):
     """``[logprob, id, text]``; the text is not decoded."""
 
     logprob: float | None
     token: Id
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: Version | None = None
-    start: int = 0
-    end: int = 0
 
 
 class _Finish(msgspec.Struct):
@@ -93,7 +84,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: Count | None = None
     cached_tokens: Count | None = None
     weight_version: Version | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
     output_token_logprobs: list[_Triple] | None = None
     output_token_logprobs_length: int | None = None
     # Read only where the caller asks for extras, so that a value of another type harms no other run.
@@ -128,9 +119,6 @@ class _Reply(msgspec.Struct):
     error: Any = None
 
 
-_RESPONSE_BYTES, _BYTES_PER_TOKEN, _BYTES_PER_REQUEST_BYTE = 1 << 18, 512, 32
-_BYTES_PER_EXPERT, _BYTES_PER_SET = 6, 1 << 16
-"""An int32 in base64; the ids that ``top_p`` kept for one token, some 12,000."""
 _BASE64_PIECE = 1 << 20
 """Characters decoded at once; between two pieces, other threads run."""
 _REPLY = msgspec.json.Decoder(_Reply)
@@ -191,22 +179,6 @@ def request_body(
     return b"".join((head, *ids.pieces, options)), len(head)
 
 
-def most_response_bytes(
-    request_bytes: int, sampling: SamplingParams, prompt_tokens: int = 0, extras: ExtrasRequest | None = None
-) -> int:
-    """Upper bound of a sound response to a request of this size.
-
-    Each new token is an id, a logprob and at most a short text in two places. A server that ignores
-    ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request.
-    """
-    most = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
-    if extras is not None:
-        rows = prompt_tokens + sampling.max_new_tokens
-        most += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
-        most += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
-    return most
-
-
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +231,7 @@ def read_completion(
             " so that replies cannot be matched and generations cannot be aborted"
         )
     tokens, logprobs = _columns(reply, meta)
-    _check_values(tokens, logprobs, vocab_size)
+    check_values(tokens, logprobs, vocab_size, names=("output_ids", "output_token_logprobs"))
     # A request that was aborted in the queue may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
@@ -348,24 +320,6 @@ def _int32_column(value: Any, name: str) -> TokenColumn:
         ) from None
 
 
-def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
-    """Raise if the server ignored max_new_tokens or stop_token_ids (some routers drop unknown fields).
-
-    Raises:
-        EndpointRefused: the reply continues after ``max_new_tokens`` or after a stop id.
-    """
-    tokens = completion.tokens
-    hint = "a proxy drops fields of requests. Use the URL of a worker, or update the router"
-    if len(tokens) > sampling.max_new_tokens:
-        raise EndpointRefused(
-            f"max_new_tokens: {sampling.max_new_tokens} ids were requested, {len(tokens)} received: {hint}"
-        )
-    before_last = tokens[:-1]
-    for stop in stop_token_ids:
-        if np.count_nonzero(before_last == stop):
-            raise EndpointRefused(f"stop_token_ids: the reply continues after its stop id {stop}: {hint}")
-
-
 def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
     triples = meta.output_token_logprobs or []
     sampled = [triple.token for triple in triples]
@@ -376,26 +330,7 @@ def _columns(reply: _Reply, meta: _Meta) -> tuple[TokenColumn, LogprobColumn]:
             f"output_token_logprobs_length: got {meta.output_token_logprobs_length}; expected {len(sampled)}"
         )
     tokens = np.frombuffer(struct.pack(f"={len(sampled)}i", *sampled), np.int32)
-    return tokens, _finite([triple.logprob for triple in triples])
-
-
-def _check_values(tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None) -> None:
-    """Raise at an id without an embedding row, or a logprob above 0."""
-    if not len(tokens):
-        return
-    if vocab_size is not None and np.maximum.reduce(tokens) >= vocab_size:
-        at = int((tokens >= vocab_size).argmax())
-        raise EndpointRefused(
-            f"output_ids[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
-            " belong to the server's model?"
-        )
-    valid = are_logprobs(logprobs)
-    if np.count_nonzero(valid) < len(valid):
-        at = int(valid.argmin())
-        raise EndpointRefused(
-            f"output_token_logprobs[{at}]: got {logprobs[at]}; expected a logprob <= 0, with a tolerance of"
-            f" {LOGPROB_TOLERANCE:g} for rounding"
-        )
+    return tokens, packed_logprobs([triple.logprob for triple in triples], "output_token_logprobs")
 
 
 def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> None:
@@ -413,26 +348,7 @@ def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> Non
     raise EndpointRefused(f"output_token_logprobs are not those of output_ids: {where}")
 
 
-def _finite(values: list[float | None]) -> LogprobColumn:
-    try:
-        packed = struct.pack(f"={len(values)}f", *values)
-    except (struct.error, OverflowError):  # null, which stands for NaN and infinity in JSON, or too large
-        received = np.array(values, np.float64)
-        at = int(np.flatnonzero(~(np.abs(received) <= _LARGEST))[0])
-        raise BrokenNumbers(f"output_token_logprobs[{at}]: got {received[at]}; expected a finite number") from None
-    return np.frombuffer(packed, np.float32)
-
-
-_LARGEST = float(np.finfo(np.float32).max)
-
-
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
-    if not count:
-        return ()
     last = "default" if meta.weight_version is None else sys.intern(str(meta.weight_version))
-    spans = tuple(
-        VersionSpan(last if span.version is None else sys.intern(str(span.version)), span.start, span.end)
-        for span in meta.weight_versions or ()
-        if span.start != span.end
-    )
-    return spans or (VersionSpan(last, 0, count),)
+    spans = version_spans(meta.weight_versions, last) if count else ()
+    return spans or ((VersionSpan(last, 0, count),) if count else ())

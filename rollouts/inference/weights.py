@@ -1,27 +1,35 @@
 """Weight updates of running servers, from a folder on disk.
 
 Invariant: when :func:`update_weights` returns, every server serves the folder and reports ``version``, no server is
-paused, and, unless ``while_running`` is ``"in_place"``, no server has K/V of the old weights. When it raises, no
-reachable server is paused, and the error lists which weights each server has. Turns of this process do not exceed their
-deadlines because of the update (``pauses.py``). This module does not know trainers or tensors.
+paused, and, unless ``while_running`` is ``"in_place"``, no server has K/V of the old weights. When it raises, the error
+lists which weights each server has, and no reachable server is paused, except a vLLM server that has begun to load.
+Turns of this process do not exceed their deadlines because of the update (``pauses.py``). This module does not know
+trainers or tensors.
 
-The update request includes a flush, and :func:`update_weights` flushes once more and checks the status. Every rank of
-a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a failed
-first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have K/V,
-so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no request
-runs between the new weights and the flush.
+SGLang: the update request includes a flush, and :func:`update_weights` flushes once more and checks the status. Every
+rank of a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a
+failed first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have
+K/V, so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no
+request runs between the new weights and the flush.
+
+vLLM: weights and version change in two requests, and neither flushes. So they are sent in a pause for every
+``while_running``, and the cache is reset before it ends. A server that fails to load keeps incomplete weights, and its
+next request ends it. So the folder is checked first, and a server whose update fails after the load was sent stays
+paused until another one succeeds: it would end, or sample under the name of other weights.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import anyio
+import anyio.to_thread
 import attrs
 import msgspec
 
@@ -30,7 +38,7 @@ from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
 from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
-from rollouts.inference.discovery import served_version
+from rollouts.inference.discovery import Routes, served_version, text_of
 from rollouts.inference.pauses import ordered
 from rollouts.inference.prefixes import isolated
 from rollouts.inference.wire_errors import loads, message_of
@@ -44,7 +52,7 @@ WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
 each token is exactly that of the version of the token.
 
 ``wait``: they finish first, under the old weights. ``abort``: they end at once; rollouts continue them. Neither
-pauses the server before the weights are new. If the server then fails to flush, as SGLang sometimes does under load, it
+pauses an SGLang server before the weights are new. If that then fails to flush, as SGLang sometimes does under load, it
 is flushed at once in a pause that retracts. Tokens sampled in between have the new version but may have read K/V of the
 old weights; a warning is logged.
 
@@ -100,7 +108,10 @@ async def update_weights(
             urls = await _servers_of(endpoint, transport, headers)
             for router in set(endpoint.base_url).difference(urls):
                 stack.enter_context(ordered(router))
-            servers = [_Server(transport, headers, admin_headers, url, version) for url in urls]
+            if endpoint.provider == "vllm":
+                await anyio.to_thread.run_sync(_check_folder, Path(path))
+            kind = {"sglang": _SGLangServer, "vllm": _VLLMServer}[endpoint.provider]
+            servers = [kind(transport, headers, admin_headers, url, version) for url in urls]
             async with anyio.create_task_group() as tasks:
                 for server in servers:
                     tasks.start_soon(server.update, path, while_running, seconds)
@@ -122,8 +133,11 @@ async def _servers_of(endpoint: Endpoint, transport: HttpClient, headers: dict[s
 
 
 @attrs.define
-class _Server:
+class _Server(abc.ABC):
     """One server, with the known state of its weights, cache and pause."""
+
+    PAUSE: ClassVar[str]
+    CONTINUE: ClassVar[str]
 
     _transport: HttpClient
     _headers: dict[str, str]
@@ -138,6 +152,8 @@ class _Server:
     flushed: bool = False
     """Whether a ``/flush_cache`` succeeded."""
     paused: bool = False
+    held: bool = False
+    """Whether it must stay paused: its weights and their version may not belong together."""
     error: RolloutsError | None = None
 
     @property
@@ -159,29 +175,84 @@ class _Server:
                 f" {'may contain' if self.complete else 'contains'} K/V of the old weights:"
                 " new replies that read it carry the new version, but their logprobs are of neither"
             )
-        return f"{text}; it may still be paused: POST {{}} to its /continue_generation" if self.paused else text
+        if self.held and self.paused:
+            return f"{text}, incomplete, or under another version: it stays paused until an update succeeds"
+        return f"{text}; it may still be paused: POST {{}} to its {self.CONTINUE}" if self.paused else text
 
     async def update(self, folder: str, while_running: WhileRunning, seconds: float) -> None:
         """Update this server; a failure is stored in ``error`` and does not stop other servers."""
+        try:
+            with (
+                boundary(EndpointUnavailable, f"updating {self.name} to weights {self._version!r}", seconds=seconds),
+                ordered(self._url),
+            ):
+                await self._update(folder, while_running)
+        except RolloutsError as error:
+            self.error = error
+
+    @abc.abstractmethod
+    async def _update(self, folder: str, while_running: WhileRunning) -> None:
+        """Update this server."""
+
+    @contextlib.asynccontextmanager
+    async def _while_paused(self, body: dict[str, Any], query: str = "") -> AsyncIterator[None]:
+        self.paused = True
+        try:
+            try:
+                await self._post(self.PAUSE + query, body)
+            except (EndpointRefused, ConnectFailed):
+                self.paused = False
+                raise
+            yield
+        finally:
+            if self.paused and not self.held:
+                await self._continue()
+        if self.paused:
+            raise EndpointUnavailable(f"{self.name}{self.CONTINUE}: no answer within {CONTINUE_SECONDS:g} s")
+
+    async def _continue(self) -> None:
+        with anyio.move_on_after(CONTINUE_SECONDS, shield=True):
+            while self.paused:
+                try:
+                    await self._post(self.CONTINUE, {})
+                    self.paused = False
+                except EndpointError as error:
+                    if isinstance(error, ConnectFailed) and error.refused:
+                        self.paused = False  # a restarted server is not paused
+                    else:
+                        await anyio.sleep(RETRY_SECONDS)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        status, payload = await self._send(path, body)
+        if status != 200:
+            raise self._error(path, status, payload)
+
+    async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        # A new connection: the server may be closing an idle one at this moment.
+        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._admin_headers, fresh=True)
+
+    def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
+        kind = EndpointUnavailable if status >= 500 else EndpointRefused
+        return kind(f"{self.name}{path}: {status}: {message_of(payload)}")
+
+
+@attrs.define
+class _SGLangServer(_Server):
+    """A server of SGLang."""
+
+    PAUSE = "/pause_generation"
+    CONTINUE = "/continue_generation"
+
+    async def _update(self, folder: str, while_running: WhileRunning) -> None:
         body = {
             "model_path": folder,
             "weight_version": self._version,
             "flush_cache": while_running != "in_place",
             "abort_all_requests": while_running == "abort",
         }
-        try:
-            with (
-                boundary(EndpointUnavailable, f"updating {self.name} to weights {self._version!r}", seconds=seconds),
-                ordered(self._url),
-            ):
-                await self._update(body, while_running)
-        except RolloutsError as error:
-            self.error = error
-
-    async def _update(self, body: dict[str, Any], while_running: WhileRunning) -> None:
         async with contextlib.AsyncExitStack() as stack:
             if while_running in ("retract", "in_place"):
-                await stack.enter_async_context(self._while_paused(while_running))
+                await stack.enter_async_context(self._while_paused({"mode": while_running}))
             has_version = await self._load(body)
             self.complete = has_version and while_running != "in_place"
             await self._flush()
@@ -223,7 +294,7 @@ class _Server:
         delay = RETRY_SECONDS
         with anyio.move_on_after(FLUSH_SECONDS):
             while not self.flushed:
-                async with self._while_paused("retract"):
+                async with self._while_paused({"mode": "retract"}):
                     await self._flush()
                 if not self.flushed:
                     await anyio.sleep(delay)
@@ -241,46 +312,105 @@ class _Server:
                 f"{self.name}/model_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
             )
 
-    @contextlib.asynccontextmanager
-    async def _while_paused(self, mode: str) -> AsyncIterator[None]:
-        self.paused = True
+
+@attrs.define
+class _VLLMServer(_Server):
+    """A server of vLLM, with ``VLLM_SERVER_DEV_MODE=1``: its control routes exist only there."""
+
+    PAUSE = "/pause"
+    CONTINUE = "/resume"
+
+    async def _update(self, folder: str, while_running: WhileRunning) -> None:
+        await self._check_head(folder)
+        in_place = while_running == "in_place"
+        mode = while_running if while_running in ("wait", "abort") else "keep"
+        async with self._while_paused({}, f"?mode={mode}&clear_cache={str(not in_place).lower()}"):
+            await self._load(folder)
+            await self._post("/update_weight_version", {"new_version": self._version})
+            self.complete = not in_place
+            if not in_place:
+                await self._reset()
+            self.held = False
+        if in_place:
+            _LOG.warning("%s. Update with while_running='retract' instead", self.state)
+        response = await Routes(self._transport, self._url, self._headers, "a vLLM server").first("/weight_info")
+        served = text_of(response.get("weight_version"))
+        if served != self._version:
+            raise EndpointRefused(
+                f"{self.name}/weight_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
+            )
+
+    async def _check_head(self, folder: str) -> None:
+        """Refuse a model without an output head of its own on a CPU, where vLLM 0.32 would keep the old head."""
+        config = await Routes(self._transport, self._url, self._headers, "a vLLM server").first("/server_info")
+        if "device_config=cpu" not in str(config.get("vllm_config")):
+            return
+        if "lm_head.weight" not in await anyio.to_thread.run_sync(_check_folder, Path(folder)):
+            raise EndpointRefused(
+                f"{self.name} serves on a CPU, where vLLM keeps the old output head of tied embeddings: {folder} has no"
+                " lm_head.weight. Save the model with tie_word_embeddings false"
+            )
+
+    async def _load(self, folder: str) -> None:
+        self.updated, self.held = None, True
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            try:
-                await self._post("/pause_generation", {"mode": mode})
-            except (EndpointRefused, ConnectFailed):
-                self.paused = False
-                raise
-            yield
-        finally:
-            if self.paused:
-                await self._continue()
-        if self.paused:
-            raise EndpointUnavailable(f"{self.name}/continue_generation: no answer within {CONTINUE_SECONDS:g} s")
+            await self._post("/collective_rpc", body)
+        except (EndpointRefused, ConnectFailed):
+            self.updated, self.held = False, False
+            raise
+        self.updated = True
 
-    async def _continue(self) -> None:
-        with anyio.move_on_after(CONTINUE_SECONDS, shield=True):
-            while self.paused:
-                try:
-                    await self._post("/continue_generation", {})
-                    self.paused = False
-                except EndpointError as error:
-                    if isinstance(error, ConnectFailed) and error.refused:
-                        self.paused = False  # a restarted server is not paused
-                    else:
-                        await anyio.sleep(RETRY_SECONDS)
-
-    async def _post(self, path: str, body: dict[str, Any]) -> None:
-        status, payload = await self._send(path, body)
-        if status != 200:
+    async def _reset(self) -> None:
+        """Discard all cached K/V, of running requests too: they compute theirs again."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        status, payload = await self._send(path, {})
+        response = loads(payload)
+        if status != 200 or (isinstance(response, dict) and response.get("success") is False):
             raise self._error(path, status, payload)
-
-    async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        # A new connection: the server may be closing an idle one at this moment.
-        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._admin_headers, fresh=True)
+        self.flushed = True
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
-        kind = EndpointUnavailable if status >= 500 else EndpointRefused
-        return kind(f"{self.name}{path}: {status}: {message_of(payload)}")
+        error = super()._error(path, status, payload)
+        if status == 404:
+            hint = "start vLLM with VLLM_SERVER_DEV_MODE=1, without which it has no control routes"
+            return EndpointRefused(f"{error}: {hint}")
+        return error
+
+
+def _check_folder(folder: Path) -> set[str]:
+    """Check that a folder has whole weights: vLLM ends at the first request after a failed update.
+
+    Returns:
+        The names of its tensors.
+
+    Raises:
+        ConfigError: it has none that this process can read, or a file of them is cut.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").is_file() or not files:
+        expected = "a folder that this process and the server can read, with config.json and *.safetensors"
+        raise ConfigError.of("update_weights, folder", str(folder), expected)
+    index = folder / "model.safetensors.index.json"
+    listed = loads(index.read_bytes()) if index.is_file() else None
+    parts = listed.get("weight_map") if isinstance(listed, dict) else None
+    missing = set(parts.values()).difference(path.name for path in files) if isinstance(parts, dict) else ()
+    if missing:
+        expected = f"a folder with all files of {index.name}, also {', '.join(sorted(missing))}"
+        raise ConfigError.of("update_weights, folder", str(folder), expected)
+    names: set[str] = set()
+    for path in files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            header = loads(file.read(length)) if length < size else None
+        tensors = dict(header) if isinstance(header, dict) else {}
+        tensors.pop("__metadata__", None)
+        names |= tensors.keys()
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
+        if 8 + length + max(ends, default=size) != size:
+            raise ConfigError.of("update_weights, folder", str(path), "a whole file of safetensors")
+    return names
 
 
 def _has_updated(message: str) -> bool | None:

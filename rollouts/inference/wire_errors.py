@@ -1,4 +1,4 @@
-"""Errors from HTTP statuses and error bodies of SGLang and of proxies.
+"""Errors from HTTP statuses and error bodies of SGLang, vLLM and proxies.
 
 Invariant: any status with any bytes becomes one ``EndpointError``, whose class states whether a retry may help and
 whether a generation may still be running. This module does no I/O.
@@ -29,11 +29,12 @@ RETRIED_STATUSES = frozenset({408, 425, 429})
 
 _OVERFLOWS = (
     ("longer than", "context length"),  # the prompt alone
+    ("longer than", "maximum model length"),  # vLLM: the prompt alone, or with one more token
     ("exceed", "context length"),  # prompt and budget
     ("input length", "exceeds the maximum allowed length"),  # max_req_input_len: a few tokens less than the context
     ("exceeds the kv memory budget",),  # the KV pool, which may be smaller than the context
 )
-"""Parts of SGLang's messages about a request that does not fit."""
+"""Parts of messages about a request that does not fit; SGLang's, where no other server is named."""
 
 _ANY = msgspec.json.Decoder()
 UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -93,8 +94,8 @@ def _message(value: Any) -> str | None:
     return None
 
 
-def error_in_200(payload: bytes, problem: BaseException | None) -> EndpointError:
-    """Return the error for a response with status 200 that is not a completion."""
+def error_in_200(payload: bytes, problem: BaseException | None, route: str = "SGLang's /generate") -> EndpointError:
+    """Return the error for a response with status 200 that is not a completion of ``route``."""
     value = loads(payload)
     if value is None:
         return EndpointUnavailable(f"status 200, but the body is not JSON: {message_of(payload)}")
@@ -107,7 +108,7 @@ def error_in_200(payload: bytes, problem: BaseException | None) -> EndpointError
             status = 400 if isinstance(kind, str) and ("invalid" in kind or "BadRequest" in kind) else 500
         return error_of(status, f"{message_of(payload)} (in a body that came with status 200)")
     reason = "no finish_reason" if problem is None else str(problem)[:200]
-    return EndpointRefused(f"not a response of SGLang's /generate ({reason}): {message_of(payload)}")
+    return EndpointRefused(f"not a response of {route} ({reason}): {message_of(payload)}")
 
 
 def status_of(value: Any) -> int | None:

@@ -13,7 +13,7 @@ import attrs
 
 from rollouts.concurrency.boundary import abandoned, waits
 from rollouts.errors import Kind
-from rollouts.inference.sglang import SGLangPolicy
+from rollouts.inference.policy import ServerPolicy
 from rollouts.observability.lag import LoopLag
 from rollouts.renderer import Renderer
 from rollouts.training.manager import AsyncRolloutManager
@@ -24,7 +24,7 @@ __all__ = ["numbers_of"]
 def numbers_of(
     manager: AsyncRolloutManager,
     *,
-    policies: Iterable[SGLangPolicy] = (),
+    policies: Iterable[ServerPolicy] = (),
     renderer: Renderer | None = None,
     lag: LoopLag | None = None,
 ) -> dict[str, float]:
@@ -55,7 +55,7 @@ def numbers_of(
     return numbers
 
 
-def _of_policies(policies: list[SGLangPolicy]) -> dict[str, float]:
+def _of_policies(policies: list[ServerPolicy]) -> dict[str, float]:
     if not policies:
         return {}
     every = [policy.totals for policy in policies]

@@ -17,7 +17,7 @@ import attrs
 from rollouts.dtypes import Completion, Prompt
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
-from rollouts.inference.sglang import SGLangPolicy
+from rollouts.inference.policy import ServerPolicy
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, Sample
 
@@ -57,7 +57,7 @@ async def _generate_traced(
         return samples
 
 
-def trace_completions(policy: SGLangPolicy) -> None:
+def trace_completions(policy: ServerPolicy) -> None:
     """Trace each completion of a policy as a span ``text_completion MODEL``, a child of the calling rollout's span.
 
     Raises:
@@ -75,7 +75,7 @@ def trace_completions(policy: SGLangPolicy) -> None:
             start_time=now - int(completion.seconds * 1e9),
             attributes={
                 "gen_ai.operation.name": "text_completion",
-                "gen_ai.provider.name": "sglang",
+                "gen_ai.provider.name": policy.endpoint.provider,
                 "gen_ai.request.model": model,
                 "gen_ai.response.id": completion.request_id,
                 "gen_ai.response.finish_reasons": [completion.finish_reason],

@@ -153,13 +153,14 @@ def _temperature(run: Path) -> float:
     """The temperature of the run's logprobs: that of its sampling; greedy tokens have that of 1.
 
     Raises:
-        ConfigError: the run does not name it, was resumed with another one, or its server is not SGLang.
+        ConfigError: the run does not name it, was resumed with another one, or its server is neither SGLang nor vLLM.
     """
     info = read_info(run)
     endpoint = info.get("endpoint") or {}
     provider = endpoint.get("provider", "sglang")
-    if provider != "sglang":
-        raise ConfigError.of(f"{run / 'run.json'}, endpoint.provider", provider, "sglang, whose logprobs are known")
+    if provider not in ("sglang", "vllm"):
+        expected = "sglang or vllm, whose logprobs are known"
+        raise ConfigError.of(f"{run / 'run.json'}, endpoint.provider", provider, expected)
     settings = [start.get("settings") or {} for start in _starts(run)] or [info.get("settings") or {}]
     samplings = [start.get("sampling") or recorded_settings(info).get("sampling") or {} for start in settings]
     found = {0.0 if sampling.get("top_k") == 1 else sampling.get("temperature") for sampling in samplings}

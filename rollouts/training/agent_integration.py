@@ -23,8 +23,9 @@ from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, Sampli
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, describe_once
+from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
-from rollouts.inference.sglang import SGLangPolicy, shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
@@ -145,7 +146,7 @@ async def generate_rollout_batch(
 
 def resuming(policy: Policy) -> Policy:
     """The policy; one of servers continues a reply that they abort, as an update of their weights may order them to."""
-    return ResumablePolicy(policy) if isinstance(policy, SGLangPolicy) else policy
+    return ResumablePolicy(policy) if isinstance(policy, ServerPolicy) else policy
 
 
 def check_limits(limits: Limits | None, max_turns: int | None) -> Limits:

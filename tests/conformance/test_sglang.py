@@ -12,7 +12,7 @@ from anyio.from_thread import start_blocking_portal
 
 from rollouts.commands import main
 from rollouts.conformance.points import Report, ask_all, read_report
-from rollouts.conformance.probe import opened
+from rollouts.conformance.probe import Probe, opened
 from rollouts.conformance.sglang import POINTS
 from rollouts.dtypes import Endpoint
 from rollouts.testing.server import StubServer
@@ -90,7 +90,7 @@ async def test_a_fault_is_found(fault: dict[str, Any], name: str, verdict: str) 
 
     points = [point for point in POINTS if point.name == name]
     async with running_server(DEMO_MODEL, slots=8, **fault) as url:
-        async with opened(Endpoint(base_url=url), idle_seconds=1.0) as probe:
+        async with opened(Probe, Endpoint(base_url=url), idle_seconds=1.0) as probe:
             (result,) = await ask_all(points, probe)
     assert result.verdict == verdict, result.came
 

@@ -23,10 +23,9 @@ from rollouts.errors import (
     EndpointUnavailable,
 )
 from rollouts.inference.base import ExtrasRequest
+from rollouts.inference.completions import BrokenNumbers, most_response_bytes
 from rollouts.inference.generate_wire import (
-    BrokenNumbers,
     MissingField,
-    most_response_bytes,
     read_completion,
     request_body,
     request_options,

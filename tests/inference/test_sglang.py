@@ -21,7 +21,9 @@ from rollouts.concurrency.wait_report import where_of_users
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, at
 from rollouts.inference.base import ExtrasRequest
-from rollouts.inference.sglang import SGLangPolicy, full_jitter, shared_policy
+from rollouts.inference.policy import full_jitter
+from rollouts.inference.sglang import SGLangPolicy
+from rollouts.inference.shared import shared_policy
 from rollouts.testing.replies import Answer, Fault, Request
 from rollouts.testing.server import StubServer
 from tests.inference.client import Client

@@ -36,7 +36,7 @@ from rollouts.conformance.sglang import conformance_of
 from rollouts.dtypes import Endpoint, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import engine_process
-from rollouts.inference.sglang import shared_policies
+from rollouts.inference.shared import shared_policies
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.logprobs import LogprobReport, check_logprobs

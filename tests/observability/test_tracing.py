@@ -10,7 +10,7 @@ import pytest
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
-from rollouts.inference.sglang import shared_policies, shared_policy
+from rollouts.inference.shared import shared_policies, shared_policy
 from rollouts.observability.tracing import trace_completions, traced
 from rollouts.renderer import renderer_for
 from rollouts.testing.server import StubServer

@@ -25,6 +25,7 @@ from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.logprobs import check_logprobs
 from rollouts.runs.verify import verify_run
 from tests.stored_runs import edit_info, store_run
+from tests.vllm_server import vllm_server
 
 pytest.importorskip("torch")
 
@@ -112,6 +113,28 @@ async def test_a_run_after_an_update(
     run = await updated_run(tmp_path, recipe, other, while_running, **faults)
     assert verify_run(run).ok
     assert main(["verify", str(run), "--model", f"v1={other}"]) == code
+
+
+async def test_a_run_on_vllm(other: Path, recipe: Path, tmp_path: Path) -> None:
+    """Law 8 does not depend on the protocol: two versions, tempered, resumed with the provider of the start."""
+    async with vllm_server() as server:
+        target = {"urls": (server.url,), "provider": "vllm", "options": {"temperature": "0.7"}}
+        await play(tmp_path / "run", recipe=recipe, **target)
+        await update_weights(Endpoint(provider="vllm", base_url=server.url), other, "v1")
+        await play(tmp_path / "run", resume=True, batches=2)
+    assert verify_run(tmp_path / "run").ok
+    line = ["verify", str(tmp_path / "run"), "--tolerance", "5e-5", "--model", f"v1={other}"]
+    assert main([*line, f"default={DEMO_MODEL}"]) == 0
+    assert main([*line, f"default={other}"]) == 1
+
+
+async def test_a_run_of_another_distribution_does_not_start(recipe: Path, tmp_path: Path) -> None:
+    """Raw logprobs of a tempered run are refused before its first rollout, with the flag that the server needs."""
+    async with vllm_server(mode="raw") as server:
+        target = {"urls": (server.url,), "provider": "vllm", "options": {"temperature": "0.7"}}
+        with pytest.raises(ConfigError, match="Start it with --logprobs-mode processed_logprobs"):
+            await play(tmp_path / "run", recipe=recipe, **target)
+    assert server.bodies == []
 
 
 @pytest.mark.parametrize(("weights", "code"), [("other", 0), ("demo", 1)])

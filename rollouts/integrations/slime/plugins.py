@@ -15,8 +15,9 @@ from typing import Any
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, Failure, GenerateFailure
+from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
-from rollouts.inference.sglang import SGLangPolicy, shared_policy
+from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.extras import Replay
@@ -32,7 +33,7 @@ __all__ = ["generate", "group_reward", "policy_for", "removed_sample", "reward"]
 _ATTEMPTS = 2
 
 
-def policy_for(args: Any) -> SGLangPolicy:
+def policy_for(args: Any) -> ServerPolicy:
     """The client of slime's router, shared by every rollout of the running event loop."""
     settings = Settings.from_args(args)
     return shared_policy(settings.endpoint, settings.vocab_size)

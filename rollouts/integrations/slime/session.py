@@ -25,7 +25,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
-from rollouts.inference.sglang import SGLangPolicy
+from rollouts.inference.shared import policy_of
 from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
@@ -78,7 +78,7 @@ class TrainerRollouts:
 
     async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
-        client = SGLangPolicy(settings.endpoint, vocab_size=settings.vocab_size)
+        client = policy_of(settings.endpoint, settings.vocab_size)
         stops = stop_ids_of_params(settings.params)
         extras = settings.replay.request()
         policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops, extras=extras)

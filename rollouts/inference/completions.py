@@ -1,0 +1,149 @@
+"""What the responses of all servers have in common: their parts, and the checks of a completion.
+
+Invariant: a completion whose checks pass has one finite logprob per id, ids below the vocabulary size where it is
+known, and obeys the budget and the stop ids of its request.
+
+This module knows no server's format.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from rollouts.dtypes import (
+    LOGPROB_TOLERANCE,
+    Completion,
+    LogprobColumn,
+    SamplingParams,
+    TokenColumn,
+    VersionSpan,
+    are_logprobs,
+)
+from rollouts.errors import EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import ExtrasRequest
+
+__all__ = [
+    "BrokenNumbers",
+    "Count",
+    "Id",
+    "Span",
+    "Version",
+    "check_obeyed",
+    "check_values",
+    "most_response_bytes",
+    "packed_logprobs",
+    "version_spans",
+]
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+
+
+class BrokenNumbers(EndpointUnavailable):
+    """The model computed NaN. Not retried in the same call: sampling until it succeeds would hide a broken model."""
+
+
+class Span(msgspec.Struct, gc=False):
+    """Tokens of one weight version."""
+
+    version: Version | None = None
+    start: int = 0
+    end: int = 0
+
+
+_RESPONSE_BYTES, _BYTES_PER_TOKEN, _BYTES_PER_REQUEST_BYTE = 1 << 18, 512, 32
+_BYTES_PER_EXPERT, _BYTES_PER_SET = 6, 1 << 16
+"""An int32 in base64; the ids that ``top_p`` kept for one token, some 12,000."""
+
+
+def most_response_bytes(
+    request_bytes: int, sampling: SamplingParams, prompt_tokens: int = 0, extras: ExtrasRequest | None = None
+) -> int:
+    """Upper bound of a sound response to a request of this size.
+
+    Each new token is an id, a logprob and at most a short text in two places. A server that ignores
+    ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request.
+    """
+    most = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
+    if extras is not None:
+        rows = prompt_tokens + sampling.max_new_tokens
+        most += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
+        most += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
+    return most
+
+
+def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
+    """Raise if the server ignored max_new_tokens or stop_token_ids (some routers drop unknown fields).
+
+    Raises:
+        EndpointRefused: the reply continues after ``max_new_tokens`` or after a stop id.
+    """
+    tokens = completion.tokens
+    hint = "a proxy drops fields of requests. Use the URL of a worker, or update the router"
+    if len(tokens) > sampling.max_new_tokens:
+        raise EndpointRefused(
+            f"max_new_tokens: {sampling.max_new_tokens} ids were requested, {len(tokens)} received: {hint}"
+        )
+    before_last = tokens[:-1]
+    for stop in stop_token_ids:
+        if np.count_nonzero(before_last == stop):
+            raise EndpointRefused(f"stop_token_ids: the reply continues after its stop id {stop}: {hint}")
+
+
+def check_values(
+    tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None, *, names: tuple[str, str]
+) -> None:
+    """Raise at an id without an embedding row, or a logprob above 0; ``names`` are those of the two columns.
+
+    Raises:
+        EndpointRefused: there is one.
+    """
+    if not len(tokens):
+        return
+    if vocab_size is not None and np.maximum.reduce(tokens) >= vocab_size:
+        at = int((tokens >= vocab_size).argmax())
+        raise EndpointRefused(
+            f"{names[0]}[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
+            " belong to the server's model?"
+        )
+    valid = are_logprobs(logprobs)
+    if np.count_nonzero(valid) < len(valid):
+        at = int(valid.argmin())
+        raise EndpointRefused(
+            f"{names[1]}[{at}]: got {logprobs[at]}; expected a logprob <= 0, with a tolerance of"
+            f" {LOGPROB_TOLERANCE:g} for rounding"
+        )
+
+
+def packed_logprobs(values: Sequence[float | None], name: str) -> LogprobColumn:
+    """Pack logprobs of the column ``name``.
+
+    Raises:
+        BrokenNumbers: one is no finite number.
+    """
+    try:
+        packed = struct.pack(f"={len(values)}f", *values)
+    except (struct.error, OverflowError):  # null, which stands for NaN and infinity in JSON, or too large
+        received = np.array(values, np.float64)
+        at = int(np.flatnonzero(~(np.abs(received) <= _LARGEST))[0])
+        raise BrokenNumbers(f"{name}[{at}]: got {received[at]}; expected a finite number") from None
+    return np.frombuffer(packed, np.float32)
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def version_spans(spans: Sequence[Span] | None, unnamed: str) -> tuple[VersionSpan, ...]:
+    """The spans that have tokens; ``unnamed`` is the version of one without a name."""
+    return tuple(
+        VersionSpan(unnamed if span.version is None else sys.intern(str(span.version)), span.start, span.end)
+        for span in spans or ()
+        if span.start != span.end
+    )

@@ -1,0 +1,164 @@
+"""Policy that samples from vLLM servers, by ``/inference/v1/generate`` (``vllm serve --enable-scale-out``).
+
+The mode of a server's logprobs is probed before its first request, and again after it was away. Routes that pause,
+report weights, or abort the requests of other clients exist only with ``VLLM_SERVER_DEV_MODE=1``.
+
+This module knows which routes of vLLM a policy needs; ``vllm_wire.py`` knows their format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+
+from rollouts.dtypes import Completion, SamplingParams, without_password
+from rollouts.errors import EndpointRefused, EndpointUnavailable
+from rollouts.http.client import HttpClient
+from rollouts.inference import vllm_wire
+from rollouts.inference.aborts import AbortRoutes
+from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.discovery import Routes, length_of, text_of
+from rollouts.inference.limiter import Load
+from rollouts.inference.pauses import POLL_SECONDS
+from rollouts.inference.policy import ServerPolicy
+from rollouts.inference.routing import Worker
+from rollouts.inference.token_json import EncodedIds
+from rollouts.inference.vllm_wire import LogprobsMode
+from rollouts.inference.wire_errors import error_of, loads, message_of
+
+__all__ = ["VLLMPolicy", "describe_vllm", "logprobs_mode", "read_metrics"]
+
+ROUTE = "/inference/v1/generate"
+_METRIC = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} (\S+)$", re.M)
+
+
+def read_metrics(payload: bytes) -> Load | None:
+    """Parse the load in ``/metrics``, over all engines of the server; ``None`` if it is something else."""
+    found: dict[bytes, list[float]] = {}
+    for name, value in _METRIC.findall(payload):
+        with contextlib.suppress(ValueError):
+            found.setdefault(name, []).append(float(value))
+    running, waiting = found.get(b"num_requests_running"), found.get(b"num_requests_waiting")
+    if not running or not waiting:
+        return None
+    return Load(int(sum(running)), int(sum(waiting)), max(found.get(b"kv_cache_usage_perc", [0.0])))
+
+
+VLLM_ABORTS = AbortRoutes(
+    one="/inference/v1/abort_requests",
+    body=lambda rid: {"request_ids": [vllm_wire.engine_id(rid)]},
+    all="/abort_requests",
+    all_body={"request_ids": []},
+    load="/metrics",
+    read_load=read_metrics,
+)
+
+
+class VLLMPolicy(ServerPolicy):
+    """Samples from one or several vLLM servers of the same model; arguments as :class:`ServerPolicy`."""
+
+    ROUTE = ROUTE
+    ABORTS = VLLM_ABORTS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._modes: dict[str, LogprobsMode] = {}
+        """The modes of the servers' logprobs, by URL."""
+        self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+
+    def _request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
+        return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
+
+    def _request_body(
+        self, rid: str, ids: EncodedIds, options: bytes, namespace: str, extras: ExtrasRequest | None
+    ) -> tuple[bytes, int]:
+        return vllm_wire.request_body(rid, ids, options, namespace, extras)
+
+    def _session_headers(self, session: str) -> dict[str, str]:
+        return {"X-Session-ID": session, "X-SMG-Routing-Key": session}
+
+    def _read_completion(
+        self,
+        payload: bytes,
+        *,
+        rid: str,
+        ids: EncodedIds,
+        sampling: SamplingParams,
+        seconds: float,
+        vocab_size: int | None,
+        extras: ExtrasRequest | None,
+    ) -> Completion:
+        return vllm_wire.read_completion(
+            payload, rid=rid, ids=ids, seconds=seconds, vocab_size=vocab_size, extras=extras
+        )
+
+    async def _describe_server(self, worker: Worker) -> ServerInfo:
+        info = await describe_vllm(self._transport, worker.url, self._headers)
+        await self._mode(worker)
+        return info
+
+    async def _is_ready(self, url: str) -> bool | None:
+        with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):
+            status, payload = await self._transport.get(f"{url}/is_paused", self._headers)
+            response = loads(payload) if status == 200 else None
+            paused = response.get("is_paused") if isinstance(response, dict) else None
+            return {True: False, False: True}.get(paused) if isinstance(paused, bool) else None
+        return None
+
+    async def _check_server(self, worker: Worker, sampling: SamplingParams) -> None:
+        vllm_wire.check_mode(await self._mode(worker), sampling, worker.name)
+
+    async def _mode(self, worker: Worker) -> LogprobsMode:
+        if worker.url not in self._modes:
+            async with self._probing[worker.url]:
+                if worker.url not in self._modes:
+                    self._modes[worker.url] = await logprobs_mode(self._transport, worker.url, self._headers)
+        return self._modes[worker.url]
+
+    def _forget_server(self, worker: Worker) -> None:
+        self._modes.pop(worker.url, None)
+
+
+async def describe_vllm(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
+    """Query the description of one server; without ``VLLM_SERVER_DEV_MODE`` it does not report its weight version.
+
+    Raises:
+        EndpointUnavailable: no server listens there, or it is not ready.
+        EndpointRefused: wrong API key, or not a vLLM server.
+    """
+    routes = Routes(transport, url, headers, "a vLLM server")
+    models = await routes.first("/v1/models")
+    cards = models.get("data")
+    card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
+    if card.get("owned_by") != "vllm":
+        raise EndpointRefused(
+            f"{without_password(url)} is not a vLLM server: {'; '.join(routes.log)}; owned_by {card.get('owned_by')!r}."
+            " Expected a model of 'vllm' from /v1/models"
+        )
+    return ServerInfo(
+        version=text_of((await routes.first("/version")).get("version")),
+        model=text_of(card.get("root")) or text_of(card.get("id")),
+        weight_version=text_of((await routes.first("/weight_info")).get("weight_version")),
+        max_context=length_of(card.get("max_model_len")),
+    )
+
+
+async def logprobs_mode(transport: HttpClient, url: str, headers: Mapping[str, str]) -> LogprobsMode:
+    """Probe the mode of a server's logprobs, which it does not report.
+
+    Raises:
+        EndpointUnavailable: no answer.
+        EndpointRefused: the server does not serve token ids, or reports logits.
+    """
+    found = []
+    for body in vllm_wire.PROBES:
+        status, payload = await transport.post(url + ROUTE, body, headers)
+        if status != 200:
+            raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}{ROUTE})")
+        found.append(vllm_wire.probed_logprob(payload))
+    return vllm_wire.mode_of(*found)
