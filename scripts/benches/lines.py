@@ -90,7 +90,7 @@ machine; the absolute times in the last column are valid for this machine and th
 {chr(10).join(rows)}
 
 - S, L, A and H are in groups of eight, as in use; `single` has a prompt of its own for each sample. Two samples share
-  the prompt of their group and no other text.
+  the prompt of their group and the reply of the server, no other text.
 - `lean` is a hand-written loop: aiohttp, a typed decode, arrays, reused request bytes, each new text tokenised once,
   the prompt of a group once for all its samples, with `fastokens` as ours; the last column has the ratio to the same
   loop with `tokenizers`. It has no checks and no deadlines, and does not decode or parse replies: it knows their
@@ -99,7 +99,7 @@ machine; the absolute times in the last column are valid for this machine and th
   own connections costs a third.
 - S is 4 turns of 512 tokens, L one reply of 8,192, A 32 turns of 64, H 16 turns of 32 behind 16,000 tokens, G is S with
   a reward in a thread and a filter.
-- Texts are consecutive pages of a book, and no observation is used twice in a round. Our cache of openings is empty at
+- Texts are pages of a book; no two samples or turns have the same observation. Our cache of openings is empty at
   the start of each round. The tokenizer and the fast encoder, which all loops share, keep their own caches.
 - The journal stores the texts of a sample, so with the journal on each response is decoded once more than the replies.
 - The memory of a rollout in flight is its ids, masks, logprobs, the request that is being sent, its task and its

@@ -49,25 +49,29 @@ WORKLOADS = {
 """``S``: a short agent; ``L``: one long thought; ``A``: many small turns; ``H``: small turns behind a long history."""
 
 
-_NUMBER = "NUMBER"
+BOOK = "\n".join(topics.values())
+_OBSERVATION = "OBSERVATION"
+_MOST_TURNS = 32
 
 
-def _numbered(text: str, number: int) -> str:
-    return text.replace(_NUMBER, str(number), 1)
+def _observation(number: int, turn: int, length: int) -> str:
+    """A text for one turn of one sample: no other turn or sample has the same."""
+    at = length * (_MOST_TURNS * number + turn) % (len(BOOK) - length)
+    return f"{number} {BOOK[at : at + length].strip()}"
 
 
 class Looker(ToolEnvironment):
-    """Returns a prepared observation for each call; the episode ends after a given number of replies."""
+    """Returns a new text for each call; the episode ends after a given number of replies."""
 
-    def __init__(self, observations: Sequence[str], turns: int) -> None:
-        self._observations = observations
+    def __init__(self, turns: int, length: int) -> None:
         self._turns = turns
+        self._length = length
         self._turn = 0
 
     @tool
     def look(self, at: str) -> str:
         """Looks into a direction and tells what is there."""
-        return _numbered(self._observations[(self._turn - 1) % len(self._observations)], self._number)
+        return _observation(self._number, self._turn - 1, self._length)
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         assert prompt.index is not None  # the number of the sample
@@ -88,33 +92,34 @@ class Play:
     workload: Workload
     renderer: Renderer
     prompts: tuple[Prompt, ...]
-    observations: tuple[str, ...]
+    length: int
+    """Characters of an observation."""
     reply: tuple[int, ...]
     tools: tuple[Tool, ...]
     openings: tuple[str, ...]
     """Each prompt as rendered by the template."""
-    bridges: tuple[str, ...]
-    """The tokens between two replies, by turn."""
+    around: str
+    """The text between two replies, with a mark in the place of the observation."""
     n: int = 1
     """Samples of each prompt; nothing else is shared by two samples."""
 
     @classmethod
     def of(cls, workload: Workload, renderer: Renderer, n: int = 1) -> Play:
-        book, at = "\n".join(topics.values()), 0
+        at = 0
 
         def text(tokens: int) -> str:
             """The next text of the book, which repeats at its end."""
             nonlocal at
             length = 4 * tokens
-            while len(renderer.encode(book[at : at + length])) > tokens:
+            while len(renderer.encode(BOOK[at : at + length])) > tokens:
                 length = int(0.97 * length)
-            found = book[at : at + length]
-            at = (at + length) % (len(book) - 80_000)
+            found = BOOK[at : at + length]
+            at = (at + length) % (len(BOOK) - 80_000)
             return found
 
         texts = [f"{number} {text(workload.prompt - 60)}" for number in range(workload.samples // n)]
         prompts = tuple(Prompt(text, index=number) for number, text in enumerate(texts))
-        observations = tuple(f"{_NUMBER} {text(workload.observation - 25)}" for _ in range(workload.turns - 1)) or ("",)
+        length = len(text(workload.observation - 25))
         call = '<tool_call>\n{"name": "look", "arguments": {"at": "north"}}\n</tool_call>'
         end = [*renderer.encode(call if workload.turns > 1 else ".").tolist(), renderer.stop_token_ids[0]]
         if len(end) > workload.reply:
@@ -123,19 +128,19 @@ class Play:
         while len(words) < workload.reply:
             words *= 2
         reply = (*words[: workload.reply - len(end)], *end)
-        tools = tuple(Looker(observations, workload.turns).tools)
+        tools = tuple(Looker(workload.turns, length).tools)
         history = [Message("user", "U"), renderer.parse(reply, tools=tools)]
-        results = [Message("tool", said, tool_call_id="call00000", name="look") for said in observations]
-        bridges = [renderer.bridge(history, [result], tools=tools, tail=reply) for result in results]
+        result = Message("tool", _OBSERVATION, tool_call_id="call00000", name="look")
+        around = renderer.bridge(history, [result], tools=tools, tail=reply)
         return cls(
             workload=workload,
             renderer=renderer,
             prompts=prompts,
-            observations=observations,
+            length=length,
             reply=reply,
             tools=tools,
             openings=tuple(renderer.render([Message("user", str(prompt.prompt))], tools) for prompt in prompts),
-            bridges=tuple(renderer.decode(bridge) for bridge in bridges),
+            around=renderer.decode(around),
             n=n,
         )
 
@@ -145,11 +150,11 @@ class Play:
 
     def bridge(self, number: int, turn: int) -> str:
         """The tokens between two replies of a sample; no two are the same."""
-        return _numbered(self.bridges[turn], number)
+        return self.around.replace(_OBSERVATION, _observation(number, turn, self.length), 1)
 
     @property
     def environment_cls(self) -> functools.partial[Looker]:
-        return functools.partial(Looker, self.observations, self.workload.turns)
+        return functools.partial(Looker, self.workload.turns, self.length)
 
     @property
     def sampled_tokens(self) -> int:
