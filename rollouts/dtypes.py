@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import attrs
@@ -54,8 +53,6 @@ ChatDict: TypeAlias = dict[str, Any]
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 TokenColumn: TypeAlias = npt.NDArray[np.int32]
 LogprobColumn: TypeAlias = npt.NDArray[np.float32]
-
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------

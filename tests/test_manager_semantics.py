@@ -1508,13 +1508,12 @@ async def test_without_the_context_a_long_group_is_handed_back_once() -> None:
 # -- 10. call shapes --------------------------------------------------------------------------------------------------
 
 
-async def test_both_orders_of_arguments() -> None:
-    """10.1 ``(config, data_buffer)`` as documented, ``(data_buffer, config)`` as in the original."""
-    config = RolloutConfig(batch_size=2, generate_fn=answer_at_once)
-    for first, second in [(config, DataBuffer(["a"])), (DataBuffer(["a"]), config)]:
-        manager = AsyncRolloutManager(first, second)  # type: ignore[arg-type]
-        assert manager.config is config
-        assert len(await manager.generate_batch()) == 16
+async def test_the_order_of_arguments() -> None:
+    """10.1 ``(config, data_buffer)``; the other order is an error that names the right one."""
+    config, buffer = RolloutConfig(batch_size=2, generate_fn=answer_at_once), DataBuffer(["a"])
+    with pytest.raises(ConfigError, match=r"AsyncRolloutManager.config: .*a RolloutConfig, before the data buffer"):
+        AsyncRolloutManager(buffer, config)  # type: ignore[arg-type]
+    assert len(await AsyncRolloutManager(config, buffer).generate_batch()) == 16
 
 
 @pytest.mark.parametrize("second", [None, ["a"], "data.jsonl"])

@@ -68,7 +68,7 @@ class AsyncRolloutManager:
     for it, so that there is no bias against long rollouts.
 
     Args:
-        config: sizes, functions, deadlines and failure policies; the two arguments may be swapped.
+        config: sizes, functions, deadlines and failure policies.
         data_buffer: source of the prompts.
         on_group: called in a worker thread with every settled group, kept, dropped or failed, e.g. to write it to disk.
         rollout_log: records each event before it counts, e.g. in a journal.
@@ -83,16 +83,14 @@ class AsyncRolloutManager:
 
     def __init__(
         self,
-        config: RolloutConfig | DataBuffer,
-        data_buffer: DataBuffer | RolloutConfig,
+        config: RolloutConfig,
+        data_buffer: DataBuffer,
         *,
         on_group: OnGroup | None = None,
         rollout_log: RolloutLog | None = None,
     ) -> None:
-        if isinstance(config, DataBuffer):
-            config, data_buffer = data_buffer, config
         if not isinstance(config, RolloutConfig):
-            raise ConfigError.of("AsyncRolloutManager.config", config, "a RolloutConfig")
+            raise ConfigError.of("AsyncRolloutManager.config", config, "a RolloutConfig, before the data buffer")
         if not isinstance(data_buffer, DataBuffer):
             raise ConfigError.of("AsyncRolloutManager.data_buffer", data_buffer, "a DataBuffer")
         self.config = config
