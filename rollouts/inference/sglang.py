@@ -36,7 +36,7 @@ from rollouts.inference import generate_wire
 from rollouts.inference.aborts import abort_generation, abort_until_idle, headers_of
 from rollouts.inference.base import ExtrasRequest, ServerInfo
 from rollouts.inference.discovery import describe_server, merged
-from rollouts.inference.limiter import AdaptiveLimit, Limiter, read_load
+from rollouts.inference.limiter import AdaptiveLimit, read_load
 from rollouts.inference.outages import Outage, ServedWeights, ServerAway
 from rollouts.inference.pauses import POLL_SECONDS, is_ready
 from rollouts.inference.prefixes import Namespaces
@@ -177,7 +177,7 @@ class SGLangPolicy:
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot of their server."""
-        return sum(worker.limiter.waiting for worker in self._workers.all)
+        return sum(worker.waiting for worker in self._workers.all)
 
     @property
     def moved(self) -> int:
@@ -345,7 +345,7 @@ class SGLangPolicy:
                     worker = call.only or worker
                     if worker.away:
                         await self._check_return(worker)
-                    if worker.limiter.limit == math.inf:
+                    if worker.limiter.total_tokens == math.inf:
                         return await self._send(call, worker, fresh=fresh)
                     return await self._send_limited(call, worker, fresh=fresh)
                 except generate_wire.BrokenNumbers:
@@ -472,7 +472,7 @@ class SGLangPolicy:
     async def _send_limited(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         """Send within the limit of the server."""
         await self._query_load(worker)
-        async with worker.limiter.slot():
+        async with worker.limiter:
             completion = await self._send(call, worker, fresh=fresh)
         await self._query_load(worker)
         return completion
@@ -654,7 +654,7 @@ def _unanswered(call: _Call) -> Completion:
 
 
 def _worker(url: str, concurrency: Concurrency) -> Worker:
-    limiter = Limiter(concurrency if isinstance(concurrency, int) else math.inf)
+    limiter = anyio.CapacityLimiter(concurrency if isinstance(concurrency, int) else math.inf)
     return Worker(
         url,
         without_password(url),
