@@ -1,25 +1,22 @@
-"""Concurrency limit for the requests to one server, fixed or adapted to the load that the server reports.
+"""Adaptation of the concurrency limit of a server to the load that the server reports.
 
-Invariant: a request enters only while fewer than ``limit`` are inside, first in first out. An adaptive limit increases
-by a fixed step while requests wait for it and the server is not congested, and decreases by a factor while the server
-queues requests or its KV cache is nearly full. A server that does not report its load is not limited.
+Invariant: the limit increases by a fixed step while requests wait for it and the server is not congested, and decreases
+by a factor while the server queues requests or its KV cache is nearly full. A server that does not report its load is
+not limited.
 
 This module does no I/O: callers query the load and pass it in.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 import attrs
 
-__all__ = ["AdaptiveLimit", "Limiter", "Load", "read_load"]
+__all__ = ["AdaptiveLimit", "Load", "read_load"]
 
 FIRST_LIMIT = 32
 STEP = 8
@@ -66,75 +63,16 @@ def _number(rank: dict[str, Any], name: str) -> float:
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else 0.0
 
 
-class Limiter:
-    """First-in-first-out limit of concurrent requests.
-
-    Args:
-        limit: maximum inside; ``math.inf`` for no limit.
-    """
-
-    def __init__(self, limit: float = math.inf) -> None:
-        self._limit = limit
-        self._waiting: deque[anyio.Event] = deque()
-        self.inside = 0
-
-    def __repr__(self) -> str:
-        return f"<Limiter: {self.inside} inside of {self._limit:g}, {len(self._waiting)} waiting>"
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def limit(self) -> float:
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: float) -> None:
-        self._limit = limit
-        self._admit()
-
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Wait for a slot, and occupy it inside the context."""
-        if self.inside < self._limit and not self._waiting:
-            self.inside += 1
-        else:
-            admitted = anyio.Event()
-            self._waiting.append(admitted)
-            try:
-                await admitted.wait()
-            except BaseException:
-                if admitted.is_set():  # admitted and cancelled in the same loop iteration
-                    self._leave()
-                else:
-                    self._waiting.remove(admitted)
-                raise
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self.inside -= 1
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting and self.inside < self._limit:
-            self.inside += 1
-            self._waiting.popleft().set()
-
-
 class AdaptiveLimit:
-    """Additive increase and multiplicative decrease of the limit of a :class:`Limiter`, by the load of its server.
+    """Additive increase and multiplicative decrease of the limit of a server, by its load.
 
     The limit doubles until the first congestion; then it increases by :data:`STEP` per query, and is multiplied by
     :data:`CUT` under congestion: at most at every other query, since a decrease takes effect only as requests end.
     """
 
-    def __init__(self, limiter: Limiter) -> None:
+    def __init__(self, limiter: anyio.CapacityLimiter) -> None:
         self.limiter = limiter
-        self.limiter.limit = FIRST_LIMIT
+        self.limiter.total_tokens = FIRST_LIMIT
         self.load: Load | None = None
         self.own = 0
         """Requests of this client in the last load."""
@@ -169,16 +107,22 @@ class AdaptiveLimit:
         """Adapt the limit to a load; ``None`` if the server has no such route."""
         self.end_query()
         if load is None:
-            self.unsupported, self.limiter.limit = True, math.inf
+            self.unsupported, self.limiter.total_tokens = True, math.inf
             return
-        self.load, self.own = load, self.limiter.inside
-        saturated = self.limiter.waiting > 0 and 2 * load.total >= self.own  # else the load is older than the requests
+        self.load, self.own = load, self.limiter.borrowed_tokens
+        saturated = (
+            self.limiter.statistics().tasks_waiting > 0 and 2 * load.total >= self.own
+        )  # else the load is older than the requests
         if load.congested:
             self._doubling = False
             if not self._was_cut:
-                self.limiter.limit = max(1, math.floor(min(self.limiter.limit, max(self.limiter.inside, 1)) * CUT))
+                self.limiter.total_tokens = max(
+                    1, math.floor(min(self.limiter.total_tokens, max(self.limiter.borrowed_tokens, 1)) * CUT)
+                )
             self._was_cut = not self._was_cut
         else:
             self._was_cut = False
             if saturated:
-                self.limiter.limit = self.limiter.limit * 2 if self._doubling else self.limiter.limit + STEP
+                self.limiter.total_tokens = (
+                    self.limiter.total_tokens * 2 if self._doubling else self.limiter.total_tokens + STEP
+                )

@@ -35,7 +35,7 @@ from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until
 from rollouts.inference.base import ExtrasRequest, ServerInfo
 from rollouts.inference.completions import BrokenNumbers, check_obeyed, most_response_bytes
 from rollouts.inference.discovery import merged
-from rollouts.inference.limiter import AdaptiveLimit, Limiter
+from rollouts.inference.limiter import AdaptiveLimit
 from rollouts.inference.outages import Outage, ServedWeights, ServerAway
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.prefixes import Namespaces
@@ -181,7 +181,7 @@ class ServerPolicy(abc.ABC):
     @property
     def waiting(self) -> int:
         """Requests that wait for a slot of their server."""
-        return sum(worker.limiter.waiting for worker in self._workers.all)
+        return sum(worker.waiting for worker in self._workers.all)
 
     @property
     def moved(self) -> int:
@@ -362,7 +362,7 @@ class ServerPolicy(abc.ABC):
                     worker = call.only or worker
                     if worker.away:
                         await self._check_return(worker)
-                    if worker.limiter.limit == math.inf:
+                    if worker.limiter.total_tokens == math.inf:
                         return await self._send(call, worker, fresh=fresh)
                     return await self._send_limited(call, worker, fresh=fresh)
                 except BrokenNumbers:
@@ -490,7 +490,7 @@ class ServerPolicy(abc.ABC):
     async def _send_limited(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         """Send within the limit of the server."""
         await self._query_load(worker)
-        async with worker.limiter.slot():
+        async with worker.limiter:
             completion = await self._send(call, worker, fresh=fresh)
         await self._query_load(worker)
         return completion
@@ -698,7 +698,7 @@ def _unanswered(call: _Call) -> Completion:
 
 
 def _worker(url: str, concurrency: Concurrency) -> Worker:
-    limiter = Limiter(concurrency if isinstance(concurrency, int) else math.inf)
+    limiter = anyio.CapacityLimiter(concurrency if isinstance(concurrency, int) else math.inf)
     return Worker(
         url,
         without_password(url),

@@ -9,13 +9,15 @@ This module sends nothing: callers count requests and report failures.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import anyio
 import attrs
 
-from rollouts.inference.limiter import AdaptiveLimit, Limiter
+from rollouts.inference.limiter import AdaptiveLimit
 from rollouts.inference.pauses import Pause
 
 __all__ = ["Worker", "Workers"]
@@ -51,16 +53,19 @@ class Worker:
     pause: Pause = attrs.field(
         default=attrs.Factory(lambda self: Pause(self.url, self.name), takes_self=True), repr=False
     )
-    limiter: Limiter = attrs.field(factory=Limiter, repr=False)
+    limiter: anyio.CapacityLimiter = attrs.field(factory=lambda: anyio.CapacityLimiter(math.inf), repr=False)
     adaptive_limit: AdaptiveLimit | None = attrs.field(default=None, repr=False)
     """Adapts ``limiter`` to the load of the server; ``None`` for a fixed limit."""
 
     @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self.limiter.statistics().tasks_waiting
+
+    @property
     def load(self) -> int:
         """Requests in flight, waiting for a slot, and of other clients where they are known."""
-        return (
-            self.in_flight + self.limiter.waiting + (0 if self.adaptive_limit is None else self.adaptive_limit.others)
-        )
+        return self.in_flight + self.waiting + (0 if self.adaptive_limit is None else self.adaptive_limit.others)
 
     def is_alone_new(self, rid: str) -> bool:
         """Whether ``rid`` is the only unanswered request sent since the last answer: a crash is due to it, probably."""

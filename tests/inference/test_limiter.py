@@ -12,91 +12,55 @@ import pytest
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.inference import limiter
-from rollouts.inference.limiter import AdaptiveLimit, Limiter, Load, read_load
+from rollouts.inference.limiter import AdaptiveLimit, Load, read_load
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.server import Request, StubServer
 
 ONE = SamplingParams(max_new_tokens=4)
 
 
-async def test_a_limiter_is_first_in_first_out() -> None:
-    """Each exit admits the next task."""
-    limited = Limiter(2)
-    order: list[int] = []
-    most = 0
-
-    async def visit(number: int) -> None:
-        nonlocal most
-        async with limited.slot():
-            order.append(number)
-            most = max(most, limited.inside)
-            await anyio.lowlevel.checkpoint()
-
+async def limits_after(adaptive: AdaptiveLimit, load: Load, updates: int, *, waiting: bool = True) -> list[float]:
+    """Return the limit after each of several updates with one load, while all slots are taken."""
+    limits: list[float] = []
     async with anyio.create_task_group() as tasks:
-        for number in range(7):
-            tasks.start_soon(visit, number)
-    assert (order, most, limited.inside, limited.waiting) == (list(range(7)), 2, 0, 0)
-
-
-async def test_a_cancelled_wait_takes_no_slot() -> None:
-    """Cancelled before or after it was admitted."""
-    limited = Limiter(1)
-    async with limited.slot():
-        async with anyio.create_task_group() as tasks:
-            scopes = [anyio.CancelScope(), anyio.CancelScope()]
-
-            async def wait(scope: anyio.CancelScope) -> None:
-                with scope:
-                    async with limited.slot():
-                        await anyio.lowlevel.checkpoint()
-
-            for scope in scopes:
-                tasks.start_soon(wait, scope)
-            await anyio.wait_all_tasks_blocked()
-            scopes[0].cancel()
-            limited.limit = 2  # admits the second, and is cancelled before it runs
-            scopes[1].cancel()
-    assert (limited.inside, limited.waiting) == (0, 0)
-
-
-def limits_after(adaptive: AdaptiveLimit, load: Load, updates: int, *, waiting: bool = True) -> list[float]:
-    """Return the limit after each of several updates with one load."""
-    limits = []
-    for _ in range(updates):
-        if waiting and not adaptive.limiter.waiting:
-            adaptive.limiter._waiting.append(anyio.Event())
-        adaptive.limiter.inside = int(min(adaptive.limiter.limit, 10**6))
-        adaptive.update(load)
-        limits.append(adaptive.limiter.limit)
+        for _ in range(updates):
+            while adaptive.limiter.available_tokens > 0:
+                adaptive.limiter.acquire_on_behalf_of_nowait(object())
+            if waiting:
+                tasks.start_soon(adaptive.limiter.acquire_on_behalf_of, object())
+                await anyio.wait_all_tasks_blocked()
+            adaptive.update(load)
+            limits.append(adaptive.limiter.total_tokens)
+        tasks.cancel_scope.cancel()
     return limits
 
 
 async def test_a_limit_doubles_until_the_server_is_full_and_then_grows_by_steps() -> None:
     """Additive increase; multiplicative decrease at every other query."""
-    adaptive = AdaptiveLimit(Limiter())
+    adaptive = AdaptiveLimit(anyio.CapacityLimiter(1))
     first = limiter.FIRST_LIMIT
-    assert limits_after(adaptive, Load(60, 0), 2) == [2 * first, 4 * first]
+    assert await limits_after(adaptive, Load(60, 0), 2) == [2 * first, 4 * first]
     cut = math.floor(4 * first * limiter.CUT)
-    assert limits_after(adaptive, Load(100, 40), 2) == [cut, cut]
-    assert limits_after(adaptive, Load(100, 9), 2) == [cut + limiter.STEP, cut + 2 * limiter.STEP]
+    assert await limits_after(adaptive, Load(100, 40), 2) == [cut, cut]
+    assert await limits_after(adaptive, Load(100, 9), 2) == [cut + limiter.STEP, cut + 2 * limiter.STEP]
 
 
 async def test_a_full_cache_is_congestion_though_nothing_queues() -> None:
     """The server is about to retract running requests."""
-    adaptive = AdaptiveLimit(Limiter())
-    assert limits_after(adaptive, Load(30, 0, kv_use=0.95), 1) == [math.floor(limiter.FIRST_LIMIT * limiter.CUT)]
+    adaptive = AdaptiveLimit(anyio.CapacityLimiter(1))
+    assert await limits_after(adaptive, Load(30, 0, kv_use=0.95), 1) == [math.floor(limiter.FIRST_LIMIT * limiter.CUT)]
 
 
 async def test_a_limit_for_which_no_request_waits_does_not_grow() -> None:
     """Its growth would have no reason in the load."""
-    adaptive = AdaptiveLimit(Limiter())
-    assert limits_after(adaptive, Load(3, 0), 3, waiting=False) == [limiter.FIRST_LIMIT] * 3
+    adaptive = AdaptiveLimit(anyio.CapacityLimiter(1))
+    assert await limits_after(adaptive, Load(3, 0), 3, waiting=False) == [limiter.FIRST_LIMIT] * 3
 
 
 async def test_a_limit_never_falls_below_one() -> None:
     """However full the server stays."""
-    adaptive = AdaptiveLimit(Limiter())
-    assert limits_after(adaptive, Load(1, 500), 100, waiting=False)[-1] == 1
+    adaptive = AdaptiveLimit(anyio.CapacityLimiter(1))
+    assert (await limits_after(adaptive, Load(1, 500), 100, waiting=False))[-1] == 1
 
 
 @pytest.mark.parametrize("answer", [None, [], {"loads": []}, {"loads": [3]}, {"version": "x"}])
@@ -171,7 +135,7 @@ async def test_an_adaptive_number_follows_the_server() -> None:
             assert worker.adaptive_limit is not None
             worker.adaptive_limit.query_seconds = 0.01
             await complete_many(policy, 600)
-            limit = worker.limiter.limit
+            limit = worker.limiter.total_tokens
         assert engine.longest_queue <= limiter.FIRST_LIMIT - 8
         assert limit <= 8 + 2 * limiter.STEP
         assert server.asked.count("/v1/loads") > 3
@@ -183,7 +147,7 @@ async def test_a_server_without_loads_is_not_limited() -> None:
         async with SGLangPolicy(Endpoint(base_url=server.url, concurrency="adaptive")) as policy:
             await complete_many(policy, 100)
             (worker,) = policy._workers.all
-        assert worker.limiter.limit == math.inf
+        assert worker.limiter.total_tokens == math.inf
         assert worker.adaptive_limit is not None
         assert worker.adaptive_limit.unsupported
 

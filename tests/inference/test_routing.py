@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from rollouts.inference import routing
-from rollouts.inference.limiter import AdaptiveLimit, Limiter, Load
+from rollouts.inference.limiter import AdaptiveLimit, Load
 from rollouts.inference.routing import Worker, Workers
 
 
@@ -55,7 +56,7 @@ def test_a_session_does_not_move_to_an_unreachable_worker(workers: Workers) -> N
 
 def test_load_counts_waiting_requests_and_other_clients() -> None:
     """Those of other clients if the server reports its load."""
-    limiter = Limiter(1)
+    limiter = anyio.CapacityLimiter(1)
     worker = Worker("http://a", "a", in_flight=1, limiter=limiter, adaptive_limit=AdaptiveLimit(limiter))
     assert worker.adaptive_limit is not None
     worker.adaptive_limit.update(Load(running=5, waiting=0))

@@ -4,7 +4,8 @@ Invariant: a call ends in a value or in a :class:`RewardFailure`. No process out
 A worker that timed out, was cancelled or died is replaced at the next call.
 
 At most one worker a core runs at a time; the wait for a free one does not count against the deadline. The main script
-is never imported, so it needs no ``if __name__ == "__main__"``.
+is never imported, so it needs no ``if __name__ == "__main__"``. ``anyio.to_process`` kills late workers as well, but it
+imports the main script, its workers receive Ctrl-C, and it loses an exception that cannot be pickled.
 """
 
 from __future__ import annotations
