@@ -13,7 +13,6 @@ import collections
 import concurrent.futures
 import datetime
 import functools
-import operator
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,7 +122,6 @@ class Renderer:
         self._calls_are_text = dialect is not None and self.dialect.name == "plain"
         self._switches = Switches(self._template, self._stops)
         self._read_calls: dict[str, tuple[Calls, str]] = {}
-        self._tools: tuple[tuple[Tool, ...], str] = ((), "()")
 
     def __repr__(self) -> str:
         stops = ", ".join(f"{i} {text!r}" for i, text in zip(self.stop_token_ids, self._stops, strict=True))
@@ -174,7 +172,7 @@ class Renderer:
         """
         # Arguments are compared by repr: True == 1 in Python, but a template writes them differently.
         called = any(message.tool_calls for message in messages)
-        key = (repr(tuple(messages)) if called else tuple(messages), self._tools_key(tools))
+        key = (repr(tuple(messages)) if called else tuple(messages), self._template.key_of(tools))
         with self._lock:
             cached = self._openings.get(key)
             if cached is not None:
@@ -216,13 +214,6 @@ class Renderer:
         start = turn_start(self._template, self._marks.guarded(messages), tools, text, opened)
         before = self._encode(text[:start], counted=False)
         return shared(before.tolist(), opening.tolist())
-
-    def _tools_key(self, tools: Sequence[Tool]) -> str:
-        """Return the repr of the tools, cached for the latest ones."""
-        cached, text = self._tools
-        if len(cached) != len(tools) or not all(map(operator.is_, cached, tools)):
-            cached, text = self._tools = tuple(tools), repr(tuple(tools))
-        return text
 
     def forget(self) -> None:
         """Clear the cache of openings."""
@@ -443,7 +434,7 @@ class Renderer:
         writes, unless ``dialect="plain"`` was given. If the template refuses the default system prompt, the test runs
         without one. Results are cached by arguments.
         """
-        key = (self._tools_key(tools), system)
+        key = (self._template.key_of(tools), system)
         result = self._self_tests.get(key)
         if result is None:
             _ = self._switches.texts  # found here, not while the first bridge is awaited

@@ -41,6 +41,26 @@ _RENDERED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 _PROBE_NAME, _PROBE_VALUE = "qz7name", "qz7value"
 
 
+class _ToolForms:
+    """The latest tools, as each rendering writes them: chat dicts, their JSON, and the repr for keys of caches.
+
+    The sandbox prevents templates from changing the chat dicts.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self.tools = tuple(tools)
+        self.key = repr(self.tools)
+        self.chats = [tool.to_chat() for tool in tools]
+        self._json = dict.fromkeys(map(id, self.chats), "")
+
+    def json(self, value: Any) -> str:
+        """Encode a value; a chat dict of these tools once."""
+        text = self._json.get(id(value))
+        if text == "":
+            text = self._json[id(value)] = _JSON(value)
+        return _JSON(value) if text is None else text
+
+
 class ChatTemplate:
     """A compiled template with fixed variables.
 
@@ -78,9 +98,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template {self.name}: {problem}")
         environment = TemplateSandbox.for_chat(moment)
         environment.filters["tojson"] = self._to_json
-        self._tools: tuple[tuple[Tool, ...], list[ChatDict]] = ((), [])
-        self._tool_texts: dict[int, list[Any]] = {}
-        """The chat form of each tool with its JSON, by ``id``: a cache, because each rendering writes the tools."""
+        self._tools = _ToolForms(())
         try:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -129,23 +147,20 @@ class ChatTemplate:
                 found += [str(child.value) for child in children if isinstance(child, jinja2.nodes.Const)]
         return tuple(sorted({text for value in found if len(text := value.strip()) > 1}))
 
-    def _chat_of(self, tools: Sequence[Tool]) -> list[ChatDict]:
-        """Return the tools in chat form, cached; the sandbox prevents templates from changing them."""
-        cached, chats = self._tools
-        if len(cached) != len(tools) or not all(map(operator.is_, cached, tools)):
-            chats = [tool.to_chat() for tool in tools]
-            self._tool_texts = {id(chat): [chat, None] for chat in chats}
-            self._tools = (tuple(tools), chats)
-        return list(chats)
+    def key_of(self, tools: Sequence[Tool]) -> str:
+        """The repr of the tools, which keys of caches contain."""
+        return self._forms_of(tools).key
+
+    def _forms_of(self, tools: Sequence[Tool]) -> _ToolForms:
+        forms = self._tools
+        if len(forms.tools) != len(tools) or not all(map(operator.is_, forms.tools, tools)):
+            forms = self._tools = _ToolForms(tools)
+        return forms
 
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
         if arguments or options:
             return tojson(value, *arguments, **options)
-        cached = self._tool_texts.get(id(value))
-        if cached is None or cached[0] is not value:
-            return _JSON(value)
-        cached[1] = cached[1] or _JSON(value)
-        return str(cached[1])
+        return self._tools.json(value)
 
     def _chat(self, message: Message) -> ChatDict:
         """Return a message in chat form, with the reasoning under both field names that templates use."""
@@ -211,7 +226,7 @@ class ChatTemplate:
         try:
             return self._compiled.render(
                 messages=messages,
-                tools=(self._chat_of(tools) if self._tells_tools else None) or None,
+                tools=(list(self._forms_of(tools).chats) if self._tells_tools else None) or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
                 **self._variables,

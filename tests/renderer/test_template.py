@@ -83,6 +83,15 @@ def test_json_is_written_as_transformers_writes_it(arguments: dict[str, Any]) ->
         assert compiled.render([message], [tool]) == expected
 
 
+def test_lists_of_tools_in_turn_are_written_as_their_own() -> None:
+    """The forms of the latest tools are kept; those of other tools, equal in part, are never written in their place."""
+    compiled = template("{% for tool in tools or [] %}{{ tool|tojson }}{% endfor %}")
+    one, two = Tool("one"), Tool("two")
+    for tools in ([one], [two], [one, two], [one], [Tool("one", "other")], []):
+        assert compiled.render([Message("user", "U")], tools) == "".join(tojson(tool.to_chat()) for tool in tools)
+        assert compiled.key_of(tools) == repr(tuple(tools))
+
+
 def test_renderings_share_no_variables() -> None:
     """Variables that a template sets at top level do not persist."""
     counting = template("{{ seen }}{% set seen = 'x' %}{{ seen }}{{ messages|length }}")
