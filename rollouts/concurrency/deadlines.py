@@ -132,7 +132,9 @@ def is_cancelled_from(scope: anyio.CancelScope | None) -> bool:
 
 
 def _parent(scope: anyio.CancelScope) -> anyio.CancelScope | None:
-    return getattr(scope, "_parent_scope", None)  # anyio has no public way to get it
+    """The scope around a scope. anyio has no public way to it; without the attribute this raises."""
+    parent: anyio.CancelScope | None = scope._parent_scope  # type: ignore[attr-defined]
+    return parent
 
 
 class Clocks:

@@ -15,7 +15,9 @@ import anyio
 import msgspec
 import numpy as np
 
+from rollouts.concurrency.boundary import call_foreign
 from rollouts.concurrency.gc_pauses import calm_collector
+from rollouts.errors import EnvironmentFailure
 from rollouts.http.client import HttpClient
 from rollouts.inference.token_json import SequenceCache
 from rollouts.renderer import load_tokenizer
@@ -29,6 +31,7 @@ __all__ = ["bench_internals", "internals_options"]
 Row = dict[str, float | int | str]
 _JSON = {"Content-Type": "application/json"}
 _HISTORY, _NEW = 16_000, 640
+_CALLS = 5_000
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -94,7 +97,13 @@ def bench_internals(options: argparse.Namespace) -> list[Row]:
                 lambda: anyio.run(_ours, url, body), lambda: anyio.run(_aiohttp, url, body), rounds,
             )
         )  # fmt: skip
-    rows.append(_collections(rounds))
+    rows += [
+        _row(
+            "cancellation.py", "µs a call of user code that does not wait", 1e6 / _CALLS,
+            lambda: anyio.run(_guarded), lambda: anyio.run(_in_own_tasks), rounds,
+        ),
+        _collections(rounds),
+    ]  # fmt: skip
     return rows
 
 
@@ -126,6 +135,23 @@ async def _aiohttp(url: str, body: bytes) -> None:
         for _ in range(300):
             async with session.post(f"{url}/generate", data=body, headers=_JSON) as response:
                 await response.read()
+
+
+async def _user_code() -> int:
+    return 1
+
+
+async def _guarded() -> None:
+    for _ in range(_CALLS):
+        await call_foreign(EnvironmentFailure, "step", _user_code, seconds=60.0)
+
+
+async def _in_own_tasks() -> None:
+    """The least that can be cancelled and left: a task for each call, within a deadline."""
+    for _ in range(_CALLS):
+        with anyio.fail_after(60.0):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_user_code)
 
 
 def _collections(rounds: int) -> Row:
