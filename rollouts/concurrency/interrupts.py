@@ -89,7 +89,7 @@ def waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         writing.setblocking(False)
         before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
         if before != -1:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
             yield
             return
         loop.add_reader(reading, reading.recv, 4096)

@@ -443,6 +443,7 @@ OPTIONS = {
     "--overwrite": "replace what is there",
     "--pass-rate": "share of kept groups",
     "--port": "port to listen on",
+    "--provider": "the protocol of the servers",
     "--quiet": "print no progress",
     "--recipe": "a recipe, for what is stored",
     "--record": "record what rollouts receive",

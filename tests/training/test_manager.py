@@ -92,7 +92,8 @@ async def test_drop_keeps_old_groups_out_and_counts_them() -> None:
     async with manager_of(policy, on_group=record) as manager:
         manager.announce_version("0")
         async with aclosing(manager.stream(max_staleness=0)) as batches:
-            assert versions(await anext(batches)) == {"0"}
+            first = await anext(batches)
+            assert versions(first) == {"0"}
             with anyio.fail_after(30):
                 while manager.accounting.ready < 6:  # noqa: ASYNC110 - recording is done in threads
                     await anyio.sleep(0.001)
@@ -101,7 +102,8 @@ async def test_drop_keeps_old_groups_out_and_counts_them() -> None:
             assert versions(await anext(batches)) == {"1"}
             assert manager.metrics["staleness/max"] == 0
     assert manager.accounting.dropped == 6
-    assert [entry for entry in records if entry[1] == "dropped"] == [(n, "dropped", "too old") for n in range(2, 8)]
+    old = sorted({*range(8)} - {sample.group_index for sample in first})  # threads record, so any two may be first
+    assert sorted(entry for entry in records if entry[1] == "dropped") == [(n, "dropped", "too old") for n in old]
     assert manager.run_metrics.reasons["too old"] == 6
 
 

@@ -224,6 +224,7 @@ async def test_hardening_12_one_inconsistent_reply_costs_one_rollout(fault: Faul
             config = RolloutConfig(
                 batch_size=2,
                 n_samples_per_prompt=2,
+                over_sampling_factor=1.0,
                 generate_fn=partial(
                     generate_rollout_batch,
                     environment_cls=CalculatorEnvironment,

@@ -14,7 +14,7 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import CheckpointedDataSource, close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
-from rollouts.training import Prompt
+from rollouts.training import Prompt, Sample
 from tests.integrations.slime.launches import Launch, Source, made_sample
 
 
@@ -82,7 +82,11 @@ def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
 
 def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
     """A group with one finished rollout and one that hangs: the restored group plays only the other one."""
-    hung, played, patient = set(), set(), {0}
+    hung, scored, patient = set(), set(), {0}
+
+    async def reward(sample: Sample) -> float:
+        scored.add(sample.index)
+        return float(sample.index or 0)
 
     async def play(prompt: Prompt) -> list[Any]:
         assert prompt.index is not None
@@ -91,14 +95,13 @@ def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None
             await anyio.sleep_forever()
         if not patient and (prompt.group_index or 0) >= 2:  # beyond what was loaded: not to be sooner
             await anyio.sleep_forever()
-        while prompt.group_index in patient and not (len(hung) == 2 and played >= {2, 4}):
+        while prompt.group_index in patient and not (len(hung) == 2 and scored >= {2, 4}):
             await anyio.lowlevel.checkpoint()
-        for _ in range(100 if prompt.group_index in patient else 0):  # until the others are scored as well
+        for _ in range(100 if prompt.group_index in patient else 0):  # until the others have finished
             await anyio.lowlevel.checkpoint()
-        played.add(prompt.index)
         return [made_sample(prompt)]
 
-    launch = Launch(batch_size=1, n=2, over_sampling_factor=3.0, play=play)
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=3.0, play=play, reward=reward)
     args = with_source(launch, tmp_path)
     source = CheckpointedDataSource(args)
     (first,) = generate_rollout_batch(args, 0, source).samples
