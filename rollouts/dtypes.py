@@ -598,6 +598,10 @@ class Completion:
     """Number of prompt ids that the server read from its prefix cache."""
     seconds: float = 0.0
     """Wall time of the request, retries included."""
+    waited: float = 0.0
+    """Seconds of it before the request that was answered was sent: no free slot, earlier attempts, an outage."""
+    server: str = ""
+    """URL of the server that answered."""
     extras: Extras | None = attrs.field(default=None, eq=False, repr=False)
     """Further columns and numbers; ``None`` unless the caller asked for them."""
 

@@ -22,6 +22,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     Completion,
     Extras,
@@ -102,6 +103,7 @@ class Trajectory:
         completions: records of the completions, in order.
         step_rewards: rewards of the environment's steps.
         metrics: numbers added up over the episode.
+        times: what the rollout did when.
         stop_reason: why the trajectory ended; ``None`` until it is sealed.
         failure: the failure that ended it, if ``stop_reason`` is ``FAILED``.
     """
@@ -113,6 +115,7 @@ class Trajectory:
         self.completions: list[CompletionRecord] = []
         self.step_rewards: list[float] = []
         self.metrics: dict[str, float] = {}
+        self.times = Timeline()
         self.stop_reason: StopReason | None = None
         self.failure: Failure | None = None
         self._tokens: TokenColumn = np.empty(0, np.int32)

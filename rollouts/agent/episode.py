@@ -25,6 +25,7 @@ from anyio.lowlevel import RunVar
 
 from rollouts.agent.turn_log import Turn, TurnLog, prompt_digest, replayed
 from rollouts.concurrency.boundary import boundary, call_foreign
+from rollouts.concurrency.times import now
 from rollouts.dtypes import (
     Completion,
     Limits,
@@ -75,6 +76,9 @@ _MANY_MESSAGES = 100
 """Number of messages from which a comparison of all of them counts as rendering them; long texts are shortened."""
 
 _UNPARSED = Message("assistant")
+
+_LEAST_WAIT = 0.001
+"""Seconds from which a wait before a request is a span of its own."""
 
 Rendered = TypeVar("Rendered")
 
@@ -132,8 +136,8 @@ class Episode:
     rendered: str = attrs.field(init=False, default="")
     """The last prompt as the template renders it; only where ``history`` is not ``"append"``."""
     began: float = attrs.field(init=False, factory=time.monotonic)
-    logged: tuple[int, int, int] = attrs.field(init=False, default=(0, 0, 0))
-    """Numbers of tokens, completions and messages that the turn log contains."""
+    logged: tuple[int, int, int, int] = attrs.field(init=False, default=(0, 0, 0, 0))
+    """Numbers of tokens, completions, messages and times that the turn log contains."""
     earlier: Trajectory | None = attrs.field(init=False, default=None)
     """The trajectory of the logged turns, if the episode can resume after them."""
     memory: BridgeMemory = attrs.field(init=False, factory=BridgeMemory)
@@ -343,9 +347,14 @@ class Episode:
         sampling = self.sampling
         if budget != sampling.max_new_tokens or seed != sampling.seed:
             sampling = attrs.evolve(sampling, max_new_tokens=budget, seed=seed)
+        began = now()
         completion = await self.policy.complete(
             self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
         )
+        waited = completion.waited
+        if waited >= _LEAST_WAIT:
+            self.trajectory.times.add("queued", completion.server, began, waited)
+        self.trajectory.times.ended("generating", completion.server, began + waited)
         self.trajectory.count("generation_seconds", completion.seconds)
         self.sampled += len(completion.tokens)
         return completion
@@ -459,6 +468,8 @@ class Episode:
         """The result of one step, with its rewards and metrics added to the trajectory."""
         step = await self._run_calls(environment, f"{name}.step", reply, has_tools=bool(tools))
         self.trajectory.step_rewards.extend(step.rewards)
+        for span in step.times:
+            self.trajectory.times.add(*span)
         for metric, amount in step.metrics.items():
             self.trajectory.count(metric, amount)
         if step.done:
@@ -496,14 +507,15 @@ class Episode:
         kind: Kind = "environment_start",
     ) -> Any:
         """Call a method of the environment inside a boundary, and add up its wall time."""
-        began = time.monotonic()
+        began = now()
         try:
             seconds = self.limits.step_seconds
             return await call_foreign(
                 EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown, kind=kind
             )
         finally:
-            self.trajectory.count("environment_seconds", time.monotonic() - began)
+            self.trajectory.times.ended("environment", what, began)
+            self.trajectory.count("environment_seconds", now() - began)
 
     # -- 7. append the result --
 
@@ -631,7 +643,8 @@ class Episode:
 
     def _mark_logged(self) -> None:
         messages = len(self.trajectory.messages) - self.continues_reply  # the last one still grows
-        self.logged = (len(self.trajectory), len(self.trajectory.completions), messages)
+        trajectory = self.trajectory
+        self.logged = (len(trajectory), len(trajectory.completions), messages, len(trajectory.times))
 
 
 async def _render(new: Sequence[Message], function: Callable[..., Rendered], *arguments: object) -> Rendered:

@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ChatDict,
     Completion,
@@ -51,13 +52,15 @@ class Turn:
     mask: npt.NDArray[np.bool_]
     logprobs: LogprobColumn
     fields: Mapping[str, Any]
-    """Plain values: the new ``completions`` and ``messages``; ``versions``, ``metrics`` and ``step_rewards`` so far;
-    fields that the loop adds, among them ``open_turn``, the position of an assistant turn that goes on; the
+    """Plain values: the new ``completions``, ``messages`` and ``times``; ``versions``, ``metrics`` and ``step_rewards``
+    so far; fields that the loop adds, among them ``open_turn``, the position of an assistant turn that goes on; the
     environment's ``snapshot`` if it returned one."""
 
     @classmethod
-    def since(cls, trajectory: Trajectory, start: int, completions: int, messages: int, **fields: Any) -> Turn:
-        """The turn that began when the trajectory had these numbers of tokens, completions and messages."""
+    def since(
+        cls, trajectory: Trajectory, start: int, completions: int, messages: int, times: int, **fields: Any
+    ) -> Turn:
+        """The turn that began when the trajectory had these numbers of tokens, completions, messages and times."""
         mask, logprobs = trajectory.sampled(start)
         return cls(
             number=len(trajectory.completions),
@@ -70,6 +73,7 @@ class Turn:
                 "messages": [message_to_dict(message) for message in trajectory.messages[messages:]],
                 "metrics": dict(trajectory.metrics),
                 "step_rewards": list(trajectory.step_rewards),
+                "times": trajectory.times.to_list(times),
                 **fields,
             },
         )
@@ -140,6 +144,7 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
     trajectory.messages[:] = messages
     trajectory.metrics.update(last["metrics"])
     trajectory.step_rewards.extend(last["step_rewards"])
+    trajectory.times = Timeline(span for turn in turns for span in turn.fields.get("times", ()))
     return trajectory
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_ch
 import attrs
 import msgspec
 
+from rollouts.concurrency.times import Span, Timeline, now
 from rollouts.dtypes import MAX_MESSAGE_BYTES, Message, Prompt, Tool, ToolCall, as_messages
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened
 from rollouts.validators import finite
@@ -55,6 +56,8 @@ class StepResult:
     """Text that goes on in the assistant turn of the reply, e.g. search results between tags: it is encoded alone,
     without chat markup, never trained, and the model goes on after it. Not with ``messages``, not with ``done``, and
     not after a reply with tool calls, whose results are messages."""
+    times: Sequence[Span] = ()
+    """When which tool ran, for the record; a :class:`ToolEnvironment` says so by itself."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -89,7 +92,7 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
         truncated = sum([one is not other for one, other in zip((*cut, text), (*messages, continuation), strict=True)])
         if truncated:
             metrics[TRUNCATED] = metrics.get(TRUNCATED, 0) + truncated
-        return StepResult(cut, step.done, _reward_of(step), metrics, text)
+        return StepResult(cut, step.done, _reward_of(step), metrics, text, tuple(Timeline(step.times)))
     except ConfigError as error:
         raise bad_step(what, str(error)) from None
     except Exception as error:  # iterating a user-defined list or mapping runs user code
@@ -297,10 +300,13 @@ class ToolEnvironment:
             return await self.answer(reply)
         messages: list[Message] = []
         rewards: list[float] = []
+        times: list[Span] = []
         metrics: dict[str, float] = {"tool_errors": 0}
         done = False
         for call in reply.tool_calls:
+            began = now()
             result, failed = await self._run(call)
+            times.append(Span("tool", call.name, began, now() - began))
             messages.append(Message("tool", result.text, tool_call_id=call.id, name=call.name))
             rewards += [] if result.reward is None else [result.reward]
             for name, amount in {"tool_errors": int(failed), **result.metrics}.items():
@@ -309,7 +315,7 @@ class ToolEnvironment:
             done = result.done
             if done:
                 break
-        return StepResult(tuple(messages), done, rewards or None, metrics)
+        return StepResult(tuple(messages), done, rewards or None, metrics, times=times)
 
     async def answer(self, reply: Message) -> StepResult:
         """Answer a reply without tool calls."""

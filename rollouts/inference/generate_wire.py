@@ -189,6 +189,8 @@ def read_completion(
     ids: EncodedIds,
     stop: Sequence[str] = (),
     seconds: float = 0.0,
+    waited: float = 0.0,
+    server: str = "",
     vocab_size: int | None = None,
     extras: ExtrasRequest | None = None,
 ) -> Completion:
@@ -200,6 +202,8 @@ def read_completion(
         ids: prompt ids that were sent.
         stop: stop strings of the request.
         seconds: wall time of the call.
+        waited: seconds of it before the request was sent.
+        server: URL of the server.
         vocab_size: upper bound of ids; ``None`` if unknown.
         extras: what was requested beyond tokens and logprobs.
 
@@ -248,6 +252,8 @@ def read_completion(
             request_id=rid,
             cached_tokens=meta.cached_tokens or 0,
             seconds=seconds,
+            waited=waited,
+            server=server,
             extras=None if extras is None else _extras(meta, ids.count, len(tokens), seconds, extras),
         )
     except ValueError as error:  # everything but the versions was checked above

@@ -552,7 +552,7 @@ class ServerPolicy(abc.ABC):
                     call.running = None
                 raise error
             call.running = None
-            seconds = time.monotonic() - call.began
+            waited, seconds = sent - call.began, time.monotonic() - call.began
             if len(payload) >= _LONG_REPLY:
                 # Of long responses that arrive together, decode one in each loop iteration.
                 async with self._long_reply_lock:
@@ -564,6 +564,8 @@ class ServerPolicy(abc.ABC):
                 ids=call.ids,
                 sampling=call.sampling,
                 seconds=seconds,
+                waited=waited,
+                server=worker.name,
                 vocab_size=self._sequences.vocab_size,
                 extras=call.extras,
             )
@@ -652,6 +654,8 @@ class ServerPolicy(abc.ABC):
         ids: EncodedIds,
         sampling: SamplingParams,
         seconds: float,
+        waited: float,
+        server: str,
         vocab_size: int | None,
         extras: ExtrasRequest | None,
     ) -> Completion:

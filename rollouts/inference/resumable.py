@@ -91,9 +91,8 @@ class ResumablePolicy:
         self.resumed = 0
         """Number of times a completion was continued after an interruption."""
         self.in_flight = 0
-        self._open = anyio.Event()
-        self._open.set()
-        self._idle = anyio.Event()
+        self._opened: anyio.Event | None = None  # only while it is paused: a rollout has a policy of its own
+        self._idle: anyio.Event | None = None
         self.limiter = anyio.CapacityLimiter(at_most) if isinstance(at_most, int) else at_most
 
     def __repr__(self) -> str:
@@ -102,11 +101,13 @@ class ResumablePolicy:
 
     @property
     def paused(self) -> bool:
-        return not self._open.is_set()
+        return self._opened is not None
 
     def resume(self) -> None:
         """Let waiting and new calls sample again."""
-        self._open.set()
+        if self._opened is not None:
+            self._opened.set()
+            self._opened = None
 
     async def pause(self, *, seconds: float = 60.0) -> None:
         """Interrupt all requests, let new ones wait, and return when nothing is sampled any more.
@@ -114,8 +115,8 @@ class ResumablePolicy:
         Raises:
             EndpointUnavailable: requests were still in flight after ``seconds``.
         """
-        if not self.paused:
-            self._open = anyio.Event()
+        if self._opened is None:
+            self._opened = anyio.Event()
         with boundary(EndpointUnavailable, f"stopping {self.in_flight} requests", seconds=seconds):
             while self.in_flight:
                 self._idle = anyio.Event()
@@ -165,7 +166,7 @@ class ResumablePolicy:
                 )
             finally:
                 self.in_flight -= 1
-                if not self.in_flight:
+                if not self.in_flight and self._idle is not None:
                     self._idle.set()
         if session and part.extras is not None and part.extras.experts is not None:
             self._routed.pop(session, None)
@@ -206,8 +207,8 @@ class ResumablePolicy:
         """Return when the policy is not paused; deadlines are paused meanwhile."""
         if self.paused:
             with boundary(EndpointUnavailable, "paused between batches", kind="a_pause"), paused_deadlines():
-                while self.paused:
-                    await self._open.wait()
+                while self._opened is not None:
+                    await self._opened.wait()
 
     async def describe(self) -> ServerInfo:
         return await self.inner.describe()
@@ -235,5 +236,7 @@ def _joined(parts: list[Completion]) -> Completion:
         request_id=last.request_id,
         cached_tokens=parts[0].cached_tokens,
         seconds=sum(part.seconds for part in parts),
+        waited=parts[0].waited,
+        server=last.server,
         extras=Extras.joined(extras) if extras else None,
     )

@@ -43,11 +43,21 @@ class SGLangPolicy(ServerPolicy):
         ids: EncodedIds,
         sampling: SamplingParams,
         seconds: float,
+        waited: float,
+        server: str,
         vocab_size: int | None,
         extras: ExtrasRequest | None,
     ) -> Completion:
         return generate_wire.read_completion(
-            payload, rid=rid, ids=ids, stop=sampling.stop, seconds=seconds, vocab_size=vocab_size, extras=extras
+            payload,
+            rid=rid,
+            ids=ids,
+            stop=sampling.stop,
+            seconds=seconds,
+            waited=waited,
+            server=server,
+            vocab_size=vocab_size,
+            extras=extras,
         )
 
     async def _describe_server(self, worker: Worker) -> ServerInfo:

@@ -90,11 +90,20 @@ class VLLMPolicy(ServerPolicy):
         ids: EncodedIds,
         sampling: SamplingParams,
         seconds: float,
+        waited: float,
+        server: str,
         vocab_size: int | None,
         extras: ExtrasRequest | None,
     ) -> Completion:
         return vllm_wire.read_completion(
-            payload, rid=rid, ids=ids, seconds=seconds, vocab_size=vocab_size, extras=extras
+            payload,
+            rid=rid,
+            ids=ids,
+            seconds=seconds,
+            waited=waited,
+            server=server,
+            vocab_size=vocab_size,
+            extras=extras,
         )
 
     async def _describe_server(self, worker: Worker) -> ServerInfo:

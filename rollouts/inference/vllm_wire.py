@@ -243,6 +243,8 @@ def read_completion(
     rid: str,
     ids: EncodedIds,
     seconds: float = 0.0,
+    waited: float = 0.0,
+    server: str = "",
     vocab_size: int | None = None,
     extras: ExtrasRequest | None = None,
 ) -> Completion:
@@ -253,6 +255,8 @@ def read_completion(
         rid: request id that was sent.
         ids: prompt ids that were sent.
         seconds: wall time of the call.
+        waited: seconds of it before the request was sent.
+        server: URL of the server.
         vocab_size: upper bound of ids; ``None`` if unknown.
         extras: whether the numbers of the request are wanted.
 
@@ -310,6 +314,8 @@ def read_completion(
             request_id=rid,
             cached_tokens=cached,
             seconds=seconds,
+            waited=waited,
+            server=server,
             extras=None if extras is None else Extras((numbers,)),
         )
     except ValueError as error:  # everything but the versions was checked above

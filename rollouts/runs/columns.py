@@ -16,7 +16,7 @@ import attrs
 from rollouts.errors import Failure
 from rollouts.runs.plain_data import to_json, to_plain
 
-__all__ = ["COLUMNS", "SPAN", "Column", "Type", "columns_table", "plain_row", "type_name"]
+__all__ = ["COLUMNS", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
 
 Type: TypeAlias = "str | Sequence[Type] | Mapping[str, Type]"
 """The name of an Arrow type; a list of one type; or a struct by its fields."""
@@ -29,6 +29,7 @@ _CALL: Mapping[str, Type] = {
 }
 MESSAGE: Mapping[str, Type] = {name: [_CALL] if name == "tool_calls" else "string" for name in _STRINGS}
 SPAN: Mapping[str, Type] = {"version": "string", "start": "int32", "stop": "int32"}
+TIME: Mapping[str, Type] = {"activity": "string", "name": "string", "began": "float64", "seconds": "float64"}
 _COMPLETION: Mapping[str, Type] = {
     "request_id": "string",
     "start": "int32",
@@ -66,6 +67,7 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "response_length": Column("int32", "tokens from the first sampled one to the end"),
         "versions": Column([SPAN], "the policy version of each range of sampled tokens"),
         "completions": Column([_COMPLETION], "one entry for each request: its reply is `tokens[start:stop]`"),
+        "times": Column([TIME], "what the rollout did when; `began` is in seconds since 1970"),
         "group_index": Column("int64", "the number of the group in the run"),
         "index": Column("int64", "the number of the rollout in the run"),
         "rollout_id": Column("int64", "shared by the branches of one rollout"),
@@ -98,6 +100,7 @@ def plain_row(stored: Mapping[str, Any]) -> dict[str, Any]:
         "metadata": to_json(stored["metadata"]).decode(),
         "metrics": [{"name": str(name), "value": float(value)} for name, value in stored["metrics"].items()],
         "versions": [dict(zip(SPAN, span, strict=True)) for span in stored["versions"]],
+        "times": [dict(zip(TIME, span, strict=True)) for span in stored.get("times") or ()],
         "completions": [_struct(completion, _COMPLETION) for completion in stored["completions"]],
         "failure": stored["failure"] and _struct(stored["failure"], _FAILURE),
     }

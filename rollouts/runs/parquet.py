@@ -23,7 +23,7 @@ import msgspec
 
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
-from rollouts.runs.columns import COLUMNS, SPAN, Type
+from rollouts.runs.columns import COLUMNS, SPAN, TIME, Type
 
 __all__ = [
     "RowWriter",
@@ -120,7 +120,8 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
         for row in rows:
             texts = {name: to_json(row[name]).decode() for name in _JSON_COLUMNS}
             spans = [dict(zip(SPAN, span, strict=True)) for span in row["versions"]]
-            writer.write({**row, **texts, "versions": spans})
+            times = [dict(zip(TIME, span, strict=True)) for span in row["times"]]
+            writer.write({**row, **texts, "versions": spans, "times": times})
     start, crc = _sealed_at(buffer.getvalue())
     buffer.seek(start)
     buffer.write(b"%08x" % crc)
@@ -228,6 +229,8 @@ def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[s
             for row in table.to_pylist():
                 row.update({name: msgspec.json.decode(row[name]) for name in _JSON_COLUMNS})
                 row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
+                if row.get("times") is not None:  # earlier versions have none
+                    row["times"] = [[span[name] for name in TIME] for span in row["times"]]
                 for completion in row.get("completions") or ():  # version 0.1 has another name
                     if not completion.get("continues"):
                         completion.pop("continues", None)  # a row of JSON has it only where it is true

@@ -112,7 +112,7 @@ def _check_same(info: Mapping[str, Any], history: RunHistory, recipe: Recipe) ->
 
 
 def _compare(stored: list[Sample], played: tuple[Sample, ...]) -> None:
-    """Raise at the first difference; copies ``CIRCUMSTANCES`` from the stored samples."""
+    """Raise at the first difference; copies ``CIRCUMSTANCES`` and times from the stored samples."""
     if [sample.index for sample in stored] != [sample.index for sample in played]:
         got = [sample.index for sample in played]
         raise ReplayDiverged(f"group {stored[0].group_index}: samples {got}; expected {[s.index for s in stored]}")
@@ -120,6 +120,7 @@ def _compare(stored: list[Sample], played: tuple[Sample, ...]) -> None:
         own = {name: value for name, value in after.metrics.items() if name not in CIRCUMSTANCES}
         copied = {name: value for name, value in before.metrics.items() if name in CIRCUMSTANCES or name in own}
         after.metrics = {**copied, **own}
+        after.times = before.times
         then, now = (msgspec.json.decode(to_json(sample.to_dict())) for sample in (before, after))
         for name, value in then.items():
             if now[name] != value:

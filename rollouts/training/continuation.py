@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.agent.episode import Past
+from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.environments.single_turn import SingleTurnEnvironment
@@ -95,6 +96,7 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
         trajectory.add_context(sample.token_column[position:])
         trajectory.metrics |= sample.metrics
         trajectory.step_rewards += sample.step_rewards
+        trajectory.times = Timeline(sample.times)
     else:
         trajectory.add_context(sample.token_column)
     trajectory.messages = messages

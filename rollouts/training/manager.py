@@ -30,6 +30,7 @@ from anyio.abc import TaskGroup
 from rollouts.concurrency.boundary import abandoned, boundary, call_foreign, function_name, waits
 from rollouts.concurrency.cancellation import left_behind
 from rollouts.concurrency.deadlines import deadline, pauses
+from rollouts.concurrency.times import now
 from rollouts.concurrency.wait_report import where
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, FilterFailure, GenerateFailure, RolloutsError, at
@@ -335,6 +336,7 @@ class AsyncRolloutManager:
         self.metrics = {
             "batch": self.batches,
             "seconds": seconds,
+            "ended": round(now(), 4),
             **numbers,
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),

@@ -20,6 +20,7 @@ import anyio.lowlevel
 import numpy as np
 
 from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
+from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import (
     ConfigError,
@@ -222,6 +223,7 @@ def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
             sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
             sample.versions, sample.completions, sample.metrics, sample.step_rewards = [], [], {}, []
             sample.messages, sample.metadata, sample.label, sample.reward = [], {}, None, None
+            sample.times = Timeline()
     return list(samples)
 
 

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ChatDict,
     Message,
@@ -179,6 +180,8 @@ class Sample:
     history: OnRewrite | None = None
     """Policy that was used where the chat template rewrites the history; ``None`` if no renderer was used."""
     step_rewards: list[float] = attrs.field(factory=list)
+    times: Timeline = attrs.field(factory=Timeline)
+    """What the rollout did when, its reward function included; no part of equality."""
     """Rewards of the environment's steps, in order."""
 
     _compact: CompactRecord | None = attrs.field(default=None, init=False)
@@ -229,7 +232,9 @@ class Sample:
         return True
 
     def __eq__(self, other: object) -> bool:
-        return self.to_dict() == other.to_dict() if isinstance(other, Sample) else NotImplemented
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return {**self.to_dict(), "times": []} == {**other.to_dict(), "times": []}
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
@@ -435,6 +440,7 @@ class Sample:
             "failure": self.failure and attrs.asdict(self.failure),
             "history": self.history,
             "step_rewards": self.step_rewards,
+            "times": self.times.to_list(),
         }
 
     @classmethod
@@ -496,6 +502,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "versions": lambda spans: [VersionSpan(*span) for span in spans],
     "completions": lambda records: [CompletionRecord(**record) for record in records],
     "failure": lambda failure: Failure(**failure),
+    "times": Timeline,
 }
 
 Outcome: TypeAlias = Literal["kept", "dropped", "failed"]

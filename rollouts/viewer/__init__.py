@@ -2,7 +2,8 @@
 
     source.py      what is shown, read from a folder: groups, metrics, accounting, laws
     token_text.py  the text of each token of a sample
-    payload.py     the data of a page: a head with the numbers of all samples, and chunks with their tokens
+    held_up.py     which rollout each batch waited for
+    payload.py     the data of a page: a head with the numbers of all samples, chunks with their tokens, times
     page.py        the HTML files
     live.py        a server for a run that goes on
 

@@ -2,7 +2,7 @@
 
     GET /             the page, without data
     GET /stamp        a text that changes with the files of the run
-    GET /part/NAME    a head or a chunk, as in a page that has its data
+    GET /part/NAME    a head, times or a chunk, as in a page that has its data
 
 Invariant: it answers requests for its own address only, so that no web page of another name can read a run through the
 browser, and it reads no file but those of the run. The standard library's server is enough for one reader.
@@ -54,12 +54,14 @@ class LiveView:
             return stamp
 
     def part(self, name: str) -> bytes | None:
-        """A head (``head-RUN``) or a chunk (``chunk-RUN-FIRST``)."""
+        """A head (``head-RUN``), times (``times-RUN``) or a chunk (``chunk-RUN-FIRST``)."""
         if not self._payloads:
             self.stamp()
         for number, payload in enumerate(self._payloads):
             if name == f"head-{number}":
                 return payload.head
+            if name == f"times-{number}":
+                return payload.times
             for chunk in payload.chunks:
                 if name == f"chunk-{number}-{chunk.first}":
                     return chunk.data

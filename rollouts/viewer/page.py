@@ -16,6 +16,7 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
+import attrs
 import msgspec
 
 from rollouts.viewer.payload import Chunk, Payload
@@ -25,7 +26,7 @@ __all__ = ["LIMIT_BYTES", "html_page", "write_view"]
 LIMIT_BYTES = 20_000_000
 """Size of a page; a run with more is several pages."""
 
-_SCRIPTS = ("data.js", "dom.js", "charts.js", "groups.js", "sample.js", "overview.js", "main.js")
+_SCRIPTS = ("data.js", "dom.js", "charts.js", "groups.js", "sample.js", "overview.js", "timeline.js", "main.js")
 
 
 def write_view(payloads: Sequence[Payload], out: Path, *, limit: int = LIMIT_BYTES) -> list[Path]:
@@ -45,7 +46,7 @@ def write_view(payloads: Sequence[Payload], out: Path, *, limit: int = LIMIT_BYT
     ]
     written = []
     for name, part in zip(names, parts, strict=True):
-        shown = [Payload(first.head, part, first.tokens), *payloads[1:]]
+        shown = [attrs.evolve(first, chunks=part), *payloads[1:]]
         path = out.with_name(name)
         temporary = path.with_name(f".{name}.writing")
         temporary.write_text(html_page(shown, pages=pages if len(parts) > 1 else []), encoding="utf-8")
@@ -73,7 +74,7 @@ def html_page(payloads: Sequence[Payload], *, pages: Sequence[Sequence[str | int
     script, style = "\n".join(map(_asset, _SCRIPTS)), _asset("view.css")
     data = []
     for number, payload in enumerate(payloads):
-        data.append(_data(f"head-{number}", payload.head))
+        data += [_data(f"head-{number}", payload.head), _data(f"times-{number}", payload.times)]
         data += [_data(f"chunk-{number}-{chunk.first}", chunk.data) for chunk in payload.chunks]
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
     policy += "form-action 'none'" + ("; connect-src 'self'" if live else "")

@@ -25,6 +25,7 @@ from rollouts.environments.mixed import ENVIRONMENT
 from rollouts.runs.verify import LAWS, Report
 from rollouts.training.failures import alike
 from rollouts.training.types import Sample
+from rollouts.viewer.held_up import Batches, as_rows
 from rollouts.viewer.source import Entry, Source
 from rollouts.viewer.token_text import TokenTexts
 
@@ -53,11 +54,13 @@ class Payload:
     head: bytes
     chunks: list[Chunk]
     tokens: int
+    times: bytes = b""
+    """The spans of all samples."""
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return len(self.head) + sum(len(chunk.data) for chunk in self.chunks)
+        return len(self.head) + len(self.times) + sum(len(chunk.data) for chunk in self.chunks)
 
 
 def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payload:
@@ -87,7 +90,7 @@ def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payloa
         tokens, held = tokens + size, held + size
     close()
     spans = [[chunk.first, chunk.groups] for chunk in chunks]
-    return Payload(_packed(head.content(source) | {"chunks": spans}), chunks, tokens)
+    return Payload(_packed(head.content(source) | {"chunks": spans}), chunks, tokens, _packed(head.times()))
 
 
 class _Names:
@@ -129,6 +132,10 @@ class _Head:
             )
         }
         self._failures: dict[tuple[str, str], dict[str, Any]] = {}
+        self._batches = Batches()
+        self._spans: list[tuple[int, int, float, float]] = []
+        """The row of the sample, the number of the name, begin and seconds."""
+        self._span_names = _Names()
 
     # -- the numbers of all samples --
 
@@ -146,7 +153,12 @@ class _Head:
             label=None if sample.label is None else str(sample.label)[:_PROMPT_CHARACTERS],
             first=len(self._samples["index"]),
         )
+        self._batches.add(entry.batch, entry.number, entry.samples)
         for position, sample in enumerate(entry.samples):
+            self._spans += [
+                (len(self._samples["index"]), self._span_names((span.activity, span.name)), span.began, span.seconds)
+                for span in sample.times
+            ]
             self._add_sample(entry.number, position, sample)
 
     def _add_sample(self, group: int, position: int, sample: Sample) -> None:
@@ -190,7 +202,20 @@ class _Head:
             "groups": self._groups,
             "samples": self._samples,
             "failures": list(self._failures.values()),
+            "held_up": as_rows(self._batches.held_up()),
             "vocabulary": {"ids": ids, "texts": [self._texts.alone(token) for token in ids]},
+        }
+
+    def times(self) -> dict[str, Any]:
+        """The spans of all samples in columns; times in tenths of a millisecond after the first begin."""
+        origin = min((began for _, _, began, _ in self._spans), default=0.0)
+        return {
+            "origin": origin,
+            "names": self._span_names.values,
+            "row": [row for row, _, _, _ in self._spans],
+            "name": [name for _, name, _, _ in self._spans],
+            "began": [round(10_000 * (began - origin)) for _, _, began, _ in self._spans],
+            "lasted": [round(10_000 * seconds) for _, _, _, seconds in self._spans],
         }
 
     # -- tokens and messages --

@@ -49,7 +49,7 @@ def is_even(samples: list[Sample]) -> bool:
 
 
 async def test_every_group_is_scored_and_filtered_again(tmp_path: Path) -> None:
-    """Kept, dropped and unbatched groups; all other fields are unchanged; the laws hold."""
+    """Kept, dropped and unbatched groups; all other fields but the times are unchanged; the laws hold."""
     await store_run(tmp_path / "old", batches=3)
     before = by_group(tmp_path / "old")
     accounting = await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, filter_fn=is_even), tmp_path / "new")
@@ -59,7 +59,7 @@ async def test_every_group_is_scored_and_filtered_again(tmp_path: Path) -> None:
     for number in before.keys() - failed:
         assert [sample.reward for sample in after[number]] == [last_token(sample) for sample in before[number]]
         for old, new in zip(before[number], after[number], strict=True):
-            assert {**new.to_dict(), "reward": None} == {**old.to_dict(), "reward": None}
+            assert {**new.to_dict(), "reward": None, "times": []} == {**old.to_dict(), "reward": None, "times": []}
     assert by_group(tmp_path / "new", "dropped").keys() == {number for number in before if number % 2} - failed
     assert verify_run(tmp_path / "new").violations == []
     assert (accounting.taken, accounting.failed) == (len(before), 1)

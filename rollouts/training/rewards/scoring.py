@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollouts.concurrency.boundary import call_foreign, function_name
+from rollouts.concurrency.times import now
 from rollouts.errors import RewardFailure, shortened
 from rollouts.training.types import Sample
 from rollouts.validators import finite
@@ -26,7 +27,11 @@ async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds
     if reward_fn is None:
         sample.reward = _finite(sample.reward, "the rollout itself (no reward_fn is set)")
         return
-    sample.reward = await reward_of(sample, reward_fn, seconds=seconds)
+    began = now()
+    try:
+        sample.reward = await reward_of(sample, reward_fn, seconds=seconds)
+    finally:
+        sample.times.ended("reward", function_name(reward_fn), began)
 
 
 async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
@@ -35,7 +40,12 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
     Raises:
         RewardFailure: as :func:`score`, or the number of rewards differs from the number of samples.
     """
-    rewards = await rewards_of(samples, reward_fn, seconds=seconds)
+    began = now()
+    try:
+        rewards = await rewards_of(samples, reward_fn, seconds=seconds)
+    finally:
+        for sample in samples:
+            sample.times.ended("reward", function_name(reward_fn), began)
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
 

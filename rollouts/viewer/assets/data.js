@@ -41,6 +41,12 @@ class Run {
     return this.rows(position).map((row) => this.samples.reward[row]);
   }
 
+  /** The spans of all samples, unpacked at the first call. */
+  async times() {
+    if (!this.spans) this.spans = JSON.parse(asText(await unpacked(await this.read(`times-${this.number}`))));
+    return this.spans;
+  }
+
   name(kind, number) {
     return this.names[kind][number];
   }

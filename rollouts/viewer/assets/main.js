@@ -34,13 +34,13 @@ async function draw() {
   const run = runs[Math.min(state.run, runs.length - 1)];
   const header = el("header.top", {},
     el("h1", {}, visibleText(run.title), run.growing ? el("span.live", {}, settings.live ? "live" : "was running when it was read") : null),
-    el("nav", {}, [["overview", "1"], ["groups", ""]].map(([tab]) => el(state.tab === tab ? "button.chosen" : "button", { onclick: () => go({ tab }) }, tab))),
+    el("nav", {}, ["overview", "groups", "timeline"].map((tab) => el(state.tab === tab ? "button.chosen" : "button", { onclick: () => go({ tab }) }, tab))),
     runs.length > 1 ? el("select", { name: "run", "aria-label": "run", onchange: (event) => go({ run: Number(event.target.value), group: null, sample: null }) }, runs.map((other, number) => el("option", { value: number, selected: number === state.run }, visibleText(other.title)))) : null,
     run.report ? el(run.report.ok ? "span.badge.good" : "span.badge.bad", {}, run.report.ok ? "laws 1 to 5 hold" : "a law is broken") : null,
     el("button.theme", { onclick: changeTheme, title: "dark or light (t)" }, "◐"));
   const list = document.querySelector(".rows");
   const scrolled = list ? list.scrollTop : 0;
-  const body = state.tab === "groups" ? el("main.split", {}, groupList(run, state, go), await detail(run)) : el("main", {}, overview(runs, go));
+  const body = state.tab === "groups" ? el("main.split", {}, groupList(run, state, go), await detail(run)) : state.tab === "timeline" ? el("main", {}, await timelineView(run, go)) : el("main", {}, overview(runs, go));
   VIEW.replaceChildren(header, body, el("div.hint", {}, "j k groups · h l samples · 1 to 5 layers · c compare · / search · t theme"));
   const drawn = document.querySelector(".rows");
   if (drawn) {

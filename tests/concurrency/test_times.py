@@ -1,0 +1,43 @@
+"""Timelines: what was added comes back, in order, and impossible spans are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import pytest
+
+from rollouts.concurrency.times import Span, Timeline, now
+from rollouts.errors import ConfigError
+
+SPANS = [Span("environment", "World.start", 10.0, 0.5), Span("generating", "http://a", 10.5, 2.0)]
+
+
+def test_spans_come_back_in_order() -> None:
+    """Also as plain data, from a number on, copied and pickled; an equal timeline is equal."""
+    line = Timeline(SPANS)
+    line.add("generating", "http://a", 13.0, 0.25)
+    assert list(line) == [*SPANS, Span("generating", "http://a", 13.0, 0.25)]
+    assert line.to_list(2) == [["generating", "http://a", 13.0, 0.25]]
+    assert Timeline(line.to_list()) == copy.deepcopy(line) == pickle.loads(pickle.dumps(line)) == line
+    assert line != Timeline(SPANS)
+
+
+def test_a_span_that_ends_now_has_its_seconds() -> None:
+    """The clock is that of the machine."""
+    began, line = now(), Timeline()
+    line.ended("tool", "add", began)
+    (span,) = line
+    assert span.began == began
+    assert 0 <= span.seconds == span.ended - began
+    assert abs(now() - time.time()) < 3600
+
+
+@pytest.mark.parametrize(
+    "span", [["sleeping", "a", 1.0, 1.0], ["tool", None, 1.0, 1.0], ["tool", "a", "1", 1.0], ["tool", "a", 1.0]]
+)
+def test_impossible_spans_are_refused(span: list[object]) -> None:
+    """The error has the span."""
+    with pytest.raises(ConfigError, match="times: got"):
+        Timeline([span])
