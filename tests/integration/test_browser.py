@@ -19,6 +19,7 @@ import attrs
 import numpy as np
 import pytest
 
+from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import Failure
@@ -113,7 +114,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer = RunWriter(path, {"recipe": HOSTILE, "tokenizer": str(DEMO_MODEL)})
     for batch in range(2):
         samples = [sample for group in range(2) for sample in _group(2 * batch + group)]
-        writer.write_batch(samples, {"batch": batch, "reward/mean": 0.5, "reward/std": 0.5})
+        writer.write_batch(samples, {"batch": batch, "ended": 105.0 + batch, "reward/mean": 0.5, "reward/std": 0.5})
     dropped = _group(4)
     failed = _group(5)
     failed[1].failure = Failure("EnvironmentFailure", HOSTILE, "group 5", "Traceback: line 1", "environment_step")
@@ -137,6 +138,7 @@ def _group(group: int) -> list[Sample]:
             own.rollout_log_probs = np.where(mask, -rng.random(40), 0).astype(np.float32)
             own.versions = [VersionSpan("v1", start, start + 4), VersionSpan("v2", start + 4, stop)]
             own.completions = [CompletionRecord(f"r{branch}", start, stop, "stop", 0, 8, 0.5)]
+            own.times = Timeline([("generating", "http://a", 100.0 + index, 1.5), ("tool", "add", 101.5 + index, 0.5)])
             calls = [{"function": {"name": "add", "arguments": {"a": HOSTILE}}}]
             own.messages = [{"role": "assistant", "content": HOSTILE, "tool_calls": calls}]
             own.messages += [{"role": "tool", "content": HOSTILE}]
@@ -216,6 +218,19 @@ def test_the_overview_counts_what_the_files_count(page: str) -> None:
     assert "1 × environment_step" in failures.text
     assert shown.of("verdict")
     assert shown.of("chart")
+
+
+def test_the_timeline_has_a_lane_for_each_rollout_and_names_what_was_waited_for(run: Path, page: str) -> None:
+    """A seal for each batch that has its time, and the last rollout of each batch."""
+    shown = opened(f"{page}#tab=timeline")
+    (lanes,) = shown.of("lanes")
+    stored = load_run(run, "all")
+    assert lanes.attributes["data-lanes"] == str(len(stored))
+    assert lanes.attributes["data-spans"] == str(2 * len(stored))
+    assert lanes.attributes["data-seals"] == "2"
+    (held_up,) = shown.of("heldup")
+    assert "batch 1" in held_up.text
+    assert "tool add" in held_up.text
 
 
 def test_ten_thousand_samples_open_in_two_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ async function timelineView(run, go) {
     const { lane } = at(event);
     if (clicked && lane) go({ group: lane.group, sample: lane.sample });
   });
-  requestAnimationFrame(draw);
+  new ResizeObserver(draw).observe(frame);
   return el("section.timeline", {},
     el("nav.layers", {}, legend(Object.entries(ACTIVITIES).map(([name, variable]) => ({ name, colour: `var(${variable})` }))),
       el("button", { onclick: () => zoom((view.from + view.to) / 2, 0.5) }, "nearer"), el("button", { onclick: () => zoom((view.from + view.to) / 2, 2) }, "farther"),
