@@ -351,10 +351,12 @@ class Episode:
         completion = await self.policy.complete(
             self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
         )
-        waited = completion.waited
-        if waited >= _LEAST_WAIT:
-            self.trajectory.times.add("queued", completion.server, began, waited)
-        self.trajectory.times.ended("generating", completion.server, began + waited)
+        sent = began  # of a policy that does not say how long its request took
+        if completion.seconds:  # the rest was no free slot, a pause, a retry or an outage
+            sent = max(began, now() - completion.seconds + completion.waited)
+        if sent - began >= _LEAST_WAIT:
+            self.trajectory.times.add("queued", completion.server, began, sent - began)
+        self.trajectory.times.ended("generating", completion.server, sent)
         self.trajectory.count("generation_seconds", completion.seconds)
         self.sampled += len(completion.tokens)
         return completion

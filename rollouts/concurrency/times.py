@@ -19,8 +19,9 @@ __all__ = ["Activity", "Span", "Timeline", "now"]
 _START = time.time() - time.monotonic()
 
 Activity: TypeAlias = Literal["queued", "generating", "environment", "tool", "reward"]
-"""What a rollout did: ``queued`` before its request was sent (no free slot, a retry, an outage), ``generating`` at a
-server, a method of its ``environment`` (``start``, ``step``, ``snapshot``), a ``tool`` of a step, the ``reward``."""
+"""What a rollout did: ``queued`` before its request was sent (no free slot, a pause, a retry, an outage), was
+``generating`` at a server, was in a method of its ``environment`` (``start``, ``step``, ``snapshot``), in a ``tool`` of
+a step, or in its ``reward`` function."""
 
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 

@@ -236,7 +236,7 @@ def _joined(parts: list[Completion]) -> Completion:
         request_id=last.request_id,
         cached_tokens=parts[0].cached_tokens,
         seconds=sum(part.seconds for part in parts),
-        waited=parts[0].waited,
+        waited=sum(part.waited for part in parts),
         server=last.server,
         extras=Extras.joined(extras) if extras else None,
     )

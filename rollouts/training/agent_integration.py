@@ -9,6 +9,7 @@ This module does not know groups, reward functions or batches.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import anyio.to_thread
 
 from rollouts.agent import run_branches
 from rollouts.agent.episode import OnStep, Past
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, SamplingParams
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
@@ -126,22 +128,15 @@ async def generate_rollout_batch(
     prompts = list(prompts)
     if len(prompts) == 1:  # the manager calls with one prompt in a task of its own
         return await agent_rollout_to_samples(prompts[0], **options)
-    samples: dict[int, list[Sample]] = {}
-    errors: list[Exception] = []
-    async with anyio.create_task_group() as rollouts:
+    samples: list[list[Sample]] = [[] for _ in prompts]
 
-        async def run(number: int) -> None:
-            try:
-                samples[number] = await agent_rollout_to_samples(prompts[number], **options)
-            except Exception as error:  # noqa: BLE001 - raised below, without an exception group
-                errors.append(error)
-                rollouts.cancel_scope.cancel()
+    async def run(number: int) -> None:
+        samples[number] = await agent_rollout_to_samples(prompts[number], **options)
 
+    async with first_error() as rollouts:
         for number in range(len(prompts)):
             rollouts.start_soon(run, number)
-    if errors:
-        raise errors[0]
-    return [sample for number in range(len(prompts)) for sample in samples[number]]
+    return list(itertools.chain.from_iterable(samples))
 
 
 def resuming(policy: Policy) -> Policy:

@@ -57,11 +57,6 @@ class Payload:
     times: bytes = b""
     """The spans of all samples."""
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.head) + len(self.times) + sum(len(chunk.data) for chunk in self.chunks)
-
 
 def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payload:
     """Read all groups of a source.
@@ -132,6 +127,7 @@ class _Head:
             )
         }
         self._failures: dict[tuple[str, str], dict[str, Any]] = {}
+        self._failure_kinds = _Names()
         self._batches = Batches()
         self._spans: list[tuple[int, int, float, float]] = []
         """The row of the sample, the number of the name, begin and seconds."""
@@ -185,9 +181,9 @@ class _Head:
             return None
         failure = sample.failure
         first: dict[str, Any] = attrs.asdict(failure) | {"count": 0, "group": group, "sample": position}
-        kind = self._failures.setdefault((failure.cause, alike(failure)), first)
-        kind["count"] += 1
-        return list(self._failures.values()).index(kind)
+        key = failure.cause, alike(failure)
+        self._failures.setdefault(key, first)["count"] += 1
+        return self._failure_kinds(key)
 
     def content(self, source: Source) -> dict[str, Any]:
         ids = self._vocabulary.values

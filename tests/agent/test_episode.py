@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import anyio
+import attrs
 import pytest
 
 from rollouts.agent import run_agent, run_branches
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason
+from rollouts.dtypes import Completion, Limits, Message, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, ToolEnvironment, tool
 from rollouts.errors import ConfigError
@@ -294,3 +296,33 @@ async def test_long_text_is_rendered_in_a_thread(demo: Renderer) -> None:
         PROMPT, partial(SimulatedUser, user), policy, renderer, sampling=sampling, limits=Limits(max_turns=3)
     )
     assert threads == [False, True]
+
+
+class Paused(ScriptedPolicy):
+    """A policy whose calls wait before they are sent; ``seconds`` is the time of the request that was answered."""
+
+    seconds = 0.0
+
+    async def complete(self, *args: Any, **options: Any) -> Completion:
+        await anyio.sleep(0.05)
+        return attrs.evolve(await super().complete(*args, **options), seconds=self.seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "activities"),
+    [
+        pytest.param(0.001, ["environment", "queued", "generating", "environment"], id="said"),
+        pytest.param(0.0, ["environment", "generating", "environment"], id="not said"),
+    ],
+)
+async def test_a_pause_before_a_request_is_not_time_of_the_server(seconds: float, activities: list[str]) -> None:
+    """What the policy does not count as its request was waited for; without its seconds nothing is guessed."""
+    demo = renderer_for(str(DEMO_MODEL))
+    policy = Paused([demo.encode("ok<|im_end|>").tolist()])
+    policy.seconds = seconds
+    trajectory = await run_agent(PROMPT, Talk, policy, demo, sampling=SamplingParams(max_new_tokens=9))
+    assert [span.activity for span in trajectory.times] == activities
+    waiting = trajectory.times.to_list()[1]
+    assert waiting[3] >= 0.04
+    began = [span.began for span in trajectory.times]
+    assert began == sorted(began)

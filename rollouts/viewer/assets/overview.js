@@ -45,7 +45,7 @@ function verdicts(runs) {
 
 const BATCH_CHARTS = [
   ["reward of a batch", [["reward/mean", "mean", "reward/std"]]],
-  ["groups without spread, share of the finished", [["zero spread", "share"]]],
+  ["share of groups without spread, kept and dropped", [["zero spread", "share"]]],
   ["sampled tokens of a rollout", [["sampled_tokens/kept", "kept"], ["sampled_tokens/all", "all that finished"], ["sampled_tokens/dropped", "dropped"]]],
   ["response length", [["response_length/mean", "mean"], ["response_length/max", "largest"]]],
   ["turns", [["turns/mean", "mean"]]],
@@ -82,18 +82,24 @@ function valueOf(run, batch, name) {
   return name === "zero spread" ? zeroSpread(run)[batch] : (line[name] ?? null);
 }
 
-/** For each batch: the share of groups without spread among those that finished since the batch before. */
+/** For each batch: the share of groups without spread among those that were kept or dropped since the batch before. */
 function zeroSpread(run) {
   if (!run.zeroSpread) {
-    let [inBatch, dropped] = [0, 0];
-    const flat = new Set();
-    for (let position = 0; position < run.count; position++) if (spreadOf(run, position) === 0) flat.add(run.groups.batch[position] ?? "none");
+    const positions = Array.from({ length: run.count }, (_, position) => position);
+    const dropped = positions.filter((position) => run.name("outcome", run.groups.outcome[position]) === "dropped"); // in the order in which they were
+    const kept = new Map();
+    for (const position of positions) {
+      const batch = run.groups.batch[position];
+      if (batch === null) continue;
+      if (!kept.has(batch)) kept.set(batch, []);
+      kept.get(batch).push(position);
+    }
+    let before = 0;
     run.zeroSpread = run.metrics.map((line) => {
-      const kept = (line["prompts/in_batch"] ?? 0) - inBatch;
-      const rejected = (line["prompts/dropped"] ?? 0) - dropped;
-      [inBatch, dropped] = [line["prompts/in_batch"] ?? 0, line["prompts/dropped"] ?? 0];
-      const flatKept = run.groups.number.filter((_, position) => run.groups.batch[position] === line.batch && spreadOf(run, position) === 0).length;
-      return kept + rejected > 0 ? (rejected + flatKept) / (kept + rejected) : null;
+      const until = line["prompts/dropped"] ?? before;
+      const settled = [...(kept.get(line.batch) || []), ...dropped.slice(before, until)];
+      before = until;
+      return settled.length ? settled.filter((position) => spreadOf(run, position) === 0).length / settled.length : null;
     });
   }
   return run.zeroSpread;

@@ -32,7 +32,6 @@ function sampleView(run, position, number, members, state, go) {
   const before = branches.indexOf(row) > 0 ? members[run.rows(position).indexOf(branches[branches.indexOf(row) - 1])] : null;
   const forked = before ? sample.shared(before) : 0;
   const layer = LAYERS.includes(state.layer) ? state.layer : "mask";
-  const steps = sample.steps;
   const turns = assistantTurns(sample);
   return el("section.sample", { data: { layer, trained: sample.mask.reduce((sum, value) => sum + value, 0) } },
     el("h2", {}, `group ${run.groups.number[position]} · sample ${number}`),
@@ -41,28 +40,29 @@ function sampleView(run, position, number, members, state, go) {
       `${sample.length} tokens, ${shown(run.samples.trained[row])} trained · ${sample.completions.length} completions`,
       branches.length > 1 ? ` · branch ${branches.indexOf(row) + 1} of ${branches.length}` : ""),
     run.groups.label[position] !== null ? el("p", {}, "label ", el("code", {}, visibleText(run.groups.label[position]))) : null,
+    sample.steps.length ? el("p.facts", {}, `step rewards, in order: ${sample.steps.map(shown).join(", ")}`) : null,
     layerChoice(layer, go),
-    sample.pieces.map(([start, stop, completion]) => pieceView(run, sample, { start, stop, completion, layer, forked, steps, turns })),
+    sample.pieces.map(([start, stop, completion]) => pieceView(run, sample, { start, stop, completion, layer, forked, turns })),
     sample.pieces.length ? null : sample.messages.map(messageView),
     failure === null ? null : el("section.failure", {}, el("h3", {}, run.failures[failure].kind), el("p", {}, visibleText(run.failures[failure].message)), el("pre", {}, visibleText(run.failures[failure].traceback))),
     Object.keys(sample.metrics).length ? el("details", {}, el("summary", {}, "metrics of the episode"), el("dl", {}, Object.entries(sample.metrics).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, shown(value))]))) : null);
 }
 
-/** For each completion the message of its reply and the messages that answer it, if they agree in number. */
+/** For each completion the message of its reply and the messages that answer it; none where one message has several. */
 function assistantTurns(sample) {
   const turns = [];
   sample.messages.forEach((message, place) => {
     if (message.role === "assistant") turns.push({ reply: message, answers: [] });
     else if (turns.length) turns[turns.length - 1].answers.push(message);
   });
-  return turns.slice(-sample.completions.length);
+  return turns.length < sample.completions.length ? [] : turns.slice(-sample.completions.length);
 }
 
 function layerChoice(layer, go) {
   return el("nav.layers", { "aria-label": "layer" }, LAYERS.map((name, number) => el(name === layer ? "button.chosen" : "button", { onclick: () => go({ layer: name }) }, `${number + 1} ${name}`)));
 }
 
-function pieceView(run, sample, { start, stop, completion, layer, forked, steps, turns }) {
+function pieceView(run, sample, { start, stop, completion, layer, forked, turns }) {
   const record = completion >= 0 ? sample.completions[completion] : null;
   const turn = completion >= 0 ? turns[completion] : null;
   const heading = record ? completionHeading(run, sample, record, completion) : `${start === 0 ? "prompt" : "context"}: ${stop - start} tokens`;
@@ -78,8 +78,7 @@ function pieceView(run, sample, { start, stop, completion, layer, forked, steps,
   draw();
   return el(record ? "article.piece.reply" : "article.piece", {}, el("header", {}, heading), text, more,
     turn && turn.reply.calls.length ? turn.reply.calls.map(([name, given]) => el("div.card.call", {}, el("b", {}, visibleText(name)), el("code", {}, visibleText(given)))) : null,
-    turn ? turn.answers.filter((message) => message.role === "tool").map((message) => el("div.card.result", {}, el("b", {}, "result"), el("pre", {}, visibleText(message.text)))) : null,
-    record && isNumber(steps[completion]) && steps[completion] !== 0 ? el("div.card.step", {}, `step reward ${shown(steps[completion])}`) : null);
+    turn ? turn.answers.filter((message) => message.role === "tool").map((message) => el("div.card.result", {}, el("b", {}, "result"), el("pre", {}, visibleText(message.text)))) : null);
 }
 
 function completionHeading(run, sample, [start, stop, finish, cached, seconds, id], number) {
