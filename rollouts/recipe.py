@@ -275,14 +275,8 @@ def program_recipe(
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
-    named = {"workspace": workspace, "limits": limits, "training": training, "context_window": context_window}
-    bound: dict[str, Any] = {
-        "program": program,
-        "sandbox": sandbox,
-        "history": history,
-        **{name: value for name, value in named.items() if value is not None},
-    }
-    generate_fn = functools.partial(generate_program_batch, **bound)
+    bound = _given(workspace=workspace, limits=limits, training=training, context_window=context_window)
+    generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
     return _assembled(program_recipe, name, endpoint, generate_fn, prompts, **options)
 
 
@@ -308,10 +302,14 @@ def function_recipe(
         limits: this and the arguments down to ``context_window`` are those of that function.
         **options: the other options of :func:`agent_recipe`.
     """
-    named = {"limits": limits, "training": training, "context_window": context_window}
-    bound: dict[str, Any] = {"history": history, **{name: value for name, value in named.items() if value is not None}}
-    generate_fn = functools.partial(generate_function_batch, function=function, **bound)
+    bound = _given(limits=limits, training=training, context_window=context_window)
+    generate_fn = functools.partial(generate_function_batch, function=function, history=history, **bound)
     return _assembled(function_recipe, name, endpoint, generate_fn, prompts, **options)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that are not ``None``; the function that takes them has the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _assembled(

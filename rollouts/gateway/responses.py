@@ -25,6 +25,7 @@ from rollouts.gateway.wire import (
     count_fields,
     event,
     no_reply,
+    offered,
     tool_of,
     with_tool_names,
 )
@@ -85,14 +86,7 @@ def _tools(fields: Fields, counts: Counts) -> tuple[Tool, ...]:
             tools.append(tool_of(tool, "parameters"))
         else:
             counts[f"server_tool/{kind}"] += 1
-    choice = fields.value.get("tool_choice")
-    if choice == "none":
-        return ()
-    if choice not in (None, "auto"):
-        if not isinstance(choice, str | dict):
-            raise fields.wrong("tool_choice", "a string or an object")
-        counts["not_enforced/tool_choice"] += 1
-    return tuple(tools)
+    return offered(fields, tools, counts)
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "encoded",
     "event",
     "no_reply",
+    "offered",
     "stops",
     "tool_of",
     "with_tool_names",
@@ -207,6 +208,18 @@ def tool_of(fields: Fields, schema: str) -> Tool:
         return Tool(fields.required("name"), fields.text("description") or "", **given)
     except ConfigError as error:
         raise ApiError("invalid_request", f"{fields.path}: {error}") from None
+
+
+def offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool, ...]:
+    """The tools that the model may call: none if ``tool_choice`` says so; a choice that forces a call is counted."""
+    choice = fields.value.get("tool_choice")
+    if choice == "none":
+        return ()
+    if choice not in (None, "auto"):
+        if not isinstance(choice, str | dict):
+            raise fields.wrong("tool_choice", "a string or an object")
+        counts["not_enforced/tool_choice"] += 1
+    return tuple(tools)
 
 
 def stops(fields: Fields, name: str) -> tuple[str, ...]:

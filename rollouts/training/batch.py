@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
-from rollouts.training.rows import rollout_keys
-from rollouts.training.types import Sample
+from rollouts.training.types import Sample, rollout_keys
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from rollouts.errors import ConfigError, DataExhausted
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.types import Group, Sample
+from rollouts.training.types import Group, Sample, rollout_keys
 
 __all__ = [
     "Comparison",
@@ -143,9 +143,9 @@ def task_scores(samples: Iterable[Sample], *, threshold: float = 1.0) -> list[Ta
         samples: finished rollouts, including failed ones.
         threshold: a rollout passes if its reward is at least this.
     """
-    tasks: dict[str, dict[object, list[Sample]]] = {}
-    for number, sample in enumerate(samples):
-        rollout = ("place", number) if sample.rollout_id is None else sample.rollout_id
+    samples = list(samples)
+    tasks: dict[str, dict[tuple[str, int], list[Sample]]] = {}
+    for rollout, sample in zip(rollout_keys(samples), samples, strict=True):
         tasks.setdefault(task_key(sample.prompt, sample.label), {}).setdefault(rollout, []).append(sample)
     scores = []
     for key, rollouts in tasks.items():

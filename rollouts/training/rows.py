@@ -9,7 +9,6 @@ Pure numpy. This module knows no trainer; the adapters of ``rollouts.integration
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import attrs
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from rollouts.dtypes import LogprobColumn, TokenColumn
 from rollouts.errors import ConfigError
-from rollouts.training.types import Sample, Status
+from rollouts.training.types import Sample, Status, by_rollout
 from rollouts.validators import finite, is_int
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "check_fields",
     "int_version",
     "reward_of",
-    "rollout_keys",
     "segments",
     "split",
     "trimmed",
@@ -138,22 +136,6 @@ def int_version(sample: Sample, version: int | None = None) -> int:
     """
     column = version_column(sample, version)
     return int(column[column >= 0].min())
-
-
-def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each rollout: its branches in order, rollouts in the order of their first sample."""
-    rollouts: dict[tuple[str, int], list[Sample]] = {}
-    for key, sample in zip(rollout_keys(samples), samples, strict=True):
-        rollouts.setdefault(key, []).append(sample)
-    return list(rollouts.values())
-
-
-def rollout_keys(samples: Sequence[Sample]) -> list[tuple[str, int]]:
-    """Key of each sample's rollout: ``rollout_id``, or the position among ``samples`` if it is ``None``."""
-    return [
-        ("place", number) if sample.rollout_id is None else ("rollout", sample.rollout_id)
-        for number, sample in enumerate(samples)
-    ]
 
 
 def reward_of(sample: Sample) -> float:

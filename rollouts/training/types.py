@@ -47,6 +47,7 @@ __all__ = [
     "Status",
     "by_rollout",
     "reward_of_rollout",
+    "rollout_keys",
     "with_current_names",
 ]
 
@@ -590,11 +591,18 @@ class Group:
 
 def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The branches of each rollout, in order; a sample without ``rollout_id`` is a rollout of its own."""
-    rollouts: dict[object, list[Sample]] = {}
-    for number, sample in enumerate(samples):
-        key = ("place", number) if sample.rollout_id is None else sample.rollout_id
+    rollouts: dict[tuple[str, int], list[Sample]] = {}
+    for key, sample in zip(rollout_keys(samples), samples, strict=True):
         rollouts.setdefault(key, []).append(sample)
     return list(rollouts.values())
+
+
+def rollout_keys(samples: Sequence[Sample]) -> list[tuple[str, int]]:
+    """Key of each sample's rollout: ``rollout_id``, or the position among ``samples`` if it is ``None``."""
+    return [
+        ("place", number) if sample.rollout_id is None else ("rollout", sample.rollout_id)
+        for number, sample in enumerate(samples)
+    ]
 
 
 def reward_of_rollout(branches: Sequence[Sample]) -> float | None:

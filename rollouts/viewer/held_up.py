@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from rollouts.concurrency.times import Span
-from rollouts.training.types import Sample
+from rollouts.training.types import Sample, by_rollout
 
 __all__ = ["Batches", "HeldUp", "as_rows"]
 
@@ -45,15 +45,17 @@ class Batches:
     def __init__(self) -> None:
         self._last: dict[int, list[_Rollout]] = {}
 
-    def add(self, batch: int | None, group: int, samples: Iterable[Sample]) -> None:
+    def add(self, batch: int | None, group: int, samples: Sequence[Sample]) -> None:
         """Add the samples of a group; groups in no batch do not count."""
         if batch is None:
             return
         last = self._last.setdefault(batch, [])
-        for position, sample in enumerate(samples):
-            spans = list(sample.times)
-            if spans:
-                last.append(_Rollout(max(span.ended for span in spans), group, position, spans))
+        positions = {id(sample): position for position, sample in enumerate(samples)}
+        for branches in by_rollout(samples):
+            timed = [(span, positions[id(branch)]) for branch in branches for span in branch.times]
+            if timed:
+                latest, position = max(timed, key=lambda item: item[0].ended)
+                last.append(_Rollout(latest.ended, group, position, [span for span, _ in timed]))
                 last.sort(key=lambda rollout: rollout.ended)
                 del last[:-2]
 

@@ -27,7 +27,7 @@ from rollouts.renderer.tokenizer import local_decoder
 from rollouts.runs.reader import load_run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
-from rollouts.training.types import Group, Prompt
+from rollouts.training.types import Group, Prompt, by_rollout
 from rollouts.trajectory import CompletionRecord
 from rollouts.viewer import open_source, write_view
 from rollouts.viewer.live import LiveView, serving_view
@@ -138,7 +138,8 @@ def _group(group: int) -> list[Sample]:
             own.rollout_log_probs = np.where(mask, -rng.random(40), 0).astype(np.float32)
             own.versions = [VersionSpan("v1", start, start + 4), VersionSpan("v2", start + 4, stop)]
             own.completions = [CompletionRecord(f"r{branch}", start, stop, "stop", 0, 8, 0.5)]
-            own.times = Timeline([("generating", "http://a", 100.0 + index, 1.5), ("tool", "add", 101.5 + index, 0.5)])
+            began = 100.0 + index + 4 * branch
+            own.times = Timeline([("generating", "http://a", began, 1.5), ("tool", "add", began + 1.5, 2.0)])
             calls = [{"function": {"name": "add", "arguments": {"a": HOSTILE}}}]
             own.messages = [{"role": "assistant", "content": HOSTILE, "tool_calls": calls}]
             own.messages += [{"role": "tool", "content": HOSTILE}]
@@ -163,6 +164,7 @@ def test_the_rows_and_squares_are_the_groups_and_samples(run: Path, page: str) -
     assert len(shown.of("square")) == len(stored)
     outcomes = [element.text for element in shown.of("outcome")]
     assert outcomes == ["batch 0", "batch 0", "batch 1", "batch 1", "dropped", "failed"]
+    assert shown.of("statistics")[0].text == "0.5 ± 0.5", "two rollouts, one of them with two branches"
 
 
 @pytest.mark.parametrize(("group", "sample"), [(0, 0), (3, 2)])
@@ -225,7 +227,7 @@ def test_the_timeline_has_a_lane_for_each_rollout_and_names_what_was_waited_for(
     shown = opened(f"{page}#tab=timeline")
     (lanes,) = shown.of("lanes")
     stored = load_run(run, "all")
-    assert lanes.attributes["data-lanes"] == str(len(stored))
+    assert lanes.attributes["data-lanes"] == str(sum(len(by_rollout(group)) for group in stored.groups()))
     assert lanes.attributes["data-spans"] == str(2 * len(stored))
     assert lanes.attributes["data-seals"] == "2"
     (held_up,) = shown.of("heldup")

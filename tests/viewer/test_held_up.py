@@ -35,6 +35,16 @@ def test_the_last_rollout_and_its_longest_span_since_the_others() -> None:
     assert batches.held_up() == [HeldUp(0, 7, 1, "tool", "search", 3.0)]
 
 
+def test_the_branches_of_a_rollout_do_not_wait_for_each_other() -> None:
+    """The other rollout of the batch ended before; the earlier branch of the last rollout is no other rollout."""
+    branches = [sample(("generating", "s", 0.0, 6.0)), sample(("generating", "s", 6.0, 0.5), ("tool", "add", 6.5, 1.0))]
+    for branch in branches:
+        branch.rollout_id = 8
+    batches = Batches()
+    batches.add(0, 4, [sample(("generating", "s", 0.0, 2.0)), *branches])
+    assert batches.held_up() == [HeldUp(0, 4, 2, "generating", "s", 5.5)]
+
+
 LONG = 0.4
 """Seconds; the others take a few milliseconds."""
 

@@ -37,8 +37,19 @@ class Run {
     return Array.from({ length: end - first }, (_, offset) => first + offset);
   }
 
+  /** Identifies the rollout of a row in its group; the branches of a rollout have the same. */
+  rollout(row) {
+    return this.samples.rollout[row] ?? `row ${row}`;
+  }
+
+  /** The rewards of the rollouts of a group: of each the mean of its branches, null if one has none. */
   rewards(position) {
-    return this.rows(position).map((row) => this.samples.reward[row]);
+    const rollouts = new Map();
+    for (const row of this.rows(position)) {
+      const branches = rollouts.get(this.rollout(row)) || [];
+      rollouts.set(this.rollout(row), [...branches, this.samples.reward[row]]);
+    }
+    return [...rollouts.values()].map((rewards) => (rewards.every(isNumber) ? mean(rewards) : null));
   }
 
   /** The spans of all samples, unpacked at the first call. */

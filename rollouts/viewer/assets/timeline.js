@@ -4,21 +4,32 @@ const ACTIVITIES = { queued: "--none", generating: "--a", environment: "--e", to
 const LANE = 7;
 const TENTHS = 10000;
 
-/** Lanes of rollouts, in the order in which they began: {row, group, sample, spans: [[name, began, ended]]}. */
+/** Lanes of rollouts, in the order in which they began: {group, batch, began, spans: [[name, began, ended, sample]]}. */
 function lanesOf(run, times) {
   const lanes = new Map();
   const positions = new Int32Array(run.last);
   for (let position = 0; position < run.count; position++) for (const row of run.rows(position)) positions[row] = position;
   for (let place = 0; place < times.row.length; place++) {
     const row = times.row[place];
-    if (!lanes.has(row)) {
-      const position = positions[row];
-      lanes.set(row, { row, group: run.groups.number[position], sample: row - run.groups.first[position], batch: run.groups.batch[position], spans: [] });
-    }
-    lanes.get(row).spans.push([times.name[place], times.began[place], times.began[place] + times.lasted[place]]);
+    const position = positions[row];
+    const rollout = `${position} ${run.rollout(row)}`;
+    if (!lanes.has(rollout)) lanes.set(rollout, { group: run.groups.number[position], batch: run.groups.batch[position], spans: [] });
+    const began = times.began[place];
+    lanes.get(rollout).spans.push([times.name[place], began, began + times.lasted[place], row - run.groups.first[position]]);
   }
   const begin = (lane) => Math.min(...lane.spans.map(([, began]) => began));
   return [...lanes.values()].map((lane) => ({ ...lane, began: begin(lane) })).sort((a, b) => a.began - b.began);
+}
+
+/** The shortest span of a lane that contains a time. */
+function spanAt(lane, time) {
+  return lane.spans.filter(([, began, ended]) => began <= time && time <= ended).sort((a, b) => a[2] - a[1] - (b[2] - b[1]))[0];
+}
+
+/** The branch to which a time of a lane belongs: that of the last span that has begun, or the first one. */
+function sampleAt(lane, time) {
+  const begun = lane.spans.filter(([, began]) => began <= time).sort((a, b) => b[1] - a[1]);
+  return (begun[0] || lane.spans[0])[3];
 }
 
 async function timelineView(run, go) {
@@ -92,15 +103,15 @@ async function timelineView(run, go) {
     }
     const { time, lane } = at(event);
     if (!lane) return;
-    const inside = lane.spans.filter(([, began, ended]) => began <= time && time <= ended).sort((a, b) => a[2] - a[1] - (b[2] - b[1]))[0];
+    const inside = spanAt(lane, time);
     const doing = inside ? `${times.names[inside[0]].join(" ")}, ${shown((inside[2] - inside[1]) / TENTHS)} s` : "nothing that was recorded";
-    fact.textContent = `${shown(time / TENTHS)} s · group ${lane.group}, sample ${lane.sample}: ${visibleText(doing)}`;
+    fact.textContent = `${shown(time / TENTHS)} s · group ${lane.group}, sample ${sampleAt(lane, time)}: ${visibleText(doing)}`;
   });
   canvas.addEventListener("pointerup", (event) => {
     const clicked = dragged && !dragged.moved;
     dragged = null;
-    const { lane } = at(event);
-    if (clicked && lane) go({ group: lane.group, sample: lane.sample });
+    const { time, lane } = at(event);
+    if (clicked && lane) go({ group: lane.group, sample: sampleAt(lane, time) });
   });
   new ResizeObserver(draw).observe(frame);
   return el("section.timeline", {},
