@@ -509,7 +509,7 @@ PLAIN = Scene(
     longest=20,
 )
 
-many = settings(max_examples=240, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def manager_of(generate_fn: Any, prompts: int | DataBuffer = 50, **options: Any) -> AsyncRolloutManager:

@@ -39,13 +39,13 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer_folder: Callable[[str], Path], chat_template: Callable[[str], str]) -> Callable[[str], Model]:
+def model(small_tokenizer_folder: Callable[[str], Path], chat_template: Callable[[str], str]) -> Callable[[str], Model]:
     """The processor of a family, with Qwen3's tokenizer, and for Qwen3-VL with a real template."""
 
     @functools.cache
     def build(name: str) -> Model:
         family = FAMILIES[name]
-        tokenizer = load_tokenizer_of(family, str(tokenizer_folder("qwen3")))
+        tokenizer = load_tokenizer_of(family, str(small_tokenizer_folder("qwen3")))
         template = CHATML.replace("PLACEHOLDER", family.written.replace("\n", "\\n"))
         if name == "qwen3_vl":
             template = chat_template("Qwen3.5-4B")

@@ -231,11 +231,11 @@ def test_the_launch_yaml_names_keys_that_are_read(slime_path: Path, task: str) -
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_ids_and_inputs_of_images_are_those_of_slimes_own_function(
-    name: str, slime_path: Path, tokenizer_folder: Callable[[str], Path]
+    name: str, slime_path: Path, small_tokenizer_folder: Callable[[str], Path]
 ) -> None:
     """For rows of 0 to 3 images, one of them twice: ids, ``multimodal_train_inputs``, and the bytes for the server."""
     family = FAMILIES[name]
-    tokenizer = load_tokenizer_of(family, str(tokenizer_folder("qwen3")))
+    tokenizer = load_tokenizer_of(family, str(small_tokenizer_folder("qwen3")))
     processor, template = build_processor(family, tokenizer), CHATML.replace("PLACEHOLDER", family.written)
     renderer = Renderer(tokenizer, chat_template=template, images=processor)
     torch = pytest.importorskip("torch")

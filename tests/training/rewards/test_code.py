@@ -192,8 +192,8 @@ async def test_invalid_tests_are_a_failure(tests: Any) -> None:
 
 
 async def test_real_solutions_pass_their_tests(asset: Callable[[str], Path]) -> None:
-    """The reference programs of 20 rows of MBPP."""
-    rows = [json.loads(line) for line in asset("datasets/mbpp_sanitized.jsonl").read_text().splitlines()[:20]]
+    """The reference programs of 8 rows of MBPP."""
+    rows = [json.loads(line) for line in asset("datasets/mbpp_sanitized.jsonl").read_text().splitlines()[:8]]
     rewards: dict[int, float] = {}
 
     async def run(number: int) -> None:
@@ -203,4 +203,4 @@ async def test_real_solutions_pass_their_tests(asset: Callable[[str], Path]) -> 
     async with anyio.create_task_group() as tasks:
         for number in range(len(rows)):
             tasks.start_soon(run, number)
-    assert rewards == dict.fromkeys(range(20), 1.0)
+    assert rewards == dict.fromkeys(range(8), 1.0)
