@@ -37,12 +37,12 @@ from rollouts.sandboxes.base import (
     SandboxError,
     SandboxLimits,
     Tail,
-    check_command,
     check_size,
     inner_path,
 )
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
+from rollouts.sandboxes.running import Running
 from rollouts.validators import check
 
 __all__ = ["ContainerSandbox"]
@@ -197,16 +197,15 @@ async def _stopped_by(stop: anyio.Event | None) -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
-class RunningContainer:
+class RunningContainer(Running):
     """An open sandbox of the kind ``container``."""
 
     workspace, home = _WORKSPACE, _HOME
     listener: socket.socket | None = None
 
     def __init__(self, kind: ContainerSandbox, api: DockerApi, identity: str) -> None:
+        super().__init__()
         self._kind, self._api, self.id = kind, api, identity
-        self._turn = anyio.Lock()
-        self._closed = False
 
     async def make_folders(self) -> None:
         """Make the workspace and the home, which belong to the program's user."""
@@ -233,37 +232,18 @@ class RunningContainer:
             raise ConfigError.of("port", port, "the server's port: network='bridge' has no listener")
         return f"http://{_HOST}:{port}"
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        seconds: float,
-        stop: anyio.Event | None = None,
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        return await self._command(argv, env or {}, seconds, _WORKSPACE, stop)
-
-    async def exec(
-        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        where = _WORKSPACE if cwd is None else inner_path(cwd, _WORKSPACE, _HOME)
-        check_command(argv, {}, seconds)
-        if stdin:
-            await self.write("/tmp/.stdin", stdin)
-            argv = ["sh", "-c", 'exec "$@" < /tmp/.stdin', "sh", *argv]
-        return await self._command(argv, {}, seconds, where)
-
     async def _command(
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
         seconds: float,
+        stdin: bytes,
         cwd: str,
-        stop: anyio.Event | None = None,
+        stop: anyio.Event | None,
     ) -> Exit:
-        check_command(argv, env, seconds)
+        if stdin:
+            await self.write("/tmp/.stdin", stdin)
+            argv = ["sh", "-c", 'exec "$@" < /tmp/.stdin', "sh", *argv]
         own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
         async with self._turn:
             self._check_open()
@@ -365,7 +345,3 @@ class RunningContainer:
         except DockerError as error:
             if error.status != 404:
                 raise
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed")
