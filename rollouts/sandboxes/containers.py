@@ -11,7 +11,6 @@ real daemon where there is one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import os
@@ -21,14 +20,13 @@ import socket
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import (
     GATEWAY_PORT,
@@ -42,7 +40,7 @@ from rollouts.sandboxes.base import (
 )
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
-from rollouts.sandboxes.running import Running
+from rollouts.sandboxes.running import Running, stopped_by
 from rollouts.validators import check
 
 __all__ = ["ContainerSandbox"]
@@ -180,23 +178,6 @@ def _listen_in_network_of(process: int) -> socket.socket:
     return result[0]
 
 
-@contextlib.asynccontextmanager
-async def _stopped_by(stop: anyio.Event | None) -> AsyncIterator[None]:
-    """End the code inside when the event is set."""
-    if stop is None:
-        yield
-        return
-
-    async def wait(scope: anyio.CancelScope) -> None:
-        await stop.wait()
-        scope.cancel()
-
-    async with first_error() as tasks:
-        tasks.start_soon(wait, tasks.cancel_scope)
-        yield
-        tasks.cancel_scope.cancel()
-
-
 class RunningContainer(Running):
     """An open sandbox of the kind ``container``."""
 
@@ -279,7 +260,7 @@ class RunningContainer(Running):
         with anyio.move_on_after(seconds) as scope:
             try:
                 start = {"Detach": False, "Tty": False}
-                async with _stopped_by(stop):
+                async with stopped_by(stop):
                     async for which, data in self._api.frames(f"/exec/{created['Id']}/start", start):
                         tails[which - 1].add(data)
             except DockerError as error:

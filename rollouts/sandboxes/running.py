@@ -6,14 +6,16 @@ no kind of sandbox.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import anyio
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.sandboxes.base import Exit, SandboxError, check_command, inner_path
 
-__all__ = ["Running"]
+__all__ = ["Running", "stopped_by"]
 
 
 class Running(ABC):
@@ -62,3 +64,20 @@ class Running(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxError("the sandbox is closed")
+
+
+@contextlib.asynccontextmanager
+async def stopped_by(stop: anyio.Event | None) -> AsyncIterator[None]:
+    """End the code inside when the event is set."""
+    if stop is None:
+        yield
+        return
+
+    async def wait(scope: anyio.CancelScope) -> None:
+        await stop.wait()
+        scope.cancel()
+
+    async with first_error() as tasks:
+        tasks.start_soon(wait, tasks.cancel_scope)
+        yield
+        tasks.cancel_scope.cancel()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 
 import pytest
 
 from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox, Sandbox, SandboxLimits
+from tests.sandboxes.machines import FolderSandbox
 
 __all__ = ["KINDS", "kind_of"]
 
-KINDS = ("process", "namespaces", "bubblewrap")
+KINDS = ("process", "namespaces", "bubblewrap", "remote")
 
 
 def kind_of(name: str, limits: SandboxLimits | None = None) -> Sandbox:
@@ -25,4 +27,8 @@ def kind_of(name: str, limits: SandboxLimits | None = None) -> Sandbox:
         pytest.skip("Linux only")
     if name == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
+    if name == "remote":
+        if shutil.which("bwrap") is None or os.geteuid() != 0:
+            pytest.skip("a machine of the tests needs bubblewrap and root")
+        return FolderSandbox(limits=limits)
     return NamespaceSandbox(limits=limits, bubblewrap=name == "bubblewrap")

@@ -43,18 +43,19 @@ async def test_a_program_has_its_workspace_and_environment(sandbox: RunningSandb
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["sh", "-c", "exit 7"], 7, ""),
-        (["sh", "-c", "kill -SEGV $$"], -11, ""),
-        (["no-such-program"], 127, "no-such-program: No such file or directory"),
-        (["/"], 127, "/: Permission denied"),
+        (["sh", "-c", "exit 7"], 7, []),
+        (["sh", "-c", "kill -SEGV $$"], -11, []),
+        (["no-such-program"], 127, ["no-such-program", "No such file or directory"]),
+        (["/"], 127, ["/", "Permission denied"]),
     ],
 )
 async def test_a_failure_of_the_program_is_an_exit(
-    sandbox: RunningSandbox, argv: list[str], code: int, words: str
+    sandbox: RunningSandbox, argv: list[str], code: int, words: list[str]
 ) -> None:
     """Never an exception of the sandbox, which runs the next command."""
     end = await sandbox.run(argv, seconds=20)
-    assert (end.code, end.stderr.strip()) == (code, words)
+    assert (end.code, bool(end.stderr)) == (code, bool(words))
+    assert all(word in end.stderr for word in words)
     assert (await sandbox.exec(["true"])).code == 0
 
 
