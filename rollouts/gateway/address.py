@@ -58,7 +58,7 @@ class PublicAddress:
     """Where the gateway listens, and the URL that leads there from another machine.
 
     Nothing between the two is made here: the URL is that of a proxy or a tunnel with TLS, or of this machine in a
-    private network. Whoever reaches the URL and has the key of an open session can call the model as its program.
+    private network. A client that has the key of an open session can call the model as its program.
     """
 
     url: str = attrs.field(

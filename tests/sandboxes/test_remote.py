@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +13,8 @@ from rollouts.errors import ConfigError
 from rollouts.sandboxes import SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.containment import NAMES
 from rollouts.sandboxes.remote import Machine, RemoteSandbox, RunningRemote
+from tests.sandboxes.kinds import needs_a_machine
 from tests.sandboxes.machines import FolderSandbox
-
-needs_a_machine = pytest.mark.skipif(
-    shutil.which("bwrap") is None or os.geteuid() != 0, reason="a machine of the tests needs bubblewrap and root"
-)
 
 
 @needs_a_machine
