@@ -29,6 +29,7 @@ import attrs
 
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import (
+    FIRST_PROCESS,
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
     Exit,
@@ -48,8 +49,6 @@ __all__ = ["ContainerSandbox"]
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _SETUP_SECONDS, _GRACE_SECONDS = 60.0, 20.0
 _NEW_NETWORK = 0x40000000
-_FIRST_PROCESS = ["sh", "-c", "while :; do sleep 3600 & wait; done"]
-"""Process 1: it reaps, and outlives ``kill -1``."""
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
 
@@ -105,7 +104,7 @@ class ContainerSandbox:
         api = DockerApi(self.api)
         body: dict[str, Any] = {
             "Image": self.image,
-            "Entrypoint": _FIRST_PROCESS,
+            "Entrypoint": list(FIRST_PROCESS),
             "Cmd": [],
             "User": "0:0",  # of process 1 only
             "WorkingDir": "/",
