@@ -15,11 +15,9 @@ from typing import Any
 
 import attrs
 
-from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.sandboxes.base import SandboxError
-from rollouts.sandboxes.remote import Machine, RemoteSandbox
-from rollouts.validators import as_texts, check
+from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
+from rollouts.validators import check
 
 __all__ = ["E2BSandbox"]
 
@@ -28,7 +26,7 @@ _SCRIPT_SECONDS = 90
 
 
 @attrs.frozen
-class E2BSandbox(RemoteSandbox):
+class E2BSandbox(CloudSandbox):
     """Virtual machines of E2B. The key is ``E2B_API_KEY``."""
 
     template: str = attrs.field(
@@ -36,59 +34,34 @@ class E2BSandbox(RemoteSandbox):
         validator=check("a text that is not empty", lambda value: isinstance(value, str) and bool(value)),
     )
     """Name of a template; it has the programs, and decides processors and memory."""
-    allow: tuple[str, ...] | None = attrs.field(
-        default=None,
-        kw_only=True,
-        converter=lambda value: None if value is None else as_texts(value),
-        validator=check("host names, IP addresses and CIDRs", lambda value: _are_hosts(value), optional=True),
-    )
-    """What the program may reach, among it the host of the gateway; by default the internet."""
     connection: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, repr=False)
     """Options of ``e2b.ApiParams``, e.g. ``domain`` and ``api_key``; by default those of the environment."""
 
     async def _create(self) -> Machine:
-        try:
-            from e2b import AsyncSandbox
-        except ImportError as error:
-            raise ConfigError(f"E2BSandbox needs e2b: {install_command('e2b')} ({error})") from error
-        network = None if self.allow is None else {"allow_out": list(self.allow), "deny_out": ["0.0.0.0/0"]}
-        machine = await AsyncSandbox.create(
+        e2b = await sdk("E2BSandbox", "e2b", "e2b", "AsyncSandbox")
+        allowed = self._firewall()
+        network = None if allowed is None else {"allow_out": list(allowed), "deny_out": ["0.0.0.0/0"]}
+        machine = await e2b.AsyncSandbox.create(
             self.template,
             timeout=math.ceil(self.lifetime),
             metadata={"rollouts.sandbox": "1"},
             network=network,
             **self.connection,
         )
-        return _E2BMachine(machine)
-
-    def _enforced(self) -> Mapping[str, str]:
-        size = {"memory": "that of the template's machine", "disk": "that of the template's machine"}
-        return size if self.allow is None else {**size, "network": f"E2B's firewall allows {', '.join(self.allow)}"}
-
-    def _not_enforced(self) -> Mapping[str, str]:
-        return {
-            "processes": "no limit but the machine's memory",
-            "privileges": "the template's user may become root in the machine",
-            "network": "the internet",
-        }
+        return _E2BMachine(machine, e2b.CommandExitException)
 
 
-def _are_hosts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(host, str) and host and " " not in host for host in value)
-
-
+@attrs.frozen
 class _E2BMachine:
-    def __init__(self, machine: Any) -> None:
-        self._machine = machine
+    _machine: Any
+    _exit: type[Exception]
 
     async def execute(self, script: str) -> str:
-        from e2b import CommandExitException
-
+        line = shlex.join(["sh", "-c", script])
         try:
-            line = shlex.join(["sh", "-c", script])
             done = await self._machine.commands.run(line, cwd="/", timeout=_SCRIPT_SECONDS)
-        except CommandExitException as error:
-            return str(error.stdout)
+        except self._exit as error:  # its exit code is not 0
+            done = error
         return str(done.stdout)
 
     async def upload(self, path: str, data: bytes) -> None:

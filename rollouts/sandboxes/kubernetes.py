@@ -21,10 +21,9 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.errors import ConfigError, shortened
-from rollouts.extras import install_command
+from rollouts.errors import shortened
 from rollouts.sandboxes.base import FIRST_PROCESS, SandboxError
-from rollouts.sandboxes.remote import Machine, RemoteSandbox
+from rollouts.sandboxes.remote import Machine, RemoteSandbox, sdk
 from rollouts.validators import check, integer
 
 __all__ = ["KubernetesSandbox"]
@@ -67,32 +66,27 @@ class KubernetesSandbox(RemoteSandbox):
     """Further fields of the pod's spec, e.g. ``{"runtimeClassName": "gvisor"}``."""
 
     async def _create(self) -> Machine:
-        try:
-            from kubernetes_asyncio import client, stream
-            from kubernetes_asyncio.client.exceptions import ApiException
-        except ImportError as error:
-            raise ConfigError(
-                f"KubernetesSandbox needs kubernetes_asyncio: {install_command('kubernetes')} ({error})"
-            ) from error
+        stream = await sdk(type(self).__name__, "kubernetes_asyncio.stream", "kubernetes")
+        client = await sdk(type(self).__name__, "kubernetes_asyncio.client", "kubernetes")
+        refused = client.exceptions.ApiException
         configuration = await self._configuration(client)
         name = f"rollouts-{secrets.token_hex(8)}"
         api, sockets = client.ApiClient(configuration), stream.WsApiClient(configuration, heartbeat=15)
-        machine = _Pod(client.CoreV1Api(api), client.CoreV1Api(sockets), name, self.namespace, ApiException)
+        machine = _Pod(client.CoreV1Api(api), client.CoreV1Api(sockets), name, self.namespace, refused)
         try:
             await machine.api.create_namespaced_pod(self.namespace, self._pod(name))
             await machine.started()
         except BaseException as error:
-            with anyio.CancelScope(shield=True), contextlib.suppress(ApiException):
+            with anyio.CancelScope(shield=True), contextlib.suppress(refused):
                 await machine.delete()
-            if isinstance(error, ApiException):
+            if isinstance(error, refused):
                 refusal = f"namespace {self.namespace!r}: HTTP {error.status}: {_message(error.body)}"
                 raise SandboxError(f"KubernetesSandbox.open: {refusal}") from error
             raise
         return machine
 
     async def _configuration(self, client: Any) -> Any:
-        from kubernetes_asyncio import config
-
+        config = await sdk(type(self).__name__, "kubernetes_asyncio.config", "kubernetes")
         configuration = client.Configuration()
         if self.kubeconfig is None and self.context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)

@@ -14,24 +14,28 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import importlib
+import ipaddress
 import posixpath
 import secrets
 import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import anyio
+import anyio.to_thread
 import attrs
 
 from rollouts.errors import ConfigError, shortened
+from rollouts.extras import install_command
 from rollouts.sandboxes.base import HOME_ENVIRONMENT, Exit, SandboxError, SandboxLimits, check_size, inner_path
 from rollouts.sandboxes.containment import NAMES, Containment
 from rollouts.sandboxes.running import Running, stopped_by
-from rollouts.validators import number
+from rollouts.validators import as_texts, check, number
 
-__all__ = ["Machine", "RemoteSandbox", "RunningRemote"]
+__all__ = ["CloudSandbox", "Machine", "RemoteSandbox", "RunningRemote", "sdk"]
 
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _CREATE_SECONDS = 240.0
@@ -43,6 +47,8 @@ _GRACE_SECONDS = 25.0
 _WAIT_SECONDS = 20
 """How long one request waits for the end of a command: proxies cut connections that are silent for a minute."""
 _TRIES = 3
+_SHOWN = 400
+"""Characters of an SDK's error that are shown."""
 _RETRY_SECONDS = 0.5
 _NEEDED = ("base64", "chmod", "cut", "env", "grep", "head", "id", "mkdir", "mkfifo", "mv", "rm", "sleep", "tail", "wc")
 _MARK = "ROLLOUTS_COMMAND"
@@ -132,6 +138,64 @@ class RemoteSandbox(ABC):
     @abstractmethod
     def _not_enforced(self) -> Mapping[str, str]:
         """What the service does not enforce, and why."""
+
+
+def _are_hosts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(host, str) and host and not {*host} & {*" ,/:@"} for host in value
+    )
+
+
+def _are_networks(value: Any) -> bool:
+    try:
+        return isinstance(value, tuple) and all(ipaddress.ip_network(network) for network in value)
+    except ValueError:
+        return False
+
+
+def _texts(value: Any) -> Any:
+    return None if value is None else as_texts(value)
+
+
+@attrs.frozen
+class CloudSandbox(RemoteSandbox):
+    """A remote kind whose service has a firewall. By default the program reaches the internet."""
+
+    hosts: tuple[str, ...] | None = attrs.field(
+        default=None,
+        kw_only=True,
+        converter=_texts,
+        validator=check("names of hosts", _are_hosts, optional=True),
+    )
+    """The hosts that the program may reach, among them that of the gateway."""
+    networks: tuple[str, ...] | None = attrs.field(
+        default=None,
+        kw_only=True,
+        converter=_texts,
+        validator=check("networks as 192.0.2.0/24", _are_networks, optional=True),
+    )
+    """The networks that the program may reach."""
+
+    def _firewall(self) -> tuple[str, ...] | None:
+        """All that the program may reach; ``None`` if that is not limited."""
+        return None if self.hosts is None and self.networks is None else (self.hosts or ()) + (self.networks or ())
+
+    def _enforced(self) -> Mapping[str, str]:
+        allowed = self._firewall()
+        return (
+            {}
+            if allowed is None
+            else {"network": f"the service's firewall; allowed: {', '.join(allowed) or 'nothing'}"}
+        )
+
+    def _not_enforced(self) -> Mapping[str, str]:
+        return {
+            "memory": "what the service gives the machine",
+            "disk": "what the service gives the machine",
+            "processes": "what the service gives the machine",
+            "network": "the internet",
+            "privileges": "the user of the image, who may be root in the machine",
+        }
 
 
 class RunningRemote(Running):
@@ -280,7 +344,26 @@ def _errors(what: str, seconds: float) -> Iterator[None]:
     except TimeoutError as error:
         raise SandboxError(f"{what}: no answer within {seconds:g} s") from error
     except Exception as error:
-        raise SandboxError(f"{what}: {type(error).__name__}: {shortened(str(error))}") from error
+        raise SandboxError(f"{what}: {type(error).__name__}: {str(error)[:_SHOWN]!r}") from error
+
+
+async def sdk(kind: str, module: str, extra: str, *names: str) -> Any:
+    """Import an SDK in a worker thread, as some take seconds; return the module, with these names of it loaded.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+
+    def load() -> Any:
+        loaded = importlib.import_module(module)
+        for name in names:
+            getattr(loaded, name)
+        return loaded
+
+    try:
+        return await anyio.to_thread.run_sync(load)
+    except ImportError as error:
+        raise ConfigError(f"{kind} needs {module}: {install_command(extra)} ({error})") from error
 
 
 def _file_seconds(size: int) -> float:

@@ -26,7 +26,7 @@ async def service() -> AsyncIterator[E2BService]:
 @needs_a_machine
 async def test_a_machine_is_created_as_asked_and_deleted(service: E2BService) -> None:
     """With its template, its lifetime, a label and its firewall; nothing of it is left."""
-    kind = service.kind(lifetime=90.5, allow=["gateway.example.org"])
+    kind = service.kind(lifetime=90.5, hosts=["gateway.example.org"])
     async with opened(kind) as sandbox:
         assert (await sandbox.exec(["true"])).code == 0
         (body,) = service.created
@@ -66,8 +66,8 @@ async def test_a_machine_that_is_gone_is_an_error(service: E2BService) -> None:
 def test_the_containment_names_the_network() -> None:
     """The internet, or what the firewall allows; the key is not shown."""
     assert E2BSandbox().containment().not_enforced["network"] == "the internet"
-    kind = E2BSandbox(allow="a.example", connection={"api_key": "secret"})
-    assert kind.containment().enforced["network"] == "E2B's firewall allows a.example"
+    kind = E2BSandbox(hosts="a.example", networks=["10.0.0.0/8"], connection={"api_key": "secret"})
+    assert kind.containment().enforced["network"] == "the service's firewall; allowed: a.example, 10.0.0.0/8"
     assert "secret" not in repr(kind)
 
 
@@ -75,8 +75,10 @@ def test_the_containment_names_the_network() -> None:
     ("arguments", "words"),
     [
         ({"template": ""}, r"E2BSandbox.template: got ''; expected a text that is not empty"),
-        ({"allow": ["a b"]}, r"E2BSandbox.allow: got \('a b',\); expected host names"),
-        ({"allow": 5}, r"E2BSandbox.allow: got 5; expected host names"),
+        ({"hosts": ["a b"]}, r"E2BSandbox.hosts: got \('a b',\); expected names of hosts"),
+        ({"hosts": ["https://a"]}, r"E2BSandbox.hosts: got .*; expected names of hosts"),
+        ({"networks": 5}, r"E2BSandbox.networks: got 5; expected networks as"),
+        ({"networks": "a.example"}, r"E2BSandbox.networks: got .*; expected networks as"),
     ],
 )
 def test_a_bad_setting_is_refused(arguments: dict[str, Any], words: str) -> None:

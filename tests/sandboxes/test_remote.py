@@ -12,7 +12,7 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.containment import NAMES
-from rollouts.sandboxes.remote import Machine, RemoteSandbox, RunningRemote
+from rollouts.sandboxes.remote import Machine, RemoteSandbox, RunningRemote, sdk
 from tests.sandboxes.kinds import needs_a_machine
 from tests.sandboxes.machines import FolderSandbox
 
@@ -181,3 +181,9 @@ def test_every_name_is_in_one_part_of_the_containment() -> None:
     """Also of a remote kind."""
     containment = FolderSandbox().containment()
     assert sorted([*containment.enforced, *containment.not_enforced]) == sorted(NAMES)
+
+
+async def test_an_sdk_that_is_not_installed_is_named() -> None:
+    """With the command that installs it."""
+    with pytest.raises(ConfigError, match=r"A needs no_such_sdk: .*install .*e2b.*\(No module named 'no_such_sdk'\)"):
+        await sdk("A", "no_such_sdk", "e2b")
