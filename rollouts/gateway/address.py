@@ -53,6 +53,10 @@ def _is_listen(value: Any) -> bool:
     )
 
 
+def _without_slash(value: Any) -> Any:
+    return value.rstrip("/") if isinstance(value, str) else value
+
+
 @attrs.frozen
 class PublicAddress:
     """Where the gateway listens, and the URL that leads there from another machine.
@@ -62,7 +66,7 @@ class PublicAddress:
     """
 
     url: str = attrs.field(
-        converter=lambda value: value.rstrip("/") if isinstance(value, str) else value,
+        converter=_without_slash,
         validator=check(
             "https://HOST, or http://HOST of a private network, as the key of a session is sent to it", _is_url
         ),

@@ -85,7 +85,8 @@ class DaytonaSandbox(CloudSandbox):
 
     def _enforced(self) -> Mapping[str, str]:
         size = "that of the machine, which is as large as the limit in whole GiB"
-        return super()._enforced() | ({} if self.image is None else {"memory": size, "disk": f"{size}, three times"})
+        sizes = {} if self.image is None else {"memory": size, "disk": f"{size}, three times"}
+        return {**super()._enforced(), **sizes}
 
 
 @attrs.frozen

@@ -29,8 +29,15 @@ from rollouts.validators import check, integer
 __all__ = ["KubernetesSandbox"]
 
 _FOLDERS = ("/workspace", "/home/agent", "/tmp")
-_OURS = ("activeDeadlineSeconds", "automountServiceAccountToken", "containers", "restartPolicy", "securityContext")
-_OURS += ("enableServiceLinks", "volumes")
+_OURS = (
+    "activeDeadlineSeconds",
+    "automountServiceAccountToken",
+    "containers",
+    "enableServiceLinks",
+    "restartPolicy",
+    "securityContext",
+    "volumes",
+)
 _BROKEN = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError")
 """Why a container waits, if waiting longer does not help."""
 _POLL_SECONDS = 0.5
