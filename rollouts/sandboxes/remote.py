@@ -93,7 +93,7 @@ class RemoteSandbox(ABC):
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits, kw_only=True)
     lifetime: float = attrs.field(
-        default=3600.0,
+        default=7200.0,
         kw_only=True,
         validator=number(least=60),
     )

@@ -118,13 +118,13 @@ async def program_rollout_to_samples(
 
     Raises:
         ConfigError: the tokenizer, template, dialect, program or prompt is invalid, aiohttp is not installed, a remote
-            sandbox has no ``gateway``, or this machine cannot listen on it.
+            sandbox has no ``gateway`` or too short a ``lifetime``, or this machine cannot listen on the address.
         EndpointError: the server does not describe itself, or no server answers for too long.
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     task = task_of(prompt)
-    _check_reachable(sandbox, gateway)
     limits = limits or SessionLimits()
+    _check_remote(sandbox, gateway, limits)
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
     )
@@ -258,7 +258,7 @@ async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> 
             program(task_of(prompt), server)
     if sandbox is not None:
         address = bound.get("gateway")
-        _check_reachable(sandbox, address)
+        _check_remote(sandbox, address, bound.get("limits") or SessionLimits())
         if address is not None:
             from rollouts.gateway.server import shared_gateway  # here: aiohttp is part of an extra
 
@@ -270,13 +270,16 @@ async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> 
                 _check_listener(place, address)
 
 
-def _check_reachable(sandbox: Sandbox, address: PublicAddress | None) -> None:
-    """Raise if a program cannot reach the gateway, before a machine is paid for."""
+def _check_remote(sandbox: Sandbox, address: PublicAddress | None, limits: SessionLimits) -> None:
+    """Raise if a remote program cannot reach the gateway, or its machine ends too early, before it is paid for."""
     if address is not None and not isinstance(address, PublicAddress):
         raise ConfigError.of("gateway", address, "a PublicAddress")
     if address is None and isinstance(sandbox, RemoteSandbox):
         expected = f"a PublicAddress: a program in {type(sandbox).__name__} reaches no port of this machine"
         raise ConfigError.of("gateway", None, expected)
+    if isinstance(sandbox, RemoteSandbox) and sandbox.lifetime <= limits.max_seconds:
+        expected = f"more than limits.max_seconds={limits.max_seconds:g}: the service ends the machine then"
+        raise ConfigError.of(f"{type(sandbox).__name__}.lifetime", sandbox.lifetime, expected)
 
 
 def _check_listener(place: RunningSandbox, address: PublicAddress | None) -> None:

@@ -738,6 +738,11 @@ async def test_a_remote_sandbox_without_a_public_address_is_refused() -> None:
         await check_program({"program": program, "sandbox": kind}, [Prompt("a")])
     with pytest.raises(ConfigError, match="gateway: got 'https://a'; expected a PublicAddress"):
         await check_program({"program": program, "sandbox": kind, "gateway": "https://a"}, [Prompt("a")])
+    bound = {"program": program, "sandbox": FolderSandbox(lifetime=3600), "limits": SessionLimits(max_seconds=3600)}
+    with pytest.raises(
+        ConfigError, match=r"FolderSandbox.lifetime: got 3600; expected more than limits.max_seconds=3600"
+    ):
+        await check_program({**bound, "gateway": PublicAddress("https://a.example", "127.0.0.1:1")}, [Prompt("a")])
     assert kind.folders == []
 
 
