@@ -22,6 +22,7 @@ from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, without_password
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.gateway.address import PublicAddress
 from rollouts.gateway.session import SessionLimits
 from rollouts.gateway.tree import Training
 from rollouts.inference.base import ServerInfo
@@ -254,6 +255,7 @@ def program_recipe(
     prompts: Iterable[Any],
     *,
     sandbox: Sandbox,
+    gateway: PublicAddress | None = None,
     workspace: Workspace | None = None,
     limits: SessionLimits | None = None,
     training: Training | None = None,
@@ -275,7 +277,9 @@ def program_recipe(
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
-    bound = _given(workspace=workspace, limits=limits, training=training, context_window=context_window)
+    bound = _given(
+        gateway=gateway, workspace=workspace, limits=limits, training=training, context_window=context_window
+    )
     generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
     return _assembled(program_recipe, name, endpoint, generate_fn, prompts, **options)
 

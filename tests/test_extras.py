@@ -17,7 +17,22 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 
 
 @pytest.mark.parametrize(
-    "extra", ["engine", "serve", "gateway", "parquet", "math", "search", "mcp", "ray", "otel", "prometheus"]
+    "extra",
+    [
+        "engine",
+        "serve",
+        "gateway",
+        "parquet",
+        "math",
+        "search",
+        "mcp",
+        "ray",
+        "otel",
+        "prometheus",
+        "e2b",
+        "daytona",
+        "kubernetes",
+    ],
 )
 def test_the_command_names_the_packages_of_the_extra(extra: str) -> None:
     """Those of pyproject.toml, quoted for a shell."""

@@ -27,6 +27,7 @@ import msgspec
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
 from rollouts.gateway import chat, messages, responses
+from rollouts.gateway.address import PublicAddress
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Session
 from rollouts.gateway.wire import Wire, encoded
 
@@ -274,17 +275,26 @@ class _Shared:
     users: int = 0
 
 
-_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = weakref.WeakKeyDictionary()
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[PublicAddress | None, _Shared]]
+_SHARED = weakref.WeakKeyDictionary()
 
 
 @contextlib.asynccontextmanager
-async def shared_gateway() -> AsyncIterator[Gateway]:
-    """The gateway of the running event loop, on loopback; it is started by its first user and closed by its last."""
-    shared = _SHARED.setdefault(asyncio.get_running_loop(), _Shared())
+async def shared_gateway(address: PublicAddress | None = None) -> AsyncIterator[Gateway]:
+    """The gateway of the running event loop, on loopback; it is started by its first user and closed by its last.
+
+    Args:
+        address: that of another gateway of the event loop, which programs on other machines reach.
+
+    Raises:
+        ConfigError: this machine cannot listen on the address.
+    """
+    shared = _SHARED.setdefault(asyncio.get_running_loop(), {}).setdefault(address, _Shared())
     with anyio.CancelScope(shield=True):
         async with shared.lock:
             if shared.gateway is None:
-                shared.gateway = await Gateway().__aenter__()
+                new = Gateway() if address is None else Gateway(address.host, address.port)
+                shared.gateway = await new.__aenter__()
             shared.users += 1
             gateway = shared.gateway
     try:

@@ -23,6 +23,7 @@ from rollouts.sandboxes.containment import Containment
 from rollouts.validators import check, is_int
 
 __all__ = [
+    "FIRST_PROCESS",
     "GATEWAY_PORT",
     "HOME_ENVIRONMENT",
     "Exit",
@@ -42,6 +43,8 @@ GATEWAY_PORT = 8080
 """The port of the listener in a network of the sandbox's own."""
 HOME_ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "USER": "agent", "LOGNAME": "agent"}
 """What every sandbox sets, in addition to ``PATH``, ``HOME`` and ``TMPDIR``."""
+FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
+"""Process 1 of a container: it reaps, and outlives ``kill -1``."""
 _CLOSE_SECONDS = 30.0
 
 _COUNT = check("an integer > 0", lambda value: is_int(value, 1))

@@ -11,7 +11,6 @@ real daemon where there is one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import io
 import os
@@ -21,28 +20,28 @@ import socket
 import tarfile
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import (
+    FIRST_PROCESS,
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
     Exit,
     SandboxError,
     SandboxLimits,
     Tail,
-    check_command,
     check_size,
     inner_path,
 )
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
+from rollouts.sandboxes.running import Running, stopped_by
 from rollouts.validators import check
 
 __all__ = ["ContainerSandbox"]
@@ -50,8 +49,6 @@ __all__ = ["ContainerSandbox"]
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _SETUP_SECONDS, _GRACE_SECONDS = 60.0, 20.0
 _NEW_NETWORK = 0x40000000
-_FIRST_PROCESS = ["sh", "-c", "while :; do sleep 3600 & wait; done"]
-"""Process 1: it reaps, and outlives ``kill -1``."""
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
 
@@ -107,7 +104,7 @@ class ContainerSandbox:
         api = DockerApi(self.api)
         body: dict[str, Any] = {
             "Image": self.image,
-            "Entrypoint": _FIRST_PROCESS,
+            "Entrypoint": list(FIRST_PROCESS),
             "Cmd": [],
             "User": "0:0",  # of process 1 only
             "WorkingDir": "/",
@@ -180,33 +177,15 @@ def _listen_in_network_of(process: int) -> socket.socket:
     return result[0]
 
 
-@contextlib.asynccontextmanager
-async def _stopped_by(stop: anyio.Event | None) -> AsyncIterator[None]:
-    """End the code inside when the event is set."""
-    if stop is None:
-        yield
-        return
-
-    async def wait(scope: anyio.CancelScope) -> None:
-        await stop.wait()
-        scope.cancel()
-
-    async with first_error() as tasks:
-        tasks.start_soon(wait, tasks.cancel_scope)
-        yield
-        tasks.cancel_scope.cancel()
-
-
-class RunningContainer:
+class RunningContainer(Running):
     """An open sandbox of the kind ``container``."""
 
     workspace, home = _WORKSPACE, _HOME
     listener: socket.socket | None = None
 
     def __init__(self, kind: ContainerSandbox, api: DockerApi, identity: str) -> None:
+        super().__init__()
         self._kind, self._api, self.id = kind, api, identity
-        self._turn = anyio.Lock()
-        self._closed = False
 
     async def make_folders(self) -> None:
         """Make the workspace and the home, which belong to the program's user."""
@@ -233,37 +212,18 @@ class RunningContainer:
             raise ConfigError.of("port", port, "the server's port: network='bridge' has no listener")
         return f"http://{_HOST}:{port}"
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        seconds: float,
-        stop: anyio.Event | None = None,
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        return await self._command(argv, env or {}, seconds, _WORKSPACE, stop)
-
-    async def exec(
-        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        where = _WORKSPACE if cwd is None else inner_path(cwd, _WORKSPACE, _HOME)
-        check_command(argv, {}, seconds)
-        if stdin:
-            await self.write("/tmp/.stdin", stdin)
-            argv = ["sh", "-c", 'exec "$@" < /tmp/.stdin', "sh", *argv]
-        return await self._command(argv, {}, seconds, where)
-
     async def _command(
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
         seconds: float,
+        stdin: bytes,
         cwd: str,
-        stop: anyio.Event | None = None,
+        stop: anyio.Event | None,
     ) -> Exit:
-        check_command(argv, env, seconds)
+        if stdin:
+            await self.write("/tmp/.stdin", stdin)
+            argv = ["sh", "-c", 'exec "$@" < /tmp/.stdin', "sh", *argv]
         own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
         async with self._turn:
             self._check_open()
@@ -299,7 +259,7 @@ class RunningContainer:
         with anyio.move_on_after(seconds) as scope:
             try:
                 start = {"Detach": False, "Tty": False}
-                async with _stopped_by(stop):
+                async with stopped_by(stop):
                     async for which, data in self._api.frames(f"/exec/{created['Id']}/start", start):
                         tails[which - 1].add(data)
             except DockerError as error:
@@ -365,7 +325,3 @@ class RunningContainer:
         except DockerError as error:
             if error.status != 404:
                 raise
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed")

@@ -39,11 +39,11 @@ from rollouts.sandboxes.base import (
     Exit,
     SandboxError,
     SandboxLimits,
-    check_command,
     check_size,
     inner_path,
 )
 from rollouts.sandboxes.containment import Containment
+from rollouts.sandboxes.running import Running
 from rollouts.validators import as_texts, is_int
 
 __all__ = ["NamespaceSandbox"]
@@ -240,51 +240,31 @@ def _in_bubblewrap(program: str, disk: int, readable: Sequence[str], files: Sequ
     return [*line, "--remount-ro", "/", "--chdir", _WORKSPACE, "--"]
 
 
-class RunningNamespaces:
+class RunningNamespaces(Running):
     """An open sandbox of the kind ``namespaces``."""
 
     workspace, home = _WORKSPACE, _HOME
     listener: socket.socket | None = None
 
     def __init__(self, kind: NamespaceSandbox, process: Process) -> None:
+        super().__init__()
         assert process.stdout is not None
         self._kind, self._process = kind, process
         self._answers = BufferedByteReceiveStream(process.stdout)
-        self._turn = anyio.Lock()
-        self._closed = False
 
     def url_inside(self, port: int | None = None) -> str:
         """The listener's address inside."""
         return f"http://127.0.0.1:{self._kind.port}"
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        seconds: float,
-        stop: anyio.Event | None = None,
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        return await self._run(argv, env or {}, seconds, b"", _WORKSPACE, stop)
-
-    async def exec(
-        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        where = _WORKSPACE if cwd is None else inner_path(cwd, _WORKSPACE, _HOME)
-        return await self._run(argv, {}, seconds, stdin, where)
-
-    async def _run(
+    async def _command(
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
         seconds: float,
         stdin: bytes,
         cwd: str,
-        stop: anyio.Event | None = None,
+        stop: anyio.Event | None,
     ) -> Exit:
-        check_command(argv, env, seconds)
         own = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
         request = {"op": "run", "argv": list(argv), "env": own | dict(env), "cwd": cwd, "seconds": seconds}
         report, (out, errors) = await self.ask(request, stdin, seconds, stop)
@@ -335,8 +315,7 @@ class RunningNamespaces:
         A cancelled request is ended and its answer is discarded, so that the next answer is that of the next request.
         """
         async with self._turn:
-            if self._closed:
-                raise SandboxError("the sandbox is closed")
+            self._check_open()
             try:
                 with anyio.CancelScope(shield=True):  # half a request would spoil the next
                     if request:

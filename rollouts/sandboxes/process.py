@@ -31,11 +31,11 @@ from rollouts.sandboxes.base import (
     SandboxError,
     SandboxLimits,
     Tail,
-    check_command,
     check_size,
     inner_path,
 )
 from rollouts.sandboxes.containment import NAMES, Containment
+from rollouts.sandboxes.running import Running
 
 __all__ = ["ProcessSandbox"]
 
@@ -75,17 +75,16 @@ def _new_folder() -> str:
     return os.path.realpath(folder)
 
 
-class RunningProcess:
+class RunningProcess(Running):
     """An open sandbox of the kind ``process``."""
 
     listener = None
 
     def __init__(self, folder: str, limits: SandboxLimits) -> None:
+        super().__init__()
         self._folder, self._limits = folder, limits
         self.workspace = os.path.join(folder, "workspace")
         self.home = os.path.join(folder, "home")
-        self._closed = False
-        self._turn = anyio.Lock()
 
     def url_inside(self, port: int | None = None) -> str:
         """Loopback of this machine."""
@@ -93,34 +92,15 @@ class RunningProcess:
             raise ConfigError.of("port", port, "the server's port: this sandbox has no network of its own")
         return f"http://127.0.0.1:{port}"
 
-    async def run(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        seconds: float,
-        stop: anyio.Event | None = None,
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        return await self._run(argv, env or {}, seconds, b"", self.workspace, stop)
-
-    async def exec(
-        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
-    ) -> Exit:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        where = self.workspace if cwd is None else inner_path(cwd, self.workspace, self.home)
-        return await self._run(argv, {}, seconds, stdin, where)
-
-    async def _run(
+    async def _command(
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
         seconds: float,
         stdin: bytes,
         cwd: str,
-        stop: anyio.Event | None = None,
+        stop: anyio.Event | None,
     ) -> Exit:
-        check_command(argv, env, seconds)
         async with self._turn:
             self._check_open()
             own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home}
@@ -199,10 +179,6 @@ class RunningProcess:
 
     def _is_inside(self, place: str) -> bool:
         return os.path.commonpath([os.path.realpath(place), self._folder]) == self._folder
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed")
 
 
 async def _watch(

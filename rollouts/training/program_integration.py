@@ -4,7 +4,8 @@ Invariant: one rollout for each prompt, in order: one sample for each of its bra
 the program does is data: its exit code, its output and its limits. A failure of its sandbox, an exception of a
 function, or an end without a reply costs that rollout, a sample with status FAILED, and no other.
 
-All rollouts of an event loop share one gateway on loopback; a sandbox with a network of its own has its own listener.
+All rollouts of an event loop share one gateway on loopback, or at a public address for programs on other machines; a
+sandbox with a network of its own has its own listener.
 A session is as long as its program: at a limit of the session the program is killed, and what it did is kept.
 
 This module does not know groups, reward functions or batches.
@@ -28,6 +29,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Message, OnRewrite, Prompt, SamplingParams, StopReason
 from rollouts.errors import ConfigError, EnvironmentFailure, Failure, GenerateFailure, NoReply, shortened
 from rollouts.extras import install_command
+from rollouts.gateway.address import PublicAddress
 from rollouts.gateway.session import ProgramSession, SessionLimits
 from rollouts.gateway.tree import Training
 from rollouts.inference.base import Policy, describe_once
@@ -36,6 +38,7 @@ from rollouts.programs import ModelServer, Program
 from rollouts.programs.workspace import Workspace
 from rollouts.renderer import Renderer, RendererOptions, with_prompt_options
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes.remote import RemoteSandbox
 from rollouts.training.agent_integration import generate_all, loaded_renderer, resuming
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample, Status
@@ -75,6 +78,7 @@ async def program_rollout_to_samples(
     sandbox: Sandbox,
     endpoint: Endpoint,
     tokenizer: Any,
+    gateway: PublicAddress | None = None,
     workspace: Workspace | None = None,
     limits: SessionLimits | None = None,
     sampling: SamplingParams | None = None,
@@ -94,6 +98,7 @@ async def program_rollout_to_samples(
         sandbox: the kind of sandbox, opened once for this rollout.
         endpoint: the inference server and its options.
         tokenizer: a transformers tokenizer, the name or folder of one, or a :class:`Renderer`.
+        gateway: where the gateway listens, and the URL at which the program reaches it; needed by a remote sandbox.
         workspace: fills the workspace before the program starts, and takes metadata out of it afterwards.
         limits: limits of the session; the program is killed at the first that is reached. ``max_seconds`` does not run
             while deadlines are paused.
@@ -112,18 +117,20 @@ async def program_rollout_to_samples(
         status FAILED and a ``failure``.
 
     Raises:
-        ConfigError: the tokenizer, template, dialect, program or prompt is invalid, or aiohttp is not installed.
+        ConfigError: the tokenizer, template, dialect, program or prompt is invalid, aiohttp is not installed, a remote
+            sandbox has no ``gateway`` or too short a ``lifetime``, or this machine cannot listen on the address.
         EndpointError: the server does not describe itself, or no server answers for too long.
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     task = task_of(prompt)
     limits = limits or SessionLimits()
+    _check_remote(sandbox, gateway, limits)
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
     )
     session, name, given = rollout.session, function_name(program), _without_log(prompt)
 
-    async def play(gateway: Gateway) -> dict[str, Any]:
+    async def play(server: Gateway) -> dict[str, Any]:
         async with contextlib.AsyncExitStack() as stack:
             kind = type(sandbox).__name__
             with boundary(EnvironmentFailure, f"{kind}.open", seconds=_OPEN_SECONDS):
@@ -133,15 +140,15 @@ async def program_rollout_to_samples(
                 with boundary(EnvironmentFailure, f"{type(workspace).__name__}.fill"):
                     filled = await workspace.fill(given, place)
             with boundary(EnvironmentFailure, f"the listener of {kind}", kind="environment_start"):
-                base_url = await stack.enter_async_context(_reachable(gateway, session, place))
-            server = rollout.server(endpoint, base_url, place.home)
+                base_url = await stack.enter_async_context(_reachable(server, session, place, gateway))
+            model = rollout.server(endpoint, base_url, place.home)
             with boundary(GenerateFailure, f"program {name}"):
-                launch = program(task, server)
+                launch = program(task, model)
             with boundary(EnvironmentFailure, f"program {name}", kind="environment_step", shown="the program"):
                 for path, data in launch.files.items():
                     await place.write(path, data)
                 end = await place.run(launch.argv, launch.env, seconds=_LONGEST_SECONDS, stop=session.over)
-            gateway.close(session)
+            server.close(session)
             _end(session, f"the program ended with exit code {end.code}: {end.stderr.strip()[-_SHOWN:]}")
             session.count("program_seconds", end.seconds)
             session.count("program_failed", end.code != 0)
@@ -152,7 +159,7 @@ async def program_rollout_to_samples(
                     record |= await workspace.take(given, place, filled)
         return record
 
-    return await _samples(prompt, rollout, limits, play)
+    return await _samples(prompt, rollout, limits, play, gateway)
 
 
 async def function_rollout_to_samples(
@@ -238,6 +245,7 @@ async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> 
 
     Raises:
         ConfigError: aiohttp is not installed, or the program or the function refuses its arguments or a prompt.
+            A remote sandbox has no ``gateway``, or this machine cannot listen on it.
         EnvironmentFailure: this machine cannot open the sandbox.
     """
     _check_aiohttp()
@@ -249,10 +257,34 @@ async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> 
         for prompt in prompts:
             program(task_of(prompt), server)
     if sandbox is not None:
+        address = bound.get("gateway")
+        _check_remote(sandbox, address, bound.get("limits") or SessionLimits())
+        if address is not None:
+            from rollouts.gateway.server import shared_gateway  # here: aiohttp is part of an extra
+
+            async with shared_gateway(address):
+                pass
         name = f"{type(sandbox).__name__}.open"
         with boundary(EnvironmentFailure, name, seconds=_OPEN_SECONDS, before_work=True):
-            async with opened(sandbox):
-                pass
+            async with opened(sandbox) as place:
+                _check_listener(place, address)
+
+
+def _check_remote(sandbox: Sandbox, address: PublicAddress | None, limits: SessionLimits) -> None:
+    """Raise if a remote program cannot reach the gateway, or its machine ends too early, before it is paid for."""
+    if address is not None and not isinstance(address, PublicAddress):
+        raise ConfigError.of("gateway", address, "a PublicAddress")
+    if address is None and isinstance(sandbox, RemoteSandbox):
+        expected = f"a PublicAddress: a program in {type(sandbox).__name__} reaches no port of this machine"
+        raise ConfigError.of("gateway", None, expected)
+    if isinstance(sandbox, RemoteSandbox) and sandbox.lifetime <= limits.max_seconds:
+        expected = f"more than limits.max_seconds={limits.max_seconds:g}: the service ends the machine then"
+        raise ConfigError.of(f"{type(sandbox).__name__}.lifetime", sandbox.lifetime, expected)
+
+
+def _check_listener(place: RunningSandbox, address: PublicAddress | None) -> None:
+    if address is not None and place.listener is not None:
+        raise ConfigError.of("gateway", address, "None: this sandbox reaches only a listener of its own")
 
 
 def _check_aiohttp() -> None:
@@ -325,7 +357,11 @@ async def _session(
 
 
 async def _samples(
-    prompt: Prompt, rollout: _Rollout, limits: SessionLimits, play: Callable[[Gateway], Awaitable[dict[str, Any]]]
+    prompt: Prompt,
+    rollout: _Rollout,
+    limits: SessionLimits,
+    play: Callable[[Gateway], Awaitable[dict[str, Any]]],
+    address: PublicAddress | None = None,
 ) -> list[Sample]:
     """Play with the session open; convert what it has to samples."""
     from rollouts.gateway.server import shared_gateway  # here: aiohttp is part of an extra
@@ -333,7 +369,7 @@ async def _samples(
     session = rollout.session
     await _note_start(prompt, session)
     record: dict[str, Any] = {}
-    async with shared_gateway() as gateway, first_error() as tasks:
+    async with shared_gateway(address) as gateway, first_error() as tasks:
         await tasks.start(_serve, session, limits.max_seconds)
         try:
             record = await play(gateway)
@@ -425,10 +461,13 @@ async def _closing(sandbox: Sandbox, session: ProgramSession) -> AsyncIterator[R
 
 
 @contextlib.asynccontextmanager
-async def _reachable(gateway: Gateway, session: ProgramSession, place: RunningSandbox) -> AsyncIterator[str]:
+async def _reachable(
+    gateway: Gateway, session: ProgramSession, place: RunningSandbox, address: PublicAddress | None
+) -> AsyncIterator[str]:
     """Open the session at the gateway; yields its base URL inside the sandbox."""
+    _check_listener(place, address)
     if place.listener is None:
-        yield gateway.open(session, place.url_inside(gateway.port))
+        yield gateway.open(session, place.url_inside(gateway.port) if address is None else address.url)
         return
     async with gateway.listening(place.listener):
         yield gateway.open(session, place.url_inside())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable, at, current_place
 from rollouts.gateway import server as gateway_server
+from rollouts.gateway.address import PublicAddress
 from rollouts.gateway.session import SessionLimits
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch, normalise_rewards
 from rollouts.integrations.trl import to_row
@@ -55,6 +58,7 @@ from rollouts.training.metrics import RunMetrics, batch_metrics
 from rollouts.training.program_integration import check_program
 from tests.gateway.programs import demo_renderer, replies, spoken
 from tests.integrations.slime.launches import Launch
+from tests.sandboxes.machines import FolderSandbox
 from tests.training.programs import Chat, FakeSandbox, program
 
 ENDPOINT = Endpoint(model=str(DEMO_MODEL))
@@ -76,6 +80,16 @@ async def rollout(act: Any, *, policy: Any = None, prompt: Any = PROMPT, **optio
     return samples
 
 
+async def opens_namespaces() -> None:
+    """Skip the test where this machine makes no namespaces."""
+    if sys.platform != "linux":
+        pytest.skip("Linux only")
+    try:
+        await (await NamespaceSandbox().open()).close()
+    except SandboxError as error:
+        pytest.skip(f"this machine makes no namespaces: {error}")
+
+
 async def ask_once(chat: Chat) -> int:
     """A program of one call."""
     await chat.ask(chat.env["TASK"])
@@ -93,13 +107,8 @@ async def test_a_program_gives_the_ids_of_the_agent_loop(kind: str) -> None:
     """
     sandbox: Sandbox = ProcessSandbox()
     if kind == "namespaces":
-        if sys.platform != "linux":
-            pytest.skip("Linux only")
+        await opens_namespaces()
         sandbox = NamespaceSandbox(readable=[sys.prefix, sys.base_prefix])
-        try:
-            await (await sandbox.open()).close()
-        except SandboxError as error:
-            pytest.skip(f"this machine makes no namespaces: {error}")
     said = ['\n<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>', "The answer is 8."]
     options: dict[str, Any] = {"endpoint": ENDPOINT, "tokenizer": demo_renderer()}
     looped = await agent_rollout_to_sample(
@@ -683,3 +692,66 @@ async def test_a_run_is_refused_before_its_first_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^task: got '--help'"):
         await check_program(bound, [Prompt("a"), Prompt("--help")])
     await check_program(bound, [Prompt("a")])
+
+
+# -- programs on other machines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    shutil.which("bwrap") is None or os.geteuid() != 0, reason="a machine of the tests needs bubblewrap and root"
+)
+async def test_a_program_on_another_machine_reaches_the_gateway_at_its_public_address() -> None:
+    """Two rollouts at once, through one listener; its port is free afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    kind, address = FolderSandbox(), PublicAddress(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}")
+    said = ['\n<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>', "The answer is 8."]
+    run = functools.partial(
+        program_rollout_to_samples,
+        program=functools.partial(script, path=SCRIPTS / "agent.py", command=("python3", "-S")),
+        sandbox=kind,
+        gateway=address,
+        workspace=FilesWorkspace(["answer.txt"]),
+        endpoint=ENDPOINT,
+        tokenizer=demo_renderer(),
+    )
+    found: list[Sample] = []
+
+    async def one() -> None:
+        found.extend(await run(PROMPT, policy=policy_of(*said)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        tasks.start_soon(one)
+    assert [sample.metadata["files"] for sample in found] == [{"answer.txt": "The answer is 8."}] * 2
+    assert [violation for sample in found for violation in check_sample(sample)] == []
+    assert [folder.deleted for folder in kind.folders] == [True, True]
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+async def test_a_remote_sandbox_without_a_public_address_is_refused() -> None:
+    """Before a machine is created: in a rollout and before a run."""
+    kind = FolderSandbox()
+    with pytest.raises(ConfigError, match="gateway: got None; expected a PublicAddress: a program in FolderSandbox"):
+        await rollout(ask_once, sandbox=kind)
+    with pytest.raises(ConfigError, match="gateway: got None"):
+        await check_program({"program": program, "sandbox": kind}, [Prompt("a")])
+    with pytest.raises(ConfigError, match="gateway: got 'https://a'; expected a PublicAddress"):
+        await check_program({"program": program, "sandbox": kind, "gateway": "https://a"}, [Prompt("a")])
+    bound = {"program": program, "sandbox": FolderSandbox(lifetime=3600), "limits": SessionLimits(max_seconds=3600)}
+    with pytest.raises(
+        ConfigError, match=r"FolderSandbox.lifetime: got 3600; expected more than limits.max_seconds=3600"
+    ):
+        await check_program({**bound, "gateway": PublicAddress("https://a.example", "127.0.0.1:1")}, [Prompt("a")])
+    assert kind.folders == []
+
+
+async def test_a_public_address_that_leads_nowhere_is_refused() -> None:
+    """A port that is in use, and a sandbox that reaches only a listener of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        address = PublicAddress("https://a.example", f"127.0.0.1:{used.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"host:port: got '127.0.0.1:.*'; expected an address to listen on"):
+            await check_program({"sandbox": FakeSandbox(ask_once), "gateway": address}, [])
+    await opens_namespaces()
+    with pytest.raises(ConfigError, match=r"gateway: got PublicAddress.*; expected None: this sandbox reaches only"):
+        await check_program({"sandbox": NamespaceSandbox(), "gateway": address}, [])

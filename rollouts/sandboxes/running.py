@@ -1,0 +1,83 @@
+"""What the open sandboxes of all kinds share: the commands of the protocol, and the checks before them.
+
+Invariant: no command starts with arguments that no operating system takes, or in a closed sandbox. This module knows
+no kind of sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import anyio
+
+from rollouts.concurrency.task_groups import first_error
+from rollouts.sandboxes.base import Exit, SandboxError, check_command, inner_path
+
+__all__ = ["Running", "stopped_by"]
+
+
+class Running(ABC):
+    """An open sandbox, of which a kind defines how one command runs."""
+
+    workspace: str
+    home: str
+
+    def __init__(self) -> None:
+        self._turn = anyio.Lock()
+        """Held while a command runs."""
+        self._closed = False
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        seconds: float,
+        stop: anyio.Event | None = None,
+    ) -> Exit:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        check_command(argv, env, seconds)
+        return await self._command(argv, env or {}, seconds, b"", self.workspace, stop)
+
+    async def exec(
+        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
+    ) -> Exit:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        where = self.workspace if cwd is None else inner_path(cwd, self.workspace, self.home)
+        check_command(argv, None, seconds)
+        return await self._command(argv, {}, seconds, stdin, where, None)
+
+    @abstractmethod
+    async def _command(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        seconds: float,
+        stdin: bytes,
+        cwd: str,
+        stop: anyio.Event | None,
+    ) -> Exit:
+        """Run one command, with its arguments checked, when no other runs."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+
+
+@contextlib.asynccontextmanager
+async def stopped_by(stop: anyio.Event | None) -> AsyncIterator[None]:
+    """End the code inside when the event is set."""
+    if stop is None:
+        yield
+        return
+
+    async def wait(scope: anyio.CancelScope) -> None:
+        await stop.wait()
+        scope.cancel()
+
+    async with first_error() as tasks:
+        tasks.start_soon(wait, tasks.cancel_scope)
+        yield
+        tasks.cancel_scope.cancel()
