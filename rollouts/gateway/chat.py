@@ -19,9 +19,9 @@ from rollouts.gateway.wire import (
     arguments_text,
     call_of,
     content_text,
-    count_fields,
     event,
     no_reply,
+    sampling_of,
     stops,
     tool_of,
     with_tool_names,
@@ -52,7 +52,6 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
         raise fields.wrong("n", f"an integer of at most {MAX_REPLIES}")
     limits = [fields.positive(name) for name in ("max_completion_tokens", "max_tokens")]
     options = fields.object("stream_options")
-    count_fields(fields, counts)
     _count_not_enforced(fields, counts)
     return CallRequest(
         messages=with_tool_names(messages),
@@ -61,6 +60,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
         stop=stops(fields, "stop"),
         stream=fields.flag("stream"),
         n=n,
+        sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
         include_usage=options is not None and options.flag("include_usage"),

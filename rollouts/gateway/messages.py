@@ -20,9 +20,9 @@ from rollouts.gateway.wire import (
     arguments_text,
     call_of,
     content_text,
-    count_fields,
     event,
     no_reply,
+    sampling_of,
     stops,
     tool_of,
     with_tool_names,
@@ -47,7 +47,6 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
         messages += _messages(message, messages, counts)
     if not fields.value.get("messages"):
         raise fields.wrong("messages", "a list of at least one message")
-    count_fields(fields, counts)
     _count_not_enforced(fields, counts)
     return CallRequest(
         messages=with_tool_names(messages),
@@ -55,6 +54,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
         max_tokens=fields.positive("max_tokens"),
         stop=stops(fields, "stop_sequences"),
         stream=fields.flag("stream"),
+        sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
     )

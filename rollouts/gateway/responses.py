@@ -22,9 +22,9 @@ from rollouts.gateway.wire import (
     arguments_text,
     call_of,
     content_text,
-    count_fields,
     event,
     no_reply,
+    sampling_of,
     tool_of,
     with_tool_names,
 )
@@ -63,7 +63,6 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
     conversation.close()
     if not conversation.messages and previous is None:
         raise fields.wrong("input", "a string, or a list of at least one item")
-    count_fields(fields, counts)
     _count_not_enforced(fields, counts)
     return CallRequest(
         messages=with_tool_names(conversation.messages),
@@ -72,6 +71,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
         stream=fields.flag("stream"),
         previous_response_id=None if previous is None else previous.removeprefix("resp_"),
         instructions=instructions,
+        sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
     )

@@ -1,6 +1,7 @@
 """The HTTP server of the gateway: routes, keys, heads and pings of streams, clients that go away.
 
-Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing.
+Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing,
+and a probe of the server is all that it is answered.
 Every answer, also to a request that is wrong in any way, has the form of its API. A stream that has begun is kept open
 until its reply is there. This module knows no token and no tree.
 """
@@ -62,6 +63,8 @@ _KEY_LENGTH = 16
 _SHOWN_PATH = 80
 _UNKNOWN_ROUTES = 20
 """Unknown routes of a session that are counted by their path; the path is the client's, and may be anything."""
+_PROBES = ("", "/", "/api/hello")
+"""Paths to which programs send HEAD without a key, to connect before their first call."""
 _PATH = re.compile(r"(?:/s/([^/]*))?(/.*)?", re.DOTALL)
 
 
@@ -175,6 +178,8 @@ class Gateway:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         found = _PATH.fullmatch(http.path)
         name, path = found.groups("") if found is not None else ("", http.path)
+        if http.method == "HEAD" and path in _PROBES:
+            return web.Response()
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)

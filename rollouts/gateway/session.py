@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import anyio
 import attrs
@@ -64,6 +64,8 @@ _PROMPT_END = 16
 _MOST_STOPS = 32
 """Stop strings that servers accept."""
 _REWRITES_KEPT = 8
+_NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
+"""The values of the parameters that a run does not have."""
 
 
 @attrs.frozen
@@ -275,6 +277,9 @@ class ProgramSession:
         self._check_open()
         for name, amount in request.counts.items():
             self.count(name, amount)
+        for name, value in request.sampling.items():
+            if name == "seed" or value != self._run_value(name):  # each call has a seed of its own
+                self.count(f"sampling_overridden/{name}")
         work = self._work_of(request, dict(lineage))
         running = self._works.get(work.retry_key)
         if running is not None and not running.scope.cancel_called:
@@ -313,6 +318,10 @@ class ProgramSession:
         return {**self.counts, "calls": len(self.tree.calls), "roots": len(self.tree.roots), **untrained}
 
     # -- one request --------------------------------------------------------------------------------------------------
+
+    def _run_value(self, name: str) -> Any:
+        """The sampling parameter of the run that replaces that of a request."""
+        return getattr(self._sampling, name, _NO_EFFECT.get(name))
 
     def _check_open(self) -> None:
         if time.monotonic() > self._ends:

@@ -27,10 +27,10 @@ __all__ = [
     "arguments_text",
     "call_of",
     "content_text",
-    "count_fields",
     "encoded",
     "event",
     "no_reply",
+    "sampling_of",
     "stops",
     "tool_of",
     "with_tool_names",
@@ -220,9 +220,9 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def count_fields(fields: Fields, counts: Counts) -> None:
-    """Count the sampling parameters of a request, which those of the run replace."""
-    counts.update(f"sampling_overridden/{name}" for name in SAMPLING if fields.value.get(name) is not None)
+def sampling_of(fields: Fields) -> dict[str, Any]:
+    """The sampling parameters of a request, which those of the run replace."""
+    return {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
 
 
 def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -144,10 +144,6 @@ def test_only_tools_of_the_program_are_offered() -> None:
 @pytest.mark.parametrize(
     ("fields", "counts"),
     [
-        (
-            {"temperature": 1, "top_k": 3, "top_p": 0.5},
-            [f"sampling_overridden/{n}" for n in ("temperature", "top_k", "top_p")],
-        ),
         ({"tool_choice": {"type": "any"}}, ["not_enforced/tool_choice"]),
         ({"tool_choice": {"type": "tool", "name": "f"}}, ["not_enforced/tool_choice"]),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, ["not_enforced/parallel_tool_calls"]),

@@ -154,7 +154,6 @@ def test_only_functions_are_offered() -> None:
 @pytest.mark.parametrize(
     ("fields", "counts"),
     [
-        ({"temperature": 0.2, "top_p": 1}, ["sampling_overridden/temperature", "sampling_overridden/top_p"]),
         ({"tool_choice": "required"}, ["not_enforced/tool_choice"]),
         ({"tool_choice": {"type": "function", "name": "f"}}, ["not_enforced/tool_choice"]),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, ["not_enforced/text.format"]),

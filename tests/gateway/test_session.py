@@ -593,6 +593,18 @@ async def test_what_is_not_honoured_is_counted() -> None:
     assert (metrics["image"], metrics["not_enforced/tool_choice"]) == (2, 1)
 
 
+async def test_a_sampling_parameter_is_counted_where_it_is_not_that_of_the_run() -> None:
+    """An equal value is honoured; a seed never is, because each call of the run has a seed of its own."""
+    run = SamplingParams(max_new_tokens=4096, temperature=0.5, top_k=20, seed=3)
+    equal = {"temperature": 0.5, "top_p": 1, "top_k": 20, "min_p": 0, "frequency_penalty": 0.0, "logit_bias": {}}
+    other = {"temperature": 1, "top_p": "x", "repetition_penalty": 1.1, "presence_penalty": 0.2, "seed": 3}
+    async with session_of(ScriptedPolicy(replies()), sampling=run) as session:
+        await ask(session, "Look!", sampling=equal)
+        assert session.counts == {}
+        await ask(session, "Look!", sampling=other)
+    assert session.counts == {f"sampling_overridden/{name}": 1 for name in other}
+
+
 async def test_a_request_may_name_the_reply_that_it_follows() -> None:
     """With the id of a reply the messages are what is new, and its instructions replace the earlier ones."""
     policy = ScriptedPolicy(replies(calling("sun")))
