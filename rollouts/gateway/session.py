@@ -313,9 +313,10 @@ class ProgramSession:
         return branches
 
     def metrics(self) -> dict[str, float]:
-        """The counts, with the numbers of calls and roots, and the sampled ids that are not trained, by reason."""
+        """The counts, with the numbers of calls, roots and sampled ids, and of these the not trained ones by reason."""
         untrained = {f"untrained_tokens/{reason}": amount for reason, amount in self.tree.untrained.items()}
-        return {**self.counts, "calls": len(self.tree.calls), "roots": len(self.tree.roots), **untrained}
+        tree = {"calls": len(self.tree.calls), "roots": len(self.tree.roots), "sampled_tokens": self.tree.sampled}
+        return {**self.counts, **tree, **untrained}
 
     # -- one request --------------------------------------------------------------------------------------------------
 
