@@ -14,6 +14,7 @@ from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.gateway.wire import (
     STATUS,
     Counts,
+    Entries,
     Fields,
     ReplyOf,
     arguments_text,
@@ -24,12 +25,12 @@ from rollouts.gateway.wire import (
     sampling_of,
     stops,
     tool_of,
-    with_tool_names,
 )
 
-__all__ = ["PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = b": ping\n\n"
+HISTORY = "messages"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -38,13 +39,13 @@ MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
+def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.gateway.wire.Wire.read`."""
     fields, counts = Fields.of(body), Counts()
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice"), ("audio", "text")):
         if fields.value.get(name) is not None:
             raise fields.wrong(name, f"no such field; this server takes {instead} only")
-    messages = [_message(message, counts) for message in fields.objects("messages")]
+    messages = (entries or Entries()).of(fields, HISTORY, _message, counts)
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     n = fields.positive("n") or 1
@@ -54,7 +55,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
     options = fields.object("stream_options")
     _count_not_enforced(fields, counts)
     return CallRequest(
-        messages=with_tool_names(messages),
+        messages=tuple(messages),
         tools=_tools(fields, counts),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
         stop=stops(fields, "stop"),

@@ -16,6 +16,7 @@ import re
 import socket
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +30,7 @@ from rollouts.errors import ConfigError
 from rollouts.extras import install_command
 from rollouts.gateway import chat, messages, responses
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Session
-from rollouts.gateway.wire import Wire, encoded
+from rollouts.gateway.wire import Entries, Wire, decoded_body, encoded
 
 try:
     from aiohttp import web
@@ -333,6 +334,7 @@ class _Opened:
     session: Session
     calls: set[anyio.CancelScope] = attrs.field(factory=set)
     unknown: set[str] = attrs.field(factory=set)
+    entries: defaultdict[Wire, Entries] = attrs.field(factory=lambda: defaultdict(Entries))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[anyio.CancelScope]:
@@ -403,7 +405,7 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
     """
     try:
         body = await http.read()
-        read = functools.partial(_read, wire, opened.session, body)
+        read = functools.partial(_read, wire, opened, body)
         return await anyio.to_thread.run_sync(read) if len(body) > _IN_THREAD else read()
     except web.HTTPRequestEntityTooLarge as error:
         opened.session.count("refused/too_large")
@@ -416,9 +418,9 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
         raise
 
 
-def _read(wire: Wire, session: Session, body: bytes) -> CallRequest:
+def _read(wire: Wire, opened: _Opened, body: bytes) -> CallRequest:
     try:
-        return wire.read(msgspec.json.decode(body), session.reply)
+        return wire.read(decoded_body(body, wire.HISTORY), opened.session.reply, opened.entries[wire])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected JSON ({error})") from None
 

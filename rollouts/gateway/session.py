@@ -47,6 +47,7 @@ from rollouts.gateway.normal import (
     ordered_results,
     path_keys,
     tools_key,
+    with_tool_names,
 )
 from rollouts.gateway.tree import Call, Line, Match, Training, Tree
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Usage
@@ -261,7 +262,7 @@ class ProgramSession:
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
         messages = self._normal(request.messages)
-        return len(await self._opening(self._with_own_ids(messages), request.tools))
+        return len(await self._opening(self._to_render(messages), request.tools))
 
     async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> list[CallReply]:
         """Return ``request.n`` replies of the model.
@@ -487,7 +488,7 @@ class ProgramSession:
         parent = match.call
         if parent is not None:
             line = self.tree.claim(parent)
-            new = self._with_own_ids(work.messages[match.known :])
+            new = self._to_render(work.messages[match.known :], work.messages[: match.known])
             try:
                 bridge = await bridged(
                     self._renderer, line.messages, new, tools=work.tools, tail=parent.tail, memory=line.memory
@@ -500,7 +501,7 @@ class ProgramSession:
                 raise
             else:
                 return parent, line, bridge, new
-        new = self._with_own_ids(work.messages)
+        new = self._to_render(work.messages)
         opening = await self._opening(new, work.tools)
         return None, self.tree.claim(None), opening, new
 
@@ -511,10 +512,11 @@ class ProgramSession:
         except ConfigError as error:
             raise ApiError("invalid_request", f"the chat template cannot render these messages: {error}") from error
 
-    def _with_own_ids(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with the ids that the model itself wrote into its calls."""
+    def _to_render(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
+        """The messages with the names of tools, and with the ids that the model itself wrote into its calls."""
+        messages = with_tool_names(messages, before)
         if not self._own_ids:
-            return list(messages)
+            return messages
         own = self._own_ids.get
         changed = []
         for message in messages:

@@ -57,7 +57,7 @@ def test_a_conversation_is_read_with_its_calls_and_results() -> None:
         Message("system", "a\nb"),
         Message("user", "go"),
         Message("assistant", "", calls, reasoning="hm"),
-        Message("tool", "out", tool_call_id="c1", name="bash"),
+        Message("tool", "out", tool_call_id="c1"),
         Message("assistant", "no", reasoning="hm2"),
     )
 

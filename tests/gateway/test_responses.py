@@ -65,7 +65,7 @@ def test_the_items_of_a_reply_are_one_message() -> None:
     calls = [ToolCall("f", {"x": 1}, "c1"), ToolCall("f", {}, "c2")]
     assert items(thought("hm"), said("I look."), call(1, '{"x":1}'), call(2), result) == (
         Message("assistant", "I look.", calls, reasoning="hm"),
-        Message("tool", "out", tool_call_id="c1", name="f"),
+        Message("tool", "out", tool_call_id="c1"),
     )
 
 
@@ -101,9 +101,9 @@ def test_calls_of_other_tools_are_read() -> None:
     )
     assert conversation == (
         Message("assistant", "", [ToolCall("patch", {"input": "+x"}, "c1")]),
-        Message("tool", "done", tool_call_id="c1", name="patch"),
+        Message("tool", "done", tool_call_id="c1"),
         Message("assistant", "", [ToolCall("local_shell", {"command": ["ls"]}, "c2")]),
-        Message("tool", "out", tool_call_id="c2", name="local_shell"),
+        Message("tool", "out", tool_call_id="c2"),
     )
 
 
