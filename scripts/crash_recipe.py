@@ -15,8 +15,10 @@ import attrs
 
 from rollouts.dtypes import Endpoint
 from rollouts.recipe import Recipe
+from rollouts.recipes.calculator import exact_answer_reward
 from rollouts.recipes.calculator import recipe as calculator
 from rollouts.recipes.calculator_program import recipe as calculator_program
+from rollouts.recipes.calculator_program import workspace_reward
 from rollouts.training import Sample
 
 
@@ -55,6 +57,7 @@ def recipe(
     agents = made.config.generate_fn
     assert isinstance(agents, partial)
     generate_fn = partial(agents, endpoint=endpoint)
-    reward = partial(witnessed_reward, witness=witness, reward_fn=made.config.reward_fn)
+    reward_fn = workspace_reward if programs else exact_answer_reward
+    reward = partial(witnessed_reward, witness=witness, reward_fn=reward_fn)
     config = attrs.evolve(made.config, generate_fn=generate_fn, reward_fn=reward)
     return attrs.evolve(made, name="crash", endpoint=endpoint, config=config)
