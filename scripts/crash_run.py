@@ -5,6 +5,10 @@ killed repeatedly: after a random time, or when its journal grows. After every f
 are added to the journal, as a kill during a write leaves them. At the end the same run is executed without a kill, and
 both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
+With ``--programs`` each rollout is a process that asks the model through the gateway. A program cannot be restored: one
+that was under way at a kill must have begun again and say so in ``restarted_at_resume``, and no other may say so. No
+program of a killed run may go on.
+
 A third run without a kill, over the same prompts with another sampling seed, tests whether the stored samples are
 biased by length. The same test is printed for the samples that would remain if each kill discarded the rollouts in
 flight: it shows whether the test could have failed.
@@ -161,9 +165,11 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=5, help="how often (5)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
-    parser.add_argument("--longest", type=float, default=2.5, help="seconds of the longest life (2.5)")
+    parser.add_argument("--longest", type=float, help="seconds of the longest life (2.5; of programs 15)")
+    parser.add_argument("--programs", action="store_true", help="each rollout is a program, started as a process")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
+    args.longest = args.longest or (15.0 if args.programs else 2.5)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="crash_test_"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -178,13 +184,18 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     rng = random.Random(args.seed)
     run, witness, log = folder / "run", folder / "witness", folder / "log"
     base = ["run", str(RECIPE), "--endpoint", url, "--model", str(DEMO_MODEL), "--format", "jsonl"]
+    base += ["--set", f"programs={args.programs}"]
     options = ["--set", f"witness={witness}"]
+    os.environ["TMPDIR"] = str(folder / "tmp")  # a killed run leaves the folders of its programs
+    (folder / "tmp").mkdir(exist_ok=True)
     renderer_for(str(DEMO_MODEL))  # so that what it imports is loaded before the first fork
     finished: dict[int, int] = {}
     """The number of the kill after which each index was first finished in the journal."""
     lives: dict[int, int] = {}
     caught: set[int] = set()
     """Rollouts in flight at a kill."""
+    begun: set[int] = set()
+    """Rollouts whose program was under way at a kill."""
     kills = torn = torn_at = going_on = 0
     history = None
     began = time.monotonic()
@@ -204,12 +215,16 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
             finished[index] = kills
         if history is not None:
             going_on += len(history.turns)
+            begun |= history.turns.keys()
             caught |= {number * 4 + k for number in history.unsettled for k in range(4)} - found.keys()
         kills += 1
         if kills % 4 == 0 and (run / "journal").is_dir() and tear(run, rng, torn_at):
             torn, torn_at = torn + 1, journal_size(run)
         if kills % 20 == 0:
             print(f"{kills} kills, {time.monotonic() - began:.0f} s: {len(finished)} rollouts finished", flush=True)
+    if args.programs and min(finished.values(), default=kills) >= kills - 1:
+        print("no program ended before the last kill, so that nothing could be lost: give --longest more seconds")
+        return 1
     batches = str(len(history.sealed) + 1)
     reference, other = folder / "reference", folder / "other"
     unkilled = [*base, "--set", f"witness={folder / 'reference_witness'}", "--batches", batches]
@@ -225,7 +240,10 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     print(
         f"{kills} kills in {time.monotonic() - began:.0f} s, {torn} with a half-written record added; {batches} batches"
     )
-    bad = compare(run, reference, witness, finished, lives, going_on) + compare_lengths(run, other, caught)
+    bad = compare(run, reference, witness, finished, lives, going_on, programs=args.programs)
+    if args.programs:
+        bad += compare_programs(run, begun, folder / "tmp")
+    bad += compare_lengths(run, other, caught)
     print("FAILED" if bad else "passed")
     return 1 if bad else 0
 
@@ -241,7 +259,14 @@ def taken_in_the_last_life(run: Path) -> set[int]:
 
 
 def compare(
-    run: Path, reference: Path, witness: Path, finished: dict[int, int], lives: dict[int, int], going_on: int
+    run: Path,
+    reference: Path,
+    witness: Path,
+    finished: dict[int, int],
+    lives: dict[int, int],
+    going_on: int,
+    *,
+    programs: bool,
 ) -> int:
     rows = list(read_rows(run, "all"))
     copies = Counter(row.data["index"] for row in rows)
@@ -269,7 +294,7 @@ def compare(
     report_count("finished rollouts generated again", again)
     print(f"  ({window} were scored a second time, because the kill came between their reward and their record)")
     groups = {row.data["group_index"]: row.data["prompt"] for row in rows}
-    buffer = recipe(Endpoint(model=str(DEMO_MODEL)), witness=witness).data_buffer
+    buffer = recipe(Endpoint(model=str(DEMO_MODEL)), witness=witness, programs=programs).data_buffer
     expected = {prompt.group_index: prompt.prompt for prompt in buffer.get_prompts(history.groups)}
     settled = set(expected) - set(history.unsettled)
     # The last life must have taken unsettled prompts again: they were in flight when the last batch was full.
@@ -284,13 +309,39 @@ def compare(
     accounting = read_info(run)["accounting"]
     report_count("difference in the sum of the accounting", abs(2 * accounting["taken"] - sum(accounting.values())))
     print(f"  {accounting}")
-    went_on = sum("turns_before_resume" in row.data["metrics"] for row in rows)
-    print(f"{went_on} rollouts resumed from their last finished turn ({going_on} were within an episode when killed)")
+    if not programs:
+        went_on = sum("turns_before_resume" in row.data["metrics"] for row in rows)
+        print(
+            f"{went_on} rollouts resumed from their last finished turn ({going_on} were within an episode when killed)"
+        )
     other = {row.data["index"]: row.data["tokens"] for row in read_rows(reference, "all")}
     both = [row for row in rows if row.data["index"] in other]
     same = sum(other[row.data["index"]] == row.data["tokens"] for row in both)
     print(f"{same} of {len(both)} rollouts have the same tokens as in the run without a kill")
     return bad
+
+
+def compare_programs(run: Path, begun: set[int], temporary: Path) -> int:
+    """Check that the programs under way at a kill began again and are counted, and that none of them goes on."""
+    rows = list(read_rows(run, "all"))
+    again = {row.data["index"] for row in rows if "restarted_at_resume" in row.data["metrics"]}
+    expected = begun & {row.data["index"] for row in rows}
+    print(f"{len(again & expected)} programs were under way at a kill, began again and are counted")
+    missing, wrong, left = expected - again, again - begun, programs_of(temporary)
+    print(f"{len(missing)} began again and are not counted, {len(wrong)} are counted and did not begin again")
+    print(f"{len(left)} programs go on after the end {left[:3] or ''}")
+    return len(missing) + len(wrong) + len(left)
+
+
+def programs_of(temporary: Path) -> list[str]:
+    """The command lines of the processes that were started with a file below a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(temporary) in line:
+                found.append(line)
+    return found
 
 
 # -- bias: do kills change the distribution of the kept samples? ------------------------------------------------------
@@ -311,6 +362,9 @@ def compare_lengths(run: Path, other: Path, caught: set[int]) -> int:
     ):
         found, wanted = lengths_of(rows), lengths_of(theirs)
         numbers = sorted(found.keys() & wanted.keys())
+        if not numbers:
+            print(f"sampled tokens a rollout, {name}: no rollouts")
+            continue
         first, second = (np.array([each[number] for number in numbers]) for each in (found, wanted))
         bad += report_lengths(name, first, second, pair_test(first - second), asserted=asserted)
     print("  (the last line simulates a run that discards rollouts in flight: the test detects that if p is small)")

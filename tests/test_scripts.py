@@ -62,6 +62,20 @@ def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
+    """scripts/learn names no recipe itself, so that one that follows is the only one."""
+    stubs = {"scripts/install": "exit 0", ".venv/bin/python": 'echo "$@"'}
+    for name, text in stubs.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts" / "learn", tmp_path / "scripts" / "learn")
+    line = ["scripts/learn", "calculator_program", "--steps", "2"]
+    said = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    assert said[:3] == ["-m", "training.learn", "--out"]
+    assert said[-3:] == ["calculator_program", "--steps", "2"]
+
+
 def test_venv_names_the_environment(tmp_path: Path) -> None:
     """scripts/install installs into it, and records there what is installed."""
     assert _installed(tmp_path, pip="exit 0").returncode == 0

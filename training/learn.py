@@ -60,7 +60,7 @@ from rollouts.training.filters import check_reward_nonzero_std
 from training.board import Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 
-__all__ = ["START_MODEL", "Ablation", "Lesson", "held_out_prompts", "learn"]
+__all__ = ["START_MODEL", "Ablation", "Lesson", "held_out_prompts", "learn", "lesson_of"]
 
 START_MODEL = Path(__file__).parent / "start_model"
 """Folder of the model that training starts from: its most probable episode guesses without a tool, and is wrong."""
@@ -376,11 +376,18 @@ def _load_buffer(lesson: Lesson, recipe: Recipe) -> None:
     recipe.data_buffer.load_state(BufferState.from_dict(state))
 
 
-def main() -> int:
-    """The command line."""
+def lesson_of(arguments: Sequence[str] | None = None) -> Lesson:
+    """The configuration that a command line asks for; by default that of this process."""
     parser = argparse.ArgumentParser(prog="training.learn", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("recipe", type=Path, help="a built-in recipe, or a recipe file")
+    add(
+        "recipe",
+        type=Path,
+        nargs="?",
+        default=Path("calculator_grpo"),
+        help="a built-in recipe, or a recipe file (calculator_grpo); calculator_program trains on the same problems"
+        " through a program, a process for each rollout",
+    )
     add("--out", type=Path, required=True, help="folder for curve, CSV, checkpoint and logs; they are replaced")
     add("--model", type=Path, default=START_MODEL, help="folder of the model to start from (training/start_model)")
     add(
@@ -415,9 +422,13 @@ def main() -> int:
     add("--save-every", type=int, default=0, metavar="STEPS")
     add("--keep-weights", action="store_true")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
-    args = parser.parse_args()
+    return _lesson(parser.parse_args(arguments))
+
+
+def main() -> int:
+    """The command line."""
     try:
-        lesson = _lesson(args)
+        lesson = lesson_of()
         read_options(load_recipe(lesson.recipe), lesson.options)
         _make_room(lesson)
         anyio.run(learn, lesson, Console())

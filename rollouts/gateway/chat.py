@@ -14,23 +14,24 @@ from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.gateway.wire import (
     STATUS,
     Counts,
+    Entries,
     Fields,
     ReplyOf,
     arguments_text,
     call_of,
     content_text,
-    count_fields,
     event,
     no_reply,
     offered,
+    sampling_of,
     stops,
     tool_of,
-    with_tool_names,
 )
 
-__all__ = ["PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = b": ping\n\n"
+HISTORY = "messages"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -39,13 +40,13 @@ MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
+def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.gateway.wire.Wire.read`."""
     fields, counts = Fields.of(body), Counts()
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice"), ("audio", "text")):
         if fields.value.get(name) is not None:
             raise fields.wrong(name, f"no such field; this server takes {instead} only")
-    messages = [_message(message, counts) for message in fields.objects("messages")]
+    messages = (entries or Entries()).of(fields, HISTORY, _message, counts)
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     n = fields.positive("n") or 1
@@ -53,15 +54,15 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
         raise fields.wrong("n", f"an integer of at most {MAX_REPLIES}")
     limits = [fields.positive(name) for name in ("max_completion_tokens", "max_tokens")]
     options = fields.object("stream_options")
-    count_fields(fields, counts)
     _count_not_enforced(fields, counts)
     return CallRequest(
-        messages=with_tool_names(messages),
+        messages=tuple(messages),
         tools=_tools(fields, counts),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
         stop=stops(fields, "stop"),
         stream=fields.flag("stream"),
         n=n,
+        sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
         include_usage=options is not None and options.flag("include_usage"),

@@ -1,8 +1,7 @@
 """The Messages API of Anthropic.
 
 Invariant: what ``read`` cannot read is refused by the path of the field; what is read and not honoured is in
-``counts``. The results of a user message stand in the order of the calls that they answer, before its texts. This
-module does no I/O.
+``counts``. The results of a user message stand before its texts. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.gateway.wire import (
     STATUS,
     Counts,
+    Entries,
     Fields,
     ReplyOf,
     arguments_text,
     call_of,
     content_text,
-    count_fields,
     event,
     no_reply,
+    sampling_of,
     stops,
     tool_of,
-    with_tool_names,
 )
 
-__all__ = ["PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = event({"type": "ping"}, "ping")
+HISTORY = "messages"
 
 _ROLES = ("user", "assistant", "system")
 _BILLING = "x-anthropic-billing-header:"
@@ -39,22 +39,22 @@ _PARTS = ("text", "image", "document", "search_result")
 _KEPT = "clear_thinking_20251015"
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
+def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.gateway.wire.Wire.read`."""
     fields, counts = Fields.of(body), Counts()
     messages = _system(fields, counts)
-    for message in fields.objects("messages"):
-        messages += _messages(message, messages, counts)
+    for read_messages in (entries or Entries()).of(fields, HISTORY, _messages, counts):
+        messages += read_messages
     if not fields.value.get("messages"):
         raise fields.wrong("messages", "a list of at least one message")
-    count_fields(fields, counts)
     _count_not_enforced(fields, counts)
     return CallRequest(
-        messages=with_tool_names(messages),
+        messages=tuple(messages),
         tools=_tools(fields, counts),
         max_tokens=fields.positive("max_tokens"),
         stop=stops(fields, "stop_sequences"),
         stream=fields.flag("stream"),
+        sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
     )
@@ -103,7 +103,7 @@ def _count_not_enforced(fields: Fields, counts: Counts) -> None:
         counts["server_tool/mcp"] += len(servers)
 
 
-def _messages(fields: Fields, before: Sequence[Message], counts: Counts) -> list[Message]:
+def _messages(fields: Fields, counts: Counts) -> list[Message]:
     role = fields.text("role")
     if role == "assistant":
         return [_assistant(fields, counts)]
@@ -120,9 +120,6 @@ def _messages(fields: Fields, before: Sequence[Message], counts: Counts) -> list
             results.append(Message("tool", text, tool_call_id=block.required("tool_use_id")))
         else:
             texts.append(_part(block, counts))
-    answered = next((message.tool_calls for message in reversed(before) if message.role == "assistant"), ())
-    order = {call.id: place for place, call in enumerate(answered)}
-    results.sort(key=lambda result: order.get(result.tool_call_id or "", len(order)))
     return [*results, Message("user", "\n".join(texts))] if texts or not results else results
 
 

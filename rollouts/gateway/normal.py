@@ -27,6 +27,7 @@ __all__ = [
     "path_keys",
     "served_forms",
     "tools_key",
+    "with_tool_names",
 ]
 
 EchoChange: TypeAlias = Literal["reasoning_dropped", "respelled", "rewritten"]
@@ -128,13 +129,38 @@ def ordered_results(messages: Sequence[Message]) -> list[Message]:
         start, stop = place - 1, place + 1
         while stop < len(roles) and roles[stop] == "tool":
             stop += 1
-        calls = messages[start - 1].tool_calls if start else ()
+        calls = next((messages[at].tool_calls for at in range(start - 1, -1, -1) if roles[at] == "assistant"), ())
         order = {call.id: number for number, call in enumerate(calls)}
         ordered[start:stop] = sorted(
             messages[start:stop], key=lambda result: order.get(result.tool_call_id or "", len(order))
         )
         place = stop
     return ordered
+
+
+def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
+    """Give each result the name of the tool that its call names; some templates write it.
+
+    Args:
+        messages: what is rendered.
+        before: the conversation before it; of equal ids the call next before the result counts.
+    """
+    wanted = {message.tool_call_id for message in messages if message.role == "tool" and message.name is None}
+    names: dict[str | None, str] = {}
+    for message in reversed(before):
+        if wanted <= names.keys():
+            break
+        for call in message.tool_calls:
+            if call.id in wanted:
+                names.setdefault(call.id, call.name)
+    named = []
+    for message in messages:
+        names.update((call.id, call.name) for call in message.tool_calls)
+        name = names.get(message.tool_call_id)
+        if message.role == "tool" and message.name is None and name is not None:
+            message = attrs.evolve(message, name=name)
+        named.append(message)
+    return named
 
 
 @attrs.frozen

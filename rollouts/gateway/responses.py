@@ -17,21 +17,22 @@ from rollouts.gateway.chat import PING, error
 from rollouts.gateway.types import ApiError, CallReply, CallRequest
 from rollouts.gateway.wire import (
     Counts,
+    Entries,
     Fields,
     ReplyOf,
     arguments_text,
     call_of,
     content_text,
-    count_fields,
     event,
     no_reply,
     offered,
+    sampling_of,
     tool_of,
-    with_tool_names,
 )
 
-__all__ = ["PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
+HISTORY = "input"
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _MEDIA = {"input_image": "image", "input_audio": "audio", "input_file": "file"}
@@ -42,7 +43,7 @@ _NOT_HERE = ("conversation", "prompt", "background")
 """Fields that refer to what a server keeps; this server keeps the session only."""
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
+def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.gateway.wire.Wire.read`."""
     fields, counts = Fields.of(body), Counts()
     for name in _NOT_HERE:
@@ -52,27 +53,27 @@ def read(body: Any, reply_of: ReplyOf = no_reply) -> CallRequest:
     if previous is not None and not previous.startswith("resp_"):
         raise fields.wrong("previous_response_id", "the id of a response of this session")
     instructions = fields.text("instructions")
-    conversation = _Conversation(counts, reply_of)
+    conversation = _Conversation(reply_of)
     if instructions is not None:
         conversation.add(Message("system", instructions))
-    given = fields.value.get("input")
+    given = fields.value.get(HISTORY)
     if isinstance(given, str):
         conversation.add(Message("user", given))
     else:
-        for item in fields.objects("input"):
-            conversation.read(item)
+        for index, item in enumerate((entries or Entries()).of(fields, HISTORY, _item, counts)):
+            conversation.take(item, f"{HISTORY}[{index}]")
     conversation.close()
     if not conversation.messages and previous is None:
         raise fields.wrong("input", "a string, or a list of at least one item")
-    count_fields(fields, counts)
     _count_not_enforced(fields, counts)
     return CallRequest(
-        messages=with_tool_names(conversation.messages),
+        messages=tuple(conversation.messages),
         tools=_tools(fields, counts),
         max_tokens=fields.positive("max_output_tokens"),
         stream=fields.flag("stream"),
         previous_response_id=None if previous is None else previous.removeprefix("resp_"),
         instructions=instructions,
+        sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
     )
@@ -102,11 +103,20 @@ def _count_not_enforced(fields: Fields, counts: Counts) -> None:
         counts["not_enforced/truncation"] += 1
 
 
+@attrs.frozen
+class _Reasoning:
+    text: str
+
+
+@attrs.frozen
+class _Reference:
+    id: str
+
+
 @attrs.define
 class _Conversation:
     """The messages of the items read so far. The items of one reply are joined into one assistant message."""
 
-    counts: Counts
     reply_of: ReplyOf
     messages: list[Message] = attrs.field(factory=list)
     reasoning: str | None = None
@@ -125,33 +135,18 @@ class _Conversation:
             self.messages.append(message)
         self.reasoning, self.content, self.calls = None, None, []
 
-    def read(self, item: Fields) -> None:
-        """Add one item."""
-        kind = item.text("type") or "message"
-        if kind == "message":
-            self._message(item)
-        elif kind == "reasoning":
-            self._open(reasoning=_reasoning(item))
-        elif kind in _CALLS:
-            self.calls.append(_call(item, kind))
-        elif kind in _RESULTS:
-            call_id = item.text("call_id") or item.required("id")  # local_shell_call_output has its id here
-            self.add(Message("tool", content_text(item, "output", self._part), tool_call_id=call_id))
-        elif kind == "item_reference":
-            self._reference(item)
+    def take(self, item: Message | ToolCall | _Reasoning | _Reference, path: str) -> None:
+        """Add one item, which has this path in the body."""
+        if isinstance(item, ToolCall):
+            self.calls.append(item)
+        elif isinstance(item, _Reasoning):
+            self._open(reasoning=item.text)
+        elif isinstance(item, _Reference):
+            self._reference(item, path)
+        elif item.role == "assistant":
+            self._open(content=item.text)
         else:
-            raise item.wrong("type", f"one of {_ITEMS}")
-
-    def _message(self, item: Fields) -> None:
-        role, content = item.text("role"), content_text(item, "content", self._part)
-        if role == "assistant":
-            self._open(content=content)
-        elif role in ("system", "developer"):
-            self.add(Message("system", content))
-        elif role == "user":
-            self.add(Message("user", content))
-        else:
-            raise item.wrong("role", f"one of {_ROLES}")
+            self.add(item)
 
     def _open(self, *, reasoning: str | None = None, content: str | None = None) -> None:
         """Reasoning and text stand before the calls of a reply, so that what follows them belongs to another one."""
@@ -162,9 +157,8 @@ class _Conversation:
         else:
             self.content = content
 
-    def _reference(self, item: Fields) -> None:
-        item_id = item.required("id")
-        prefix, _, rest = item_id.partition("_")
+    def _reference(self, item: _Reference, path: str) -> None:
+        prefix, _, rest = item.id.partition("_")
         reply_id, _, place = rest.rpartition("_") if prefix == "fc" else (rest, "", "")
         reply = self.reply_of(reply_id)
         message = None if reply is None else reply.message
@@ -176,23 +170,48 @@ class _Conversation:
             call = message.tool_calls[int(place)]
             self.calls.append(call_of(call.name, arguments_text(call), call.id))
         else:
-            raise ApiError("not_found", f"{item.at('id')}: got {item_id!r}; expected the id of an item of this session")
-
-    def _part(self, fields: Fields) -> str:
-        kind = fields.text("type")
-        if kind in _TEXTS:
-            return fields.required("text")
-        if kind == "refusal":
-            return fields.required("refusal")
-        if kind in _MEDIA:
-            self.counts[_MEDIA[kind]] += 1
-            return f"[{_MEDIA[kind]}]"
-        raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', *_MEDIA)}")
+            raise ApiError("not_found", f"{path}.id: got {item.id!r}; expected the id of an item of this session")
 
 
-def _reasoning(item: Fields) -> str:
-    texts = item.objects("content") or item.objects("summary")
-    return "\n".join(text.required("text") for text in texts)
+def _item(item: Fields, counts: Counts) -> Message | ToolCall | _Reasoning | _Reference:
+    kind = item.text("type") or "message"
+    if kind == "message":
+        return _message(item, counts)
+    if kind == "reasoning":
+        texts = item.objects("content") or item.objects("summary")
+        return _Reasoning("\n".join(text.required("text") for text in texts))
+    if kind in _CALLS:
+        return _call(item, kind)
+    if kind in _RESULTS:
+        call_id = item.text("call_id") or item.required("id")  # local_shell_call_output has its id here
+        content = content_text(item, "output", lambda part: _part(part, counts))
+        return Message("tool", content, tool_call_id=call_id)
+    if kind == "item_reference":
+        return _Reference(item.required("id"))
+    raise item.wrong("type", f"one of {_ITEMS}")
+
+
+def _message(item: Fields, counts: Counts) -> Message:
+    role, content = item.text("role"), content_text(item, "content", lambda part: _part(part, counts))
+    if role == "assistant":
+        return Message("assistant", content)
+    if role in ("system", "developer"):
+        return Message("system", content)
+    if role == "user":
+        return Message("user", content)
+    raise item.wrong("role", f"one of {_ROLES}")
+
+
+def _part(fields: Fields, counts: Counts) -> str:
+    kind = fields.text("type")
+    if kind in _TEXTS:
+        return fields.required("text")
+    if kind == "refusal":
+        return fields.required("refusal")
+    if kind in _MEDIA:
+        counts[_MEDIA[kind]] += 1
+        return f"[{_MEDIA[kind]}]"
+    raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', *_MEDIA)}")
 
 
 def _call(item: Fields, kind: str) -> ToolCall:

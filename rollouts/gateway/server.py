@@ -1,6 +1,7 @@
 """The HTTP server of the gateway: routes, keys, heads and pings of streams, clients that go away.
 
-Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing.
+Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing,
+and a probe of the server is all that it is answered.
 Every answer, also to a request that is wrong in any way, has the form of its API. A stream that has begun is kept open
 until its reply is there. This module knows no token and no tree.
 """
@@ -15,6 +16,7 @@ import re
 import socket
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +31,7 @@ from rollouts.extras import install_command
 from rollouts.gateway import chat, messages, responses
 from rollouts.gateway.address import PublicAddress
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Session
-from rollouts.gateway.wire import Wire, encoded
+from rollouts.gateway.wire import Entries, Wire, decoded_body, encoded
 
 try:
     from aiohttp import web
@@ -63,6 +65,8 @@ _KEY_LENGTH = 16
 _SHOWN_PATH = 80
 _UNKNOWN_ROUTES = 20
 """Unknown routes of a session that are counted by their path; the path is the client's, and may be anything."""
+_PROBES = ("", "/", "/api/hello")
+"""Paths to which programs send HEAD without a key, to connect before their first call."""
 _PATH = re.compile(r"(?:/s/([^/]*))?(/.*)?", re.DOTALL)
 
 
@@ -176,6 +180,8 @@ class Gateway:
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         found = _PATH.fullmatch(http.path)
         name, path = found.groups("") if found is not None else ("", http.path)
+        if http.method == "HEAD" and path in _PROBES:
+            return web.Response()
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)
@@ -338,6 +344,7 @@ class _Opened:
     session: Session
     calls: set[anyio.CancelScope] = attrs.field(factory=set)
     unknown: set[str] = attrs.field(factory=set)
+    entries: defaultdict[Wire, Entries] = attrs.field(factory=lambda: defaultdict(Entries))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[anyio.CancelScope]:
@@ -408,7 +415,7 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
     """
     try:
         body = await http.read()
-        read = functools.partial(_read, wire, opened.session, body)
+        read = functools.partial(_read, wire, opened, body)
         return await anyio.to_thread.run_sync(read) if len(body) > _IN_THREAD else read()
     except web.HTTPRequestEntityTooLarge as error:
         opened.session.count("refused/too_large")
@@ -421,9 +428,9 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
         raise
 
 
-def _read(wire: Wire, session: Session, body: bytes) -> CallRequest:
+def _read(wire: Wire, opened: _Opened, body: bytes) -> CallRequest:
     try:
-        return wire.read(msgspec.json.decode(body), session.reply)
+        return wire.read(decoded_body(body, wire.HISTORY), opened.session.reply, opened.entries[wire])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected JSON ({error})") from None
 

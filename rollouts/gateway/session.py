@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import anyio
 import attrs
@@ -47,6 +47,7 @@ from rollouts.gateway.normal import (
     ordered_results,
     path_keys,
     tools_key,
+    with_tool_names,
 )
 from rollouts.gateway.tree import Call, Line, Match, Training, Tree
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Usage
@@ -64,6 +65,8 @@ _PROMPT_END = 16
 _MOST_STOPS = 32
 """Stop strings that servers accept."""
 _REWRITES_KEPT = 8
+_NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
+"""The values of the parameters that a run does not have."""
 
 
 @attrs.frozen
@@ -259,7 +262,7 @@ class ProgramSession:
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
         messages = self._normal(request.messages)
-        return len(await self._opening(self._with_own_ids(messages), request.tools))
+        return len(await self._opening(self._to_render(messages), request.tools))
 
     async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> list[CallReply]:
         """Return ``request.n`` replies of the model.
@@ -275,6 +278,9 @@ class ProgramSession:
         self._check_open()
         for name, amount in request.counts.items():
             self.count(name, amount)
+        for name, value in request.sampling.items():
+            if name == "seed" or value != self._run_value(name):  # each call has a seed of its own
+                self.count(f"sampling_overridden/{name}")
         work = self._work_of(request, dict(lineage))
         running = self._works.get(work.retry_key)
         if running is not None and not running.scope.cancel_called:
@@ -308,11 +314,16 @@ class ProgramSession:
         return branches
 
     def metrics(self) -> dict[str, float]:
-        """The counts, with the numbers of calls and roots, and the sampled ids that are not trained, by reason."""
+        """The counts, with the numbers of calls, roots and sampled ids, and of these the not trained ones by reason."""
         untrained = {f"untrained_tokens/{reason}": amount for reason, amount in self.tree.untrained.items()}
-        return {**self.counts, "calls": len(self.tree.calls), "roots": len(self.tree.roots), **untrained}
+        tree = {"calls": len(self.tree.calls), "roots": len(self.tree.roots), "sampled_tokens": self.tree.sampled}
+        return {**self.counts, **tree, **untrained}
 
     # -- one request --------------------------------------------------------------------------------------------------
+
+    def _run_value(self, name: str) -> Any:
+        """The sampling parameter of the run that replaces that of a request."""
+        return getattr(self._sampling, name, _NO_EFFECT.get(name))
 
     def _check_open(self) -> None:
         if time.monotonic() > self._ends:
@@ -477,7 +488,7 @@ class ProgramSession:
         parent = match.call
         if parent is not None:
             line = self.tree.claim(parent)
-            new = self._with_own_ids(work.messages[match.known :])
+            new = self._to_render(work.messages[match.known :], work.messages[: match.known])
             try:
                 bridge = await bridged(
                     self._renderer, line.messages, new, tools=work.tools, tail=parent.tail, memory=line.memory
@@ -490,7 +501,7 @@ class ProgramSession:
                 raise
             else:
                 return parent, line, bridge, new
-        new = self._with_own_ids(work.messages)
+        new = self._to_render(work.messages)
         opening = await self._opening(new, work.tools)
         return None, self.tree.claim(None), opening, new
 
@@ -501,10 +512,11 @@ class ProgramSession:
         except ConfigError as error:
             raise ApiError("invalid_request", f"the chat template cannot render these messages: {error}") from error
 
-    def _with_own_ids(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with the ids that the model itself wrote into its calls."""
+    def _to_render(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
+        """The messages with the names of tools, and with the ids that the model itself wrote into its calls."""
+        messages = with_tool_names(messages, before)
         if not self._own_ids:
-            return list(messages)
+            return messages
         own = self._own_ids.get
         changed = []
         for message in messages:

@@ -15,6 +15,7 @@ and no wire format.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal, TypeAlias
@@ -31,11 +32,14 @@ from rollouts.validators import check
 
 __all__ = ["Call", "Line", "Match", "Training", "Tree", "Untrained"]
 
-Untrained: TypeAlias = Literal["undelivered", "side_call", "cut_off", "dropped", "by_hand"]
+Untrained: TypeAlias = Literal["undelivered", "side_call", "compaction", "cut_off", "dropped", "by_hand"]
 """Why a reply is not trained. ``undelivered``: the program never got it. ``side_call``: a conversation of one reply and
-no tools, such as a title. ``cut_off``: the server aborted it. ``dropped``: one of several replies to the same request,
-or a reply that the program discarded. ``by_hand``: the request came from the model's own code, not from the program."""
+no tools, such as a title. ``compaction``: a summary. ``cut_off``: the server aborted it. ``dropped``: one of several
+replies to the same request, or a reply that the program discarded. ``by_hand``: the request came from the model's own
+code, not from the program."""
 
+_SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
+"""What Claude Code takes of the reply to its request for a summary."""
 _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
 
@@ -58,6 +62,11 @@ class Training:
         default="train", validator=check('"train" or "drop"', lambda v: v in ("train", "drop"))
     )
     """A reply that the program left out of its next request."""
+    compaction: Literal["train", "drop"] = attrs.field(
+        default="train", validator=check('"train" or "drop"', lambda v: v in ("train", "drop"))
+    )
+    """A summary of the history, with which the program begins a new conversation: a reply without a child that a later
+    root of the same agent quotes, which does not have the request for it."""
     by_hand: Literal["drop", "train"] = attrs.field(
         default="drop", validator=check('"drop" or "train"', lambda v: v in ("drop", "train"))
     )
@@ -368,6 +377,8 @@ class Tree:
                 reasons[call] = "undelivered"
             elif self._is_dropped(call, groups[_request_of(call)], training):
                 reasons[call] = "dropped"
+            elif training.compaction == "drop" and self._is_compaction(call):
+                reasons[call] = "compaction"
             elif training.side_calls == "drop" and calling and self._is_side_call(call):
                 reasons[call] = "side_call"
         return reasons
@@ -386,6 +397,20 @@ class Tree:
             for one in later
         )
 
+    def _is_compaction(self, call: Call) -> bool:
+        text = call.message.text
+        tagged = _SUMMARY.search(text)
+        text = (text if tagged is None else tagged[1]).strip()
+        if call.message.tool_calls or len(text) < _SHORTEST_QUOTE:
+            return False
+        return any(
+            root.number > call.number
+            and _agent(root) == _agent(call)
+            and any(text in message.text for message in root.new)
+            and all(message.text != call.new[-1].text for message in root.new)
+            for root in self.roots
+        )
+
     def _is_side_call(self, call: Call) -> bool:
         if call.parent is not None or call.tools or any(message.role == "assistant" for message in call.new):
             return False
@@ -397,6 +422,11 @@ class Tree:
 
 def _request_of(call: Call) -> object:
     return tuple(sorted(call.lineage.items())), call.tools_key, call.request_key
+
+
+def _agent(call: Call) -> dict[str, str]:
+    """The lineage without the name of the conversation, which Codex changes when it compacts."""
+    return {name: value for name, value in call.lineage.items() if name != "x-codex-window-id"}
 
 
 def _ids(call: Call) -> list[str]:

@@ -6,7 +6,7 @@ The wire modules convert bodies to these types and back; the tree and the sessio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
 
@@ -60,6 +60,8 @@ class CallRequest:
     instructions: str | None = None
     """Of the Responses API: the text of the first of the messages, a system message. It replaces the instructions of
     the reply that ``previous_response_id`` names."""
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    """The sampling parameters of the request by the names of their fields; those of the run replace them."""
     counts: Mapping[str, float] = attrs.field(factory=dict)
     """What the gateway does not honour, by name, such as ``image`` or ``not_enforced/tool_choice``."""
     model: str = ""

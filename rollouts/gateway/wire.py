@@ -9,35 +9,37 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 import msgspec
 
-from rollouts.dtypes import Message, Tool, ToolCall, json_object
+from rollouts.dtypes import Tool, ToolCall, json_object
 from rollouts.errors import ConfigError
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 
 __all__ = [
     "STATUS",
     "Counts",
+    "Entries",
     "Fields",
     "ReplyOf",
     "Wire",
     "arguments_text",
     "call_of",
     "content_text",
-    "count_fields",
+    "decoded_body",
     "encoded",
     "event",
     "no_reply",
     "offered",
+    "sampling_of",
     "stops",
     "tool_of",
-    "with_tool_names",
 ]
 
 Counts: TypeAlias = Counter[str]
+Entry = TypeVar("Entry")
 ReplyOf: TypeAlias = Callable[[str], CallReply | None]
 """The reply of the session that has an id; ``None`` if it has none."""
 
@@ -79,9 +81,16 @@ class Wire(Protocol):
 
     PING: bytes
     """What keeps a silent stream open."""
+    HISTORY: str
+    """The field of a request with the list of its history."""
 
-    def read(self, body: Any, reply_of: ReplyOf = ..., /) -> CallRequest:
+    def read(self, body: Any, reply_of: ReplyOf = ..., entries: Entries | None = ..., /) -> CallRequest:
         """Read the decoded JSON of a request.
+
+        Args:
+            body: as from :func:`decoded_body`, or decoded as a whole.
+            reply_of: finds earlier replies of the session.
+            entries: what was read of earlier requests of the session.
 
         Raises:
             ApiError: a field is not as the format says; the message names it.
@@ -233,22 +242,77 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def count_fields(fields: Fields, counts: Counts) -> None:
-    """Count the sampling parameters of a request, which those of the run replace."""
-    counts.update(f"sampling_overridden/{name}" for name in SAMPLING if fields.value.get(name) is not None)
+def sampling_of(fields: Fields) -> dict[str, Any]:
+    """The sampling parameters of a request, which those of the run replace."""
+    return {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
 
 
-def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Give each tool message the name of the tool that its call names; some templates write it."""
-    names: dict[str, str] = {}
-    named = []
-    for message in messages:
-        names.update((call.id, call.name) for call in message.tool_calls)
-        name = names.get(message.tool_call_id or "")
-        if message.role == "tool" and message.name is None and name is not None:
-            message = attrs.evolve(message, name=name)
-        named.append(message)
-    return tuple(named)
+class Entries:
+    """The entries of a history as they were read, so that a request costs what is new in it.
+
+    Programs send their whole history with each request. An entry with the JSON of an earlier one is not read again: it
+    is found by a hash of 64 bits, of this process only. One object serves one session and one wire format.
+
+    Args:
+        most: the number of entries that are kept; where a session has more, all are read again.
+    """
+
+    def __init__(self, most: int = 1 << 14) -> None:
+        self._most = most
+        self._read: dict[int, tuple[Any, Counts]] = {}
+
+    def of(self, fields: Fields, name: str, read: Callable[[Fields, Counts], Entry], counts: Counts) -> list[Entry]:
+        """What ``read`` makes of each object of a list; empty if the field is absent or ``null``.
+
+        Args:
+            fields: the body; entries that are raw JSON are looked up, and decoded if they are new.
+            name: the field with the list.
+            read: depends on the object alone, and not on its place.
+            counts: gets what ``read`` counts, also where it is not called.
+        """
+        value = fields.value.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise fields.wrong(name, "a list of objects")
+        found = []
+        for index, entry in enumerate(value):
+            key = hash(bytes(entry)) if isinstance(entry, msgspec.Raw) else None
+            known = None if key is None else self._read.get(key)
+            if known is None:
+                decoded, own = entry if key is None else msgspec.json.decode(entry), Counts()
+                known = read(Fields.of(decoded, f"{fields.at(name)}[{index}]"), own), own
+                if key is not None:
+                    if len(self._read) >= self._most:
+                        self._read.clear()
+                    self._read[key] = known
+            found.append(known[0])
+            if known[1]:
+                counts.update(known[1])
+        return found
+
+
+def decoded_body(body: bytes, history: str) -> Any:
+    """A body of JSON, in which the entries of the list ``history`` stay raw.
+
+    Raises:
+        msgspec.DecodeError: it is no JSON.
+    """
+    try:
+        values = _OBJECT.decode(body)
+    except msgspec.ValidationError:  # JSON, and no object
+        return msgspec.json.decode(body)
+    return {name: _value_of(raw, raw_entries=name == history) for name, raw in values.items()}
+
+
+def _value_of(raw: msgspec.Raw, *, raw_entries: bool) -> Any:
+    if raw_entries and bytes(memoryview(raw)[:1]) == b"[":
+        return _LIST.decode(raw)
+    return msgspec.json.decode(raw)
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

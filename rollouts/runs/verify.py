@@ -38,6 +38,7 @@ from rollouts.runs.plain_data import to_json, to_plain
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample
+from rollouts.validators import finite
 
 __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
 
@@ -238,6 +239,7 @@ class _Verification:
         """Check law 3 on a forked history: no reply is trained in two branches of one rollout."""
         for _, members in itertools.groupby(group, key=lambda entry: entry.stored.index):
             branches = list(members)
+            self._check_session(branches)
             if branches[0].stored.history != "fork":
                 continue  # a custom generate function: two of its sequences may sample equal replies from one prefix
             replies: dict[tuple[int, ...], _Entry] = {}
@@ -248,6 +250,22 @@ class _Verification:
                     if first is not entry:
                         place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"
                         self._broken(3, place, "trained again", f"once, and {first.row} trains this request's reply")
+
+    def _check_session(self, branches: Sequence[_Entry]) -> None:
+        """Check law 3 on the rollout of a program: what its session sampled is trained in one branch, or counted.
+
+        Two calls of a session may have equal prompts and replies, so that replies are not compared.
+        """
+        metrics = branches[-1].stored.metrics
+        if "sampled_tokens" not in metrics:  # no program, or a run of an earlier version
+            return
+        self.report.checked[3]["rollouts of programs"] += 1
+        trained = sum(sum(entry.stored.loss_mask) for entry in branches)
+        counted = sum(finite(amount) or 0 for name, amount in metrics.items() if name.startswith("untrained_tokens/"))
+        if trained + counted != metrics["sampled_tokens"]:
+            got = f"{trained} trained in {len(branches)} branches and {counted:g} counted as untrained"
+            expected = f"{metrics['sampled_tokens']}, the tokens that its session sampled"
+            self._broken(3, branches[-1].place, got, expected)
 
     def _check_accounting(self) -> None:
         """Check law 4: the accounting in run.json against its sum and against the files."""

@@ -17,6 +17,7 @@ from rollouts.gateway.normal import (
     path_keys,
     served_forms,
     tools_key,
+    with_tool_names,
 )
 from tests.families import REAL
 
@@ -111,6 +112,18 @@ def test_results_are_put_in_the_order_of_their_calls() -> None:
     last = Message("user", "go on")
     assert [m.content for m in ordered_results([reply, *results, last])] == ["", "a", "b", "c", "x", "go on"]
     assert [m.content for m in ordered_results([last, reply, *results])] == ["go on", "", "a", "b", "c", "x"]
+    between = Message("system", "note")
+    assert [m.content for m in ordered_results([reply, between, *results])] == ["", "note", "a", "b", "c", "x"]
+
+
+def test_a_result_has_the_name_of_its_tool() -> None:
+    """That of the call next before it; a name that was sent stays, and an unknown call has none."""
+    first, second = (Message("assistant", "", [ToolCall(name, id="a"), ToolCall("see", id="b")]) for name in "xy")
+    results = [Message("tool", "", tool_call_id=name) for name in ("a", "b", "c")]
+    assert [m.name for m in with_tool_names([first, *results])] == [None, "x", "see", None]
+    assert [m.name for m in with_tool_names(results, [first, second])] == ["y", "see", None]
+    assert with_tool_names([second, results[0]], [first])[1].name == "y"
+    assert with_tool_names([attrs.evolve(results[0], name="own")], [first])[0].name == "own"
 
 
 CONVERSATION = [

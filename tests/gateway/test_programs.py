@@ -65,7 +65,7 @@ def check(session: ScriptedSession, stream: bool, *, reasoning: bool = True) -> 
     assert (echo.role, echo.tool_calls) == ("assistant", FIRST.tool_calls)
     assert echo.content == FIRST.content
     assert echo.reasoning == (FIRST.reasoning if reasoning else None)
-    assert results == [Message("tool", "42", tool_call_id="c00000001", name="double")]
+    assert results == [Message("tool", "42", tool_call_id="c00000001")]
     assert session.received == ["r1", "r2"]
     assert session.failures == []
     assert {name for name in session.counts if name.startswith(("unknown_route", "refused"))} == set()

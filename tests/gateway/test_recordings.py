@@ -20,6 +20,7 @@ from rollouts.dtypes import Completion, Message, SamplingParams, ToolCall
 from rollouts.errors import ContextOverflow, EndpointUnavailable
 from rollouts.gateway.server import LINEAGE, WIRES
 from rollouts.gateway.session import ProgramSession
+from rollouts.gateway.tree import Training
 from rollouts.gateway.types import ApiError, CallRequest
 from rollouts.testing.policy import ScriptedPolicy
 from tests.gateway.programs import check_laws, demo_renderer, spoken
@@ -229,10 +230,13 @@ def renamed(messages: Sequence[Message], ids: Mapping[str, str]) -> tuple[Messag
     )
 
 
-async def replayed(records: Sequence[Recorded], seen: Seen, policy: FaultyPolicy) -> ProgramSession:
+async def replayed(
+    records: Sequence[Recorded], seen: Seen, policy: FaultyPolicy, training: Training | None = None
+) -> ProgramSession:
     """Replay a recording."""
     ids: dict[str, str] = {}
-    async with ProgramSession(policy, demo_renderer(), SamplingParams(max_new_tokens=4096)) as session:
+    sampling = SamplingParams(max_new_tokens=4096)
+    async with ProgramSession(policy, demo_renderer(), sampling, training=training) as session:
         for number, record in enumerate(records):
             request = attrs.evolve(record.request, messages=renamed(record.request.messages, ids))
             policy.fault = seen.faults.get(number, "")
@@ -289,6 +293,17 @@ async def test_a_recording_becomes_its_tree(name: str, asset: Callable[[str], Pa
     )
     assert counts == Counter(seen.counts)
     assert session.counts["bridge_refused"] == 0
+
+
+@pytest.mark.parametrize("name", ["codex_compact", "oc_compact", "oc_overflow2"])
+async def test_the_summary_of_a_recorded_compaction_can_be_dropped(name: str, asset: Callable[[str], Path]) -> None:
+    """Its one reply is counted, and nothing else is lost."""
+    policy, seen = FaultyPolicy(), RECORDINGS[name]
+    training = Training(compaction="drop")
+    session = await replayed(read(asset(f"../recordings/{name}.json")), seen, policy, training)
+    check_laws(session, session.branches(), policy)
+    assert session.tree.untrained.pop("compaction") == len(spoken(SUMMARY))
+    assert session.tree.untrained.keys() == seen.untrained.keys()
 
 
 def test_every_recording_is_in_the_table(asset: Callable[[str], Path]) -> None:

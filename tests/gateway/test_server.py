@@ -173,6 +173,33 @@ async def test_an_unknown_route_is_counted_and_refused_in_the_form_of_its_api(me
         assert client.session.counts == {f"unknown_route/{path.lstrip('/')}": 1}
 
 
+@pytest.mark.parametrize("path", ["", "/", "/api/hello"])
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_probe_is_answered(path: str, named: bool) -> None:
+    """Programs ask by HEAD whether there is a server, without a key; nothing is counted, and GET is no probe."""
+    async with serving() as client:
+        base = client.base if named else client.gateway.url
+        async with client.http.head(base + path) as response:
+            assert (response.status, await response.read()) == (200, b"")
+        async with client.http.get(base + path) as response:
+            assert response.status == 401
+        assert client.session.counts == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_replies_of_one_request(stream: bool) -> None:
+    """``n`` of the chat API gives so many choices; all are delivered."""
+    async with serving("one", "two") as client:
+        async with client.ask(CHAT, {**BODIES[CHAT], "n": 2, "stream": stream}) as response:
+            assert response.status == 200
+            data = data_of(await response.read())[:-1] if stream else [await response.json()]
+        texts = [""] * 2
+        for choice in (choice for each in data for choice in each["choices"]):
+            texts[choice["index"]] += choice["delta" if stream else "message"].get("content") or ""
+        assert texts == ["one", "two"]
+        assert client.session.received == ["r1", "r2"]
+
+
 async def test_the_names_of_unknown_routes_are_limited() -> None:
     """A program that tries many paths makes no more than a few counts, of a limited length."""
     async with serving() as client:

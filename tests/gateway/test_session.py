@@ -295,6 +295,50 @@ async def test_a_side_call_is_not_trained_and_a_summary_is() -> None:
     assert (len(session.branches()), session.tree.untrained.total()) == (3, 0)
 
 
+@pytest.mark.parametrize("form", ["Claude Code", "Codex", "opencode"])
+async def test_a_summary_is_trained_or_dropped(form: str) -> None:
+    """A compaction: a later root of the same agent quotes the reply, and has the request for it no more."""
+    summary = "The sun was looked at, and it is hot."
+    reply = f"<analysis>\nHm.\n</analysis>\n\n<summary>\n{summary}\n</summary>" if form == "Claude Code" else summary
+    for compaction, trained in (("train", 5), ("drop", 4)):
+        policy = ScriptedPolicy(replies(calling("sun"), calling("moon"), reply, calling("sea"), "done"))
+        training = Training(compaction=compaction)  # type: ignore[arg-type]
+        async with session_of(policy, training=training) as session:
+            first = await ask(session, "Look!")
+            history = ("Look!", first.message, result(first, "hot"))
+            second = await ask(session, *history)
+            last = (second.message, result(second, "cold"))
+            if form == "Claude Code":
+                await ask(session, *history, "Summarise.")
+                begin: tuple[Any, ...] = (f"The summary of what was before: {summary}", *last)
+            elif form == "Codex":
+                await ask(session, *history, *last, "Summarise.", tools=())
+                begin = ("Look!", f"Another model wrote: {summary}")
+            else:
+                await ask(session, "The conversation: Look! I look.", tools=())
+                begin = ("What was before?", Message("assistant", summary), "Go on.")
+            third = await ask(session, *begin)
+            await ask(session, *begin, third.message, result(third, "wet"))
+        branches = session.branches()
+        check_laws(session, branches, policy)
+        assert sum(len(branch.completions) for branch in branches) == trained
+        assert session.tree.untrained == ({} if compaction == "train" else {"compaction": len(spoken(reply))})
+
+
+@pytest.mark.parametrize("agent", [False, True])
+async def test_what_only_looks_like_a_summary_is_trained(agent: bool) -> None:
+    """A history that is sent as text has the request, too; another agent's prompt may quote a report."""
+    report = "The sun was looked at, and it is hot."
+    policy = ScriptedPolicy(replies(report, "done"))
+    lineage = {"x-claude-code-agent-id": "a"} if agent else {}
+    async with session_of(policy, training=Training(compaction="drop")) as session:
+        await ask(session, "Look!", lineage=lineage)
+        before = [] if agent else ["Look!"]
+        await ask(session, *before, f"You said: {report}", lineage=dict.fromkeys(lineage, "b"))
+    check_laws(session, session.branches(), policy)
+    assert (len(session.tree.roots), session.tree.untrained) == (2, {})
+
+
 async def test_calls_by_hand_are_counted_and_not_trained() -> None:
     """Where the program names its agents, a call without a name is of the model's own code."""
     policy = ScriptedPolicy(replies())
@@ -591,6 +635,18 @@ async def test_what_is_not_honoured_is_counted() -> None:
         await ask(session, "Look!", counts={"image": 2, "not_enforced/tool_choice": 1})
     metrics = session.branches()[-1].metrics
     assert (metrics["image"], metrics["not_enforced/tool_choice"]) == (2, 1)
+
+
+async def test_a_sampling_parameter_is_counted_where_it_is_not_that_of_the_run() -> None:
+    """An equal value is honoured; a seed never is, because each call of the run has a seed of its own."""
+    run = SamplingParams(max_new_tokens=4096, temperature=0.5, top_k=20, seed=3)
+    equal = {"temperature": 0.5, "top_p": 1, "top_k": 20, "min_p": 0, "frequency_penalty": 0.0, "logit_bias": {}}
+    other = {"temperature": 1, "top_p": "x", "repetition_penalty": 1.1, "presence_penalty": 0.2, "seed": 3}
+    async with session_of(ScriptedPolicy(replies()), sampling=run) as session:
+        await ask(session, "Look!", sampling=equal)
+        assert session.counts == {}
+        await ask(session, "Look!", sampling=other)
+    assert session.counts == {f"sampling_overridden/{name}": 1 for name in other}
 
 
 async def test_a_request_may_name_the_reply_that_it_follows() -> None:

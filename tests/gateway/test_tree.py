@@ -210,7 +210,7 @@ def test_a_completion_of_other_ids_is_a_broken_law() -> None:
         line.sequence.add_reply(other, Message("assistant"))
 
 
-@pytest.mark.parametrize("field", ["side_calls", "siblings", "discarded", "by_hand"])
+@pytest.mark.parametrize("field", ["side_calls", "siblings", "discarded", "compaction", "by_hand"])
 def test_a_policy_has_two_values(field: str) -> None:
     """Any other value is refused with the name of the field."""
     with pytest.raises(ConfigError, match=field):

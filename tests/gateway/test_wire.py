@@ -10,7 +10,7 @@ import pytest
 
 from rollouts.gateway import chat, messages, responses
 from rollouts.gateway.types import ApiError, CallRequest
-from rollouts.gateway.wire import Wire, encoded
+from rollouts.gateway.wire import Counts, Entries, Fields, Wire, decoded_body, encoded
 from tests.fuzzing import fuzz, mutated_json, odd_values
 from tests.gateway.scripted import REPLIES, named_events
 
@@ -95,7 +95,7 @@ BODIES: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", WIRES)
 def test_any_body_is_read_or_refused(name: str, request: pytest.FixtureRequest) -> None:
     """A value of JSON gives a request that every reply answers, or an error that names what was expected."""
-    wire, replies = WIRES[name], {"r1": REPLIES["call"]}
+    wire, replies, entries = WIRES[name], {"r1": REPLIES["call"]}, Entries()
     read: list[CallRequest] = []
 
     def check(body: Any) -> None:
@@ -106,6 +106,14 @@ def test_any_body_is_read_or_refused(name: str, request: pytest.FixtureRequest) 
             return
         except ApiError as error:
             refused = error
+        for _ in range(2):  # with entries that were read before, too
+            raw = decoded_body(json.dumps(body).encode(), wire.HISTORY)
+            if refused is None:
+                assert wire.read(raw, replies.get, entries) == asked
+            else:
+                with pytest.raises(ApiError) as again:
+                    wire.read(raw, replies.get, entries)
+                assert str(again.value) == str(refused)
         if refused is not None:
             assert refused.error_kind in ("invalid_request", "not_found")
             assert "expected" in str(refused)
@@ -119,6 +127,27 @@ def test_any_body_is_read_or_refused(name: str, request: pytest.FixtureRequest) 
     fuzz(mutated_json(BODIES[name]), 20_000 if request.config.getoption("--long") else 60, check)
     fuzz(odd_values, 20, check)
     assert read, "some of the bodies are requests"
+
+
+def test_an_entry_of_a_history_is_read_once() -> None:
+    """A request costs what is new in it; what an entry counts is counted for each request, and few are kept."""
+    read: list[str] = []
+
+    def reading(fields: Fields, counts: Counts) -> str:
+        read.append(fields.required("text"))
+        counts["image"] += 1
+        return read[-1]
+
+    entries, texts = Entries(most=4), ["a", "b", "a", "c", "d"]
+    for length, cost in ((1, 1), (3, 1), (5, 2), (5, 0)):
+        body = {"history": [{"text": text} for text in texts[:length]]}
+        counts, before = Counts(), len(read)
+        raw = Fields.of(decoded_body(json.dumps(body).encode(), "history"))
+        assert entries.of(raw, "history", reading, counts) == texts[:length]
+        assert (len(read) - before, counts) == (cost, {"image": length})
+    last = Fields.of(decoded_body(b'{"history": [{"text": "e"}, {"text": "a"}]}', "history"))
+    assert entries.of(last, "history", reading, Counts()) == ["e", "a"]
+    assert read == ["a", "b", "c", "d", "e", "a"]
 
 
 @pytest.mark.parametrize("name", WIRES)

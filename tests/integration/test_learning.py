@@ -34,9 +34,17 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from training.board import draw_curve, read_steps  # noqa: E402 - the guests need torch
 from training.grpo import GrpoConfig, GrpoTrainer  # noqa: E402
-from training.learn import START_MODEL, Lesson, held_out_prompts, learn  # noqa: E402
+from training.learn import START_MODEL, Lesson, held_out_prompts, learn, lesson_of  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("recipe", ["calculator_grpo", "calculator_program"])
+def test_a_command_line_names_the_recipe(recipe: str) -> None:
+    """The recipe may stand behind the options; without one it is ``calculator_grpo``."""
+    named = [recipe] if recipe != "calculator_grpo" else []
+    lesson = lesson_of(["--out", "folder", "--kinds", "one_step_60_99", *named, "--steps", "2"])
+    assert (lesson.recipe, lesson.kinds, lesson.steps) == (Path(recipe), ("one_step_60_99",), 2)
 
 
 def exact(sample: Sample) -> float:

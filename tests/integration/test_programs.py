@@ -27,6 +27,7 @@ from rollouts.inference.base import Policy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.programs import Launch, ModelServer, claude_code, codex, mini_swe_agent, opencode, qwen_code
 from rollouts.programs.base import Program
+from rollouts.recipes import repositories
 from rollouts.sandboxes import Exit, NamespaceSandbox, RunningSandbox, opened
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.trajectory import Trajectory
@@ -58,6 +59,8 @@ class Guest:
     """Below the folder of the installed programs."""
     write: Callable[[str], ToolCall]
     """Writes ``hello`` into a file of the workspace."""
+    edit: Callable[[str, str, str], list[ToolCall]]
+    """Replaces a line of a file of the workspace by another one; a call for each turn."""
     agent: Callable[[str], ToolCall] | None = None
     """Gives a task to an agent of the program's own."""
     end: ToolCall | None = None
@@ -82,21 +85,42 @@ def shell(name: str, argument: str) -> Callable[[str], ToolCall]:
     return lambda file: ToolCall(name, {argument: f"echo hello > {file}"})
 
 
+def patch(file: str, old: str, new: str) -> list[ToolCall]:
+    text = f"*** Begin Patch\n*** Update File: {file}\n@@\n-{old}\n+{new}\n*** End Patch"
+    return [ToolCall("exec_command", {"cmd": f"apply_patch <<'EOF'\n{text}\nEOF"})]
+
+
+def edit_with(
+    read: str, edit: str, file_path: str, old_string: str, new_string: str
+) -> Callable[[str, str, str], list[ToolCall]]:
+    """Two tools with these names and parameters: an edit needs the file to be read before."""
+
+    def calls(file: str, old: str, new: str) -> list[ToolCall]:
+        path = {file_path: f"/workspace/{file}"}
+        return [ToolCall(read, path), ToolCall(edit, {**path, old_string: old, new_string: new})]
+
+    return calls
+
+
 GUESTS = {
     "claude-code": Guest(
         claude_code,
         "@anthropic-ai/claude-code",
         "node_modules/.bin/claude",
         lambda file: ToolCall("Write", {"file_path": f"/workspace/{file}", "content": HELLO}),
+        edit_with("Read", "Edit", "file_path", "old_string", "new_string"),
         lambda task: ToolCall("Agent", {"description": "A part", "prompt": task, "subagent_type": "general-purpose"}),
         api="Messages",
     ),
-    "codex": Guest(codex, "@openai/codex", "node_modules/.bin/codex", shell("exec_command", "cmd"), api="Responses"),
+    "codex": Guest(
+        codex, "@openai/codex", "node_modules/.bin/codex", shell("exec_command", "cmd"), patch, api="Responses"
+    ),
     "opencode": Guest(
         opencode,
         "opencode-ai",
         "node_modules/.bin/opencode",
         lambda file: ToolCall("write", {"filePath": f"/workspace/{file}", "content": HELLO}),
+        edit_with("read", "edit", "filePath", "oldString", "newString"),
         lambda task: ToolCall("task", {"description": "A part", "prompt": task, "subagent_type": "general"}),
     ),
     "qwen-code": Guest(
@@ -104,6 +128,7 @@ GUESTS = {
         "@qwen-code/qwen-code",
         "node_modules/.bin/qwen",
         lambda file: ToolCall("write_file", {"file_path": f"/workspace/{file}", "content": HELLO}),
+        edit_with("read_file", "edit", "file_path", "old_string", "new_string"),
         lambda task: ToolCall("agent", {"description": "A part", "prompt": task, "subagent_type": "general-purpose"}),
     ),
     "mini-swe-agent": Guest(
@@ -111,6 +136,7 @@ GUESTS = {
         "mini-swe-agent",
         "venv/bin/mini",
         shell("bash", "command"),
+        lambda file, old, new: [ToolCall("bash", {"command": f"sed -i 's/^{old}$/{new}/' {file}"})],
         end=ToolCall("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
     ),
 }
@@ -317,6 +343,31 @@ async def test_claude_code_waits_a_minute() -> None:
     assert played.end.seconds > 61
     assert not {"retries_joined", "retries_served", "undelivered"} & set(played.session.counts)
     played.check(policy, calls=2, depth=2)
+
+
+@pytest.mark.parametrize("name", list(GUESTS))
+async def test_a_program_mends_a_repository(name: str) -> None:
+    """In the recipe of the ten repositories: it edits the module by its own tool, and the fresh sandbox passes it."""
+    guest, old = GUESTS[name], "    return year % 4 == 0"
+    new = "    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)"
+    steps: list[Message | str] = [Message("assistant", "I edit.", [call]) for call in guest.edit("leap.py", old, new)]
+    steps.append(Message("assistant", DONE, [guest.end] if guest.end else []))
+    policy = scripted(lambda prompt: steps[min(prompt.count("<tool_response>"), len(steps) - 1)])
+    recipe = repositories.recipe(
+        Endpoint(model=str(DEMO_MODEL)),
+        program=name.replace("-", "_"),  # type: ignore[arg-type]
+        command=(str(INSTALLED / guest.command),),
+        readable=(str(INSTALLED),),
+    )
+    generate, reward_fn = recipe.config.generate_fn, recipe.config.reward_fn
+    assert isinstance(generate, functools.partial)
+    assert isinstance(reward_fn, functools.partial)
+    prompt = next(one for one in recipe.data_buffer.prompts if one.metadata["task"] == "leap")
+    (sample,) = await generate([prompt], policy=policy, context_window=400_000)
+    assert await reward_fn(sample) == 1.0, (sample.metadata, sample.metrics)
+    assert sample.metadata["verdict"]["outcome"] == "resolved"
+    assert sample.metrics["calls"] == len(steps)
+    assert sample.sampled_tokens == sample.metrics["sampled_tokens"]
 
 
 @pytest.fixture(scope="module")

@@ -308,13 +308,20 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 # -- branches ---------------------------------------------------------------------------------------------------------
 
 
-async def _store_forks(path: Path) -> None:
-    """A run of 1 batch of 2 groups of 2 rollouts, each with two branches; the second shows what the first sampled."""
+async def _store_forks(path: Path, *, program: bool = False) -> None:
+    """A run of 1 batch of 2 groups of 2 rollouts, each with two branches; the second shows what the first sampled.
+
+    Of a program the last branch has the counts of its session, in which 5 sampled tokens are in no branch.
+    """
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
         first, second = (some_sample(prompt, seed) for seed in (1, 2))
         first.stop_reason = StopReason.FORKED
+        if program:
+            sampled = first.sampled_tokens + second.sampled_tokens + 5
+            second.metrics |= {"sampled_tokens": sampled, "untrained_tokens/side_call": 5}
+            return [first, second]
         for sample in (first, second):
             sample.history = "fork"
         return [first, second]
@@ -341,6 +348,33 @@ async def test_branches_of_one_rollout_are_sound(tmp_path: Path) -> None:
     assert [sample.index for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [sample.reward for sample in samples[::2]] == [sample.reward for sample in samples[1::2]]
     assert samples[1].reward == len(samples[1])
+
+
+async def test_what_a_program_sampled_is_trained_or_counted(tmp_path: Path) -> None:
+    """The tokens of its branches and those that are counted as untrained are all that its session sampled."""
+    await _store_forks(tmp_path / "run", program=True)
+    report = verify_run(tmp_path / "run")
+    assert report.ok, report.violations
+    assert report.checked[3]["rollouts of programs"] == 4
+
+
+@pytest.mark.parametrize("damage", ["a reply in two branches", "a count that is gone", "a count that is no number"])
+async def test_what_a_program_sampled_and_nothing_accounts_for_is_found(tmp_path: Path, damage: str) -> None:
+    """A reply that two branches train has another request id in each; its tokens are more than were sampled."""
+    await _store_forks(tmp_path / "run", program=True)
+    first = json.loads((tmp_path / "run" / FIRST).read_text().splitlines()[0])
+
+    def change(row: dict[str, Any]) -> None:
+        if damage == "a reply in two branches":
+            row.update({**first, "stop_reason": "task_completed", "metrics": row["metrics"]})
+            row["completions"] = [{**call, "request_id": f"other {call['request_id']}"} for call in row["completions"]]
+        else:
+            row["metrics"]["untrained_tokens/side_call"] = 0 if damage == "a count that is gone" else "5"
+
+    edit_line(tmp_path / "run" / FIRST, 1, change)
+    found = [violation for violation in verify_run(tmp_path / "run").violations if violation.law == 3]
+    assert len(found) == 1
+    assert "the tokens that its session sampled" in str(found[0])
 
 
 async def test_a_reply_trained_in_two_branches_is_found(tmp_path: Path) -> None:

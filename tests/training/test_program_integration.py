@@ -542,7 +542,9 @@ async def test_a_resumed_run_keeps_finished_programs_and_counts_those_that_begin
     assert Counter(started) == {"first": 4, "again": 2}
     assert [sample.metrics.get("restarted_at_resume", 0) for sample in samples] == [0, 0, 1, 1]
     assert manager.metrics["resumed/restarted"] == 2
-    assert verify_run(tmp_path / "killed").violations == []
+    report = verify_run(tmp_path / "killed")
+    assert report.violations == []
+    assert report.checked[3]["rollouts of programs"] == 4
 
 
 # -- functions --------------------------------------------------------------------------------------------------------
