@@ -16,12 +16,11 @@ from typing import Any
 
 import msgspec
 
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn
+from rollouts.dtypes import SamplingParams, TokenColumn
 from rollouts.errors import ConfigError
-from rollouts.inference.base import ServerInfo
 from rollouts.integrations.episodes import Episodes, prompt_of
-from rollouts.integrations.replies import check_budget, check_sampling, completion_of
-from rollouts.training.rows import by_rollout, check_fields, reward_of, segments, split, trimmed
+from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.training.rows import check_one_branch, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
 __all__ = ["OpenRLHFPolicy", "execute", "to_response", "write_batch"]
@@ -38,13 +37,10 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
         ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, or has a
             field that OpenRLHF has no place for.
     """
-    check_fields(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs")
-    split(sample)
-    row = trimmed(sample)
-    if max_length is not None and len(row) > max_length:
+    row = row_columns(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs")
+    if max_length is not None and len(row.tokens) > max_length:
         expected = f"at most max_length={max_length} tokens, where OpenRLHF cuts"
-        raise ConfigError.of(f"{sample!r}.tokens", len(row), expected)
-    assert row.logprob_column is not None  # split has checked it
+        raise ConfigError.of(f"{sample!r}.tokens", len(row.tokens), expected)
     reward = reward_of(sample)
     return {
         "prompt": sample.prompt if isinstance(sample.prompt, str) else [_chat(one) for one in sample.prompt],
@@ -53,9 +49,9 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
         "mm_train_inputs": None,
         "reward": reward,
         "scores": reward,
-        "observation_tokens": row.token_column.tolist(),
-        "action_ranges": [(start, stop) for start, stop, sampled in segments(row) if sampled],
-        "rollout_log_probs": row.logprob_column.tolist(),
+        "observation_tokens": row.tokens.tolist(),
+        "action_ranges": [(start, stop) for start, stop, sampled in segments(sample) if sampled],
+        "rollout_log_probs": row.logprobs.tolist(),
         "truncated": sample.status is Status.TRUNCATED,
         "extra_logs": {"turns": float(sample.turns)},
     }
@@ -63,9 +59,7 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
 
 def write_batch(samples: Sequence[Sample], path: Path) -> None:
     """Write the responses of a batch, one a line; raises as :func:`to_response`, and where a rollout forks."""
-    for branches in by_rollout(samples):
-        if len(branches) > 1:
-            raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", "one row for each rollout: no forks")
+    check_one_branch(samples, "OpenRLHF")
     path.write_bytes(b"".join(msgspec.json.encode(to_response(sample)) + b"\n" for sample in samples))
 
 
@@ -73,7 +67,7 @@ def _chat(message: Any) -> Any:
     return message.to_chat() if hasattr(message, "to_chat") else message
 
 
-class OpenRLHFPolicy:
+class OpenRLHFPolicy(TrainerPolicy):
     """A policy over the ``llm_engine`` of an executor, a vLLM engine of OpenRLHF.
 
     Args:
@@ -82,44 +76,26 @@ class OpenRLHFPolicy:
         max_length: the longest sequence.
     """
 
-    def __init__(self, engine: Any, asked: Any, max_length: int) -> None:
-        self.engine, self.asked, self.max_length = engine, asked, max_length
+    trainer = "OpenRLHF"
+    unsupported = ("seed", "stop", "min_p", "repetition_penalty")
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
-        check_sampling(sampling, "a request of OpenRLHF", "seed", "stop", "min_p", "repetition_penalty")
-        check_budget(tokens, sampling, self.max_length)
+    def __init__(self, engine: Any, asked: Any, max_length: int) -> None:
+        self.engine, self.asked, self.max_context = engine, asked, max_length
+
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
         request = copy.deepcopy(self.asked)
         request.max_tokens, request.logprobs = sampling.max_new_tokens, 1
         request.stop_token_ids = list(stop_token_ids)
         answer = await self.engine.generate(tokens.tolist(), request, multi_modal_data=None)
         (output,) = answer.outputs
-        ids = list(output.token_ids)
-        logprobs = None if output.logprobs is None else [
-            entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)
-        ]  # fmt: skip
-        return completion_of(
-            tokens,
-            ids,
-            logprobs,
-            trainer="OpenRLHF",
-            budget=sampling.max_new_tokens,
-            stopped_by=output.finish_reason,
-            version="unknown",
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = [entry[one].logprob for one, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        return Reply(
+            tokens=list(output.token_ids), logprobs=logprobs, stopped_by=output.finish_reason, version="unknown"
         )
-
-    async def describe(self) -> ServerInfo:
-        return ServerInfo(version="openrlhf", max_context=self.max_length)
-
-    async def aclose(self) -> None:
-        return None
 
 
 async def execute(

@@ -13,10 +13,9 @@ import pytest
 
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure
-from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors, turn_column
+from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
 from rollouts.training import Sample
-from rollouts.training.rows import trimmed, version_column
-from rollouts.trajectory import CompletionRecord
+from rollouts.training.rows import trimmed, turn_column, version_column
 from tests.integrations.trainer_rows import grouped_samples
 
 needs_areal = pytest.mark.skipif(
@@ -64,19 +63,6 @@ def test_what_the_agent_does_not_send_is_refused(fields: dict[str, Any], options
     """When the workflow is made, not in each rollout."""
     with pytest.raises(ConfigError, match=message):
         Workflow(hyperparameters(**fields), "tokenizer", **{"recipe": "calculator", **options})
-
-
-def test_turn_ids_are_the_turns_of_the_completions() -> None:
-    """-1 on context; a completion that goes on in a turn has its number; without completions the runs count."""
-    records = [
-        CompletionRecord("a", 1, 3, "stop", 0, 0, 0.1),
-        CompletionRecord("b", 4, 5, "stop", 0, 0, 0.1, continues=True),
-        CompletionRecord("c", 6, 8, "stop", 0, 0, 0.1),
-    ]
-    sample = Sample(tokens=[*range(9)], loss_mask=[0, 1, 1, 0, 1, 0, 1, 1, 0], completions=records)
-    assert turn_column(sample).tolist() == [-1, 0, 0, -1, 0, -1, 1, 1]
-    sample.completions = []
-    assert turn_column(sample).tolist() == [-1, 0, 0, -1, 1, -1, 2, 2]
 
 
 async def test_a_paused_engine_gets_no_request() -> None:

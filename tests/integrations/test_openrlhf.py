@@ -16,7 +16,7 @@ import pytest
 from rollouts.dtypes import Limits, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
-from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused
 from rollouts.integrations.episodes import Episodes
 from rollouts.integrations.openrlhf import OpenRLHFPolicy, execute, to_response
 from rollouts.renderer import load_tokenizer
@@ -145,7 +145,7 @@ async def test_the_engine_is_a_policy() -> None:
         await policy.complete(packed_tokens([1]), SamplingParams(stop=("x",)))
     with pytest.raises(ContextOverflow, match="context of 64"):
         await policy.complete(packed_tokens([1]), SamplingParams(max_new_tokens=64))
-    with pytest.raises(EndpointUnavailable, match="no logprobs"):
+    with pytest.raises(EndpointRefused, match="no logprobs"):
         await OpenRLHFPolicy(Engine([7], logprobs=False), asked(), 64).complete(
             packed_tokens([1]), SamplingParams(max_new_tokens=4)
         )

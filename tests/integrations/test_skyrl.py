@@ -12,7 +12,7 @@ import pytest
 from rollouts.dtypes import Limits, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
-from rollouts.errors import ConfigError, EndpointUnavailable, GenerateFailure
+from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
 from rollouts.integrations.episodes import Episodes
 from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output
 from rollouts.renderer import load_tokenizer
@@ -179,7 +179,7 @@ async def test_the_inference_client_is_a_policy() -> None:
     assert request["sampling_params"]["stop_token_ids"] == [9]
     with pytest.raises(ConfigError, match=r"SamplingParams.seed: got 1"):
         await policy.complete(packed_tokens([1]), SamplingParams(seed=1))
-    with pytest.raises(EndpointUnavailable, match="no logprobs"):
+    with pytest.raises(EndpointRefused, match="no logprobs"):
         await SkyRLPolicy(Client([7], logprobs=False), version=3).complete(packed_tokens([1]), SamplingParams())
 
 

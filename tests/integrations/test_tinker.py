@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollouts.dtypes import SamplingParams, packed_tokens
-from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.tinker import PolicyCompleter, TinkerPolicy, datum_columns, to_datums, to_trajectory_group
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Status
@@ -157,8 +157,8 @@ async def test_what_the_service_cannot_take_or_give_is_an_error() -> None:
         await policy.complete(tokens, SamplingParams(stop=("x",)), stop_token_ids=(9,))
     with pytest.raises(ContextOverflow, match="exceed the context of 10"):
         await policy.complete(tokens, SamplingParams(max_new_tokens=8))
-    for words in ("0 tokens", "no logprobs"):
-        with pytest.raises(EndpointUnavailable, match=words):
+    for words, error in (("0 tokens", EndpointUnavailable), ("no logprobs", EndpointRefused)):
+        with pytest.raises(error, match=words):
             await policy.complete(tokens, SamplingParams(max_new_tokens=2))
 
 
