@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,12 +21,13 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).parents[1]
+VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 
 
 @attrs.frozen
 class Trainer:
-    """One environment, on the CPU build of torch and the transformers of this project."""
+    """One environment, on the torch and the transformers of this project."""
 
     tests: tuple[str, ...]
     """Test files and options of pytest."""
@@ -140,38 +142,42 @@ def folder_of(name: str) -> Path:
 
 
 def environment(name: str, trainer: Trainer) -> Path:
-    """Make the environment of a trainer, unless it is complete; returns its interpreter."""
+    """Make the environment of a trainer, unless it is complete; returns its interpreter.
+
+    It shows the packages of this environment behind its own, unless it has another version of Python.
+    """
     folder = folder_of(name)
     python = folder / "bin" / "python"
-    variables = {**os.environ, "VENV": folder.name, "TORCH": "cpu"}
-    if trainer.python is not None:
-        variables["PYTHON"] = str(interpreter(trainer.python, os.environ))
-    subprocess.run(["scripts/install", "engine,parquet"], cwd=ROOT, check=True, env=variables)
     stamp = folder / f"installed-{hashlib.sha256(repr(attrs.evolve(trainer, tests=())).encode()).hexdigest()[:12]}"
     if stamp.exists():
         return python
+    packages: tuple[str, ...] = trainer.packages
+    if trainer.python in (None, VERSION):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        shown = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (_packages_of(python) / "rollouts-packages.pth").write_text(shown)
+    else:
+        interpreter_name = str(interpreter(str(trainer.python), os.environ))
+        variables = {**os.environ, "VENV": folder.name, "TORCH": "cpu", "PYTHON": interpreter_name}
+        subprocess.run(["scripts/install", "engine,parquet"], cwd=ROOT, check=True, env=variables)
+        packages = (*TESTS, *packages)
     print(f"scripts/test: installing {' '.join(trainer.no_deps or trainer.packages)} into {folder.name}", flush=True)
-    for options, packages in (((), (*TESTS, *trainer.packages)), (("--no-deps",), trainer.no_deps)):
-        if packages:
-            command = [
-                str(python),
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                *options,
-                *packages,
-            ]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
+    for options, wanted in (((), packages), (("--no-deps",), trainer.no_deps)):
+        if wanted:
+            command = [*pip, *options, *wanted]
             done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
             if done.returncode:  # else it warns of folders that are an index and lack a package
                 sys.exit(f"{done.stderr}scripts/test: pip failed; {folder.name} is not complete")
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip())
     for stub in trainer.stubs:
-        (site / f"{stub}.py").write_text('"""Stands for a package that the tests do not use."""\n')
+        (_packages_of(python) / f"{stub}.py").write_text('"""Stands for a package that the tests do not use."""\n')
     stamp.touch()
     return python
+
+
+def _packages_of(python: Path) -> Path:
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip())
 
 
 def table(lines: Sequence[Sequence[object]]) -> str:
