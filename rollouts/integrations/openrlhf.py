@@ -1,7 +1,8 @@
 """OpenRLHF 0.11: samples as what an ``AgentExecutor`` returns, and our agent as the executor.
 
     out: to_response(sample, prompt, label)
-    in:  execute(episodes, …), from the class AgentExecutor of the file that --train.agent_func_path names
+    in:  execute(episodes, …), from the class AgentExecutor of the file that --train.agent_func_path names;
+         AgentInstanceEnvironment(AgentInstance, tokenizer) is an agent instance of OpenRLHF for our manager
 
 Invariant: one row for each rollout, no longer than ``max_length``, which OpenRLHF would cut without a word.
 OpenRLHF and vLLM are never imported.
@@ -10,20 +11,22 @@ OpenRLHF and vLLM are never imported.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollouts.dtypes import SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, Prompt, SamplingParams, TokenColumn
+from rollouts.environments.adapters.calls import numbers_of
 from rollouts.errors import ConfigError
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.integrations.token_episodes import Observation
 from rollouts.training.rows import check_one_branch, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
-__all__ = ["OpenRLHFPolicy", "execute", "to_response", "write_batch"]
+__all__ = ["AgentInstanceEnvironment", "OpenRLHFPolicy", "execute", "to_response", "write_batch"]
 
 
 def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, Any]:
@@ -96,6 +99,48 @@ class OpenRLHFPolicy(TrainerPolicy):
         return Reply(
             tokens=list(output.token_ids), logprobs=logprobs, stopped_by=output.finish_reason, version="unknown"
         )
+
+
+class AgentInstanceEnvironment:
+    """One episode of an ``AgentInstanceBase``, for :func:`~.token_episodes.generate_token_batch`.
+
+    As in ``MultiTurnAgentExecutor``, prompt and feedback are encoded alone, as they are: no chat template is applied.
+
+    Args:
+        instance_cls: called without arguments.
+        tokenizer: that of the trainer, of transformers.
+    """
+
+    def __init__(self, instance_cls: Callable[[], Any], tokenizer: Any) -> None:
+        self.instance_cls, self.tokenizer = instance_cls, tokenizer
+
+    async def start(self, prompt: Prompt) -> Observation:
+        if not isinstance(prompt.prompt, str):
+            raise ConfigError.of("prompt", prompt.prompt, "one text, with the chat markup that the instance expects")
+        self.instance, self.label = self.instance_cls(), prompt.label
+        opening = await self.instance.reset({"observation": prompt.prompt, "label": prompt.label})
+        self.text: str = opening["observation"]
+        self.tokens = self._encoded(self.text)
+        return Observation(self.tokens)
+
+    async def step(self, reply: Completion) -> Observation:
+        action = self.tokenizer.decode(reply.tokens.tolist(), skip_special_tokens=False)
+        states = {"observation_text": self.text, "action_text": action, "label": self.label}
+        result = await self.instance.step(states)
+        for name in ("environment_images", "sampling_params"):
+            if result.get(name):
+                raise ConfigError.of(f"step()[{name!r}]", result[name], "none: text, sampled as the run is configured")
+        self.text += action + result["environment_feedback"]
+        self.tokens = [*self.tokens, *reply.tokens.tolist(), *self._encoded(result["environment_feedback"])]
+        reward = float(result["rewards"])
+        if not result["done"]:
+            return Observation(self.tokens, reward=reward)
+        logs = numbers_of({"scores": result.get("scores"), **result.get("extra_logs", {})}, "step()")
+        return Observation(done=True, reward=reward, metrics=logs)
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 async def execute(

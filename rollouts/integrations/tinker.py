@@ -1,7 +1,8 @@
 """tinker 0.38 and tinker-cookbook 0.6: samples as datums or trajectory groups, and token completers both ways.
 
     out: to_datums(samples) or to_trajectory_group(samples), for forward_backward and the cookbook's own assembly
-    in:  TinkerPolicy(sampling_client) plays our agent; PolicyCompleter(policy) plays the cookbook's environments
+    in:  TinkerPolicy(sampling_client) plays our agent; PolicyCompleter(policy) samples for the cookbook's rollouts;
+         CookbookEnvironment(make_env) is an environment of the cookbook for our manager
 
 Invariant: a datum has the tokens, mask, logprobs and advantages of one row, shifted by one as tinker takes them.
 tinker and its cookbook are imported when a function needs them.
@@ -9,7 +10,7 @@ tinker and its cookbook are imported when a function needs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import SamplingParams, TokenColumn, packed_tokens
-from rollouts.errors import ConfigError
+from rollouts.dtypes import Completion, Prompt, SamplingParams, TokenColumn, packed_tokens
+from rollouts.environments.adapters.calls import call, numbers_of
+from rollouts.errors import ConfigError, ContextOverflow
 from rollouts.inference.base import Policy
 from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
 from rollouts.training.rows import by_rollout, reward_of, row_columns
 from rollouts.training.types import Sample
 
-__all__ = ["PolicyCompleter", "TinkerPolicy", "datum_columns", "to_datums", "to_trajectory_group", "write_batch"]
+__all__ = [
+    "CookbookEnvironment",
+    "PolicyCompleter",
+    "TinkerPolicy",
+    "datum_columns",
+    "to_datums",
+    "to_trajectory_group",
+    "write_batch",
+]
 
 
 def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any]]:
@@ -147,6 +158,38 @@ class TinkerPolicy(TrainerPolicy):
         response = await self.client.sample(_model_input(tokens.tolist()), 1, asked)
         (one,) = response.sequences
         return Reply(tokens=one.tokens, logprobs=one.logprobs, stopped_by=one.stop_reason, version=self.version)
+
+
+class CookbookEnvironment:
+    """One episode of an ``Env`` of the cookbook, for :func:`~.token_episodes.generate_token_batch`.
+
+    Args:
+        make_env: called with the prompt to create the ``Env``.
+    """
+
+    def __init__(self, make_env: Callable[[Prompt], Any]) -> None:
+        self.make_env = make_env
+
+    async def start(self, prompt: Prompt) -> Observation:
+        from tinker_cookbook.rl.types import InitialObservationOverflow
+
+        self.env = await call(self.make_env, prompt)
+        opening = await self.env.initial_observation()
+        if isinstance(opening, InitialObservationOverflow):
+            raise ContextOverflow(f"the opening is longer than {type(self.env).__name__} allows: {opening.logs}")
+        return Observation(opening[0].to_ints(), opening[1])
+
+    async def step(self, reply: Completion) -> Observation:
+        reason = "length" if reply.finish_reason == "length" else "stop"
+        result = await self.env.step(reply.tokens.tolist(), extra={"stop_reason": reason})
+        if result.metrics.get("parse_error_masked"):
+            expected = "none: a sampled reply is trained; leave mask_error_turns of ParseErrorPolicy off"
+            raise ConfigError.of("metrics['parse_error_masked']", result.metrics["parse_error_masked"], expected)
+        numbers = numbers_of(result.metrics, "StepResult.metrics")
+        if result.episode_done:
+            return Observation(done=True, reward=result.reward, metrics=numbers)
+        tokens = result.next_observation.to_ints()
+        return Observation(tokens, result.next_stop_condition, reward=result.reward, metrics=numbers)
 
 
 class PolicyCompleter:

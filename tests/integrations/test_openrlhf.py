@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Limits, SamplingParams, packed_tokens
+from rollouts.dtypes import Endpoint, Limits, Prompt, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused
 from rollouts.integrations.episodes import Episodes
-from rollouts.integrations.openrlhf import OpenRLHFPolicy, execute, to_response
+from rollouts.integrations.openrlhf import AgentInstanceEnvironment, OpenRLHFPolicy, execute, to_response
+from rollouts.integrations.token_episodes import generate_token_batch
 from rollouts.renderer import load_tokenizer
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Status
 from tests.trainer_samples import columns, scored_groups
 
@@ -167,3 +169,82 @@ async def test_an_executor_plays_one_rollout() -> None:
     assert "2 + 3?" in tokenizer.decode(response["observation_tokens"][:start])
     with pytest.raises(ConfigError, match="images"):
         await execute(episodes, "2 + 3?", "5", asked(), 128, tokenizer, Engine(reply), images=["x.png"])
+
+
+class Instance:
+    """An agent instance of OpenRLHF: two rounds of feedback, with the markup that it writes itself."""
+
+    def __init__(self, **extra: Any) -> None:
+        self.extra, self.turns = extra, 0
+
+    async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return {"observation": f"Human: {states['observation']}\n\nAssistant: "}
+
+    async def step(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self.turns += 1
+        assert states["observation_text"].startswith("Human: 2 + 3?")
+        right = states["label"] in states["action_text"]
+        return {
+            "rewards": np.float32(right),
+            "environment_feedback": "<|im_end|>\n\nHuman: Again.\n\nAssistant: ",
+            "done": self.turns == 3,
+            "scores": float(self.turns),
+            "extra_logs": {"turns": float(self.turns)},
+            **self.extra,
+        }
+
+
+async def instance_played(tokenizer: Any, **extra: Any) -> Any:
+    texts = iter(["It is 4.<|im_end|>", "It is 5.<|im_end|>", "5, as I said.<|im_end|>"])
+    (sample,) = await generate_token_batch(
+        [Prompt("2 + 3?", label="5")],
+        environment_cls=lambda: AgentInstanceEnvironment(lambda: Instance(**extra), tokenizer),
+        decode=tokenizer.decode,
+        endpoint=Endpoint(model="trained"),
+        policy=ScriptedPolicy(lambda _: tokenizer.encode(next(texts), add_special_tokens=False)),
+    )
+    return sample
+
+
+async def test_an_agent_instance_is_played() -> None:
+    """Prompt and feedback are encoded as they are; what a rollout cannot take is refused by name."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    sample = await instance_played(tokenizer)
+    assert tokenizer.decode(sample.tokens).startswith("Human: 2 + 3?\n\nAssistant: It is 4.<|im_end|><|im_end|>")
+    assert (sample.reward, sample.step_rewards) == (2.0, [0.0, 1.0, 1.0])
+    assert (sample.metrics["turns"], sample.metrics["scores"]) == (3.0, 3.0)
+    for name in ("sampling_params", "environment_images"):
+        failed = await instance_played(tokenizer, **{name: ["x"]})
+        assert failed.status is Status.FAILED
+        assert f"step()[{name!r}]: got ['x']; expected none" in failed.failure.message
+
+
+@pytest.mark.trainer
+async def test_an_agent_instance_is_played_as_by_their_executor(compared: Callable[..., None]) -> None:
+    """MultiTurnAgentExecutor on the same instance and the same replies: ids, ranges, reward and logs."""
+    agent = pytest.importorskip("openrlhf.utils.agent")
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    sample = await instance_played(tokenizer)
+    texts = iter(["It is 4.<|im_end|>", "It is 5.<|im_end|>", "5, as I said.<|im_end|>"])
+
+    class Scripted(Engine):
+        async def generate(self, *arguments: Any, **options: Any) -> Any:
+            text = next(texts)
+            self.ids = tokenizer.encode(text, add_special_tokens=False)
+            answer = await super().generate(*arguments, **options)
+            answer.outputs[0].text, answer.outputs[0].token_ids = text, self.ids
+            return answer
+
+    class Theirs(Instance, agent.AgentInstanceBase):  # type: ignore[misc]
+        """Of their base class, which their executor asks for."""
+
+    given = SimpleNamespace(max_tokens=64, logprobs=1)
+    response = await agent.MultiTurnAgentExecutor(Theirs).execute("2 + 3?", "5", given, 512, tokenizer, Scripted([]))
+    ours = to_response(sample)
+    stop = ours["action_ranges"][-1][1]
+    assert response["action_ranges"] == ours["action_ranges"]
+    assert response["observation_tokens"][:stop] == ours["observation_tokens"]
+    assert (response["reward"], response["scores"]) == (ours["reward"], sample.metrics["scores"])
+    assert response["extra_logs"] == {"turns": sample.metrics["turns"]}
+    what = "AgentInstance in our manager and in their executor: ids, ranges, reward"
+    compared("OpenRLHF 0.11.2", "c", what, 0.0, note="policy: scripted")
