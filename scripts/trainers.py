@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ import attrs
 
 ROOT = Path(__file__).parents[1]
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
-TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
 
 
 @attrs.frozen
@@ -144,26 +142,24 @@ def folder_of(name: str) -> Path:
 def environment(name: str, trainer: Trainer) -> Path:
     """Make the environment of a trainer, unless it is complete; returns its interpreter.
 
-    It shows the packages of this environment behind its own, unless it has another version of Python.
+    Behind its own packages it shows those of this environment, or of ``.venv-VERSION`` for another version of Python.
     """
     folder = folder_of(name)
     python = folder / "bin" / "python"
     stamp = folder / f"installed-{hashlib.sha256(repr(attrs.evolve(trainer, tests=())).encode()).hexdigest()[:12]}"
     if stamp.exists():
         return python
-    packages: tuple[str, ...] = trainer.packages
-    if trainer.python in (None, VERSION):
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-        shown = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-        (_packages_of(python) / "rollouts-packages.pth").write_text(shown)
-    else:
-        interpreter_name = str(interpreter(str(trainer.python), os.environ))
-        variables = {**os.environ, "VENV": folder.name, "TORCH": "cpu", "PYTHON": interpreter_name}
-        subprocess.run(["scripts/install", "engine,parquet"], cwd=ROOT, check=True, env=variables)
-        packages = (*TESTS, *packages)
+    base = Path(sys.executable)
+    if trainer.python not in (None, VERSION):
+        base = ROOT / f".venv-{trainer.python}" / "bin" / "python"
+        named = {"PYTHON": str(interpreter(trainer.python, os.environ)), "VENV": base.parts[-3]}
+        subprocess.run(["scripts/install", "engine,parquet,test"], cwd=ROOT, check=True, env={**os.environ, **named})
+    subprocess.run([str(base), "-m", "venv", "--without-pip", str(folder)], check=True)
+    shown = f"import site; site.addsitedir({str(_packages_of(base))!r})\n"
+    (_packages_of(python) / "rollouts-packages.pth").write_text(shown)
     print(f"scripts/test: installing {' '.join(trainer.no_deps or trainer.packages)} into {folder.name}", flush=True)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
-    for options, wanted in (((), packages), (("--no-deps",), trainer.no_deps)):
+    for options, wanted in (((), trainer.packages), (("--no-deps",), trainer.no_deps)):
         if wanted:
             command = [*pip, *options, *wanted]
             done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
