@@ -15,8 +15,9 @@ from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
 from rollouts.training import Sample
-from rollouts.training.rows import trimmed, turn_column, version_column
+from rollouts.training.rows import row_columns, trimmed, turn_column, version_column
 from tests.integrations.trainer_rows import grouped_samples
+from tests.integrations.verl_recipe import PLAYED
 
 needs_areal = pytest.mark.skipif(
     importlib.util.find_spec("areal") is None, reason="scripts/test --trainers areal runs it"
@@ -131,7 +132,7 @@ def test_samples_are_tensors(compared: Callable[..., None]) -> None:
         assert row["turn_ids"][real].tolist() == turn_column(sample).tolist()
         assert (row["loss_mask"][real][-1], row["rewards"]) == (1, sample.reward)
         worst = max(worst, float(np.abs(row["logprobs"][real] - np.array(ours.rollout_log_probs)).max()))
-    compared("AReaL 1.0.4", "out", "tensors: ids, mask, logprobs, versions, turns, reward", worst)
+    compared("AReaL 1.0.4", "b", "tensors: ids, mask, logprobs, versions, turns, reward", worst)
 
 
 @trainer_test
@@ -177,7 +178,7 @@ def test_areals_advantages_are_ours(actor: Any, compared: Callable[..., None]) -
     rows = trained_advantages(actor, groups)
     worst = max(float(np.abs(row - own).max()) for row, own in zip(rows, group_advantages(samples), strict=True))
     assert [len(row) for row in rows] == [sample.sampled_tokens for sample in samples]
-    compared("AReaL 1.0.4", "out", "PPOActor.compute_advantages and ours", worst, within=5e-5, note="its epsilon, 1e-5")
+    compared("AReaL 1.0.4", "b", "PPOActor.compute_advantages and ours", worst, within=5e-5, note="its epsilon, 1e-5")
 
 
 @trainer_test
@@ -240,14 +241,16 @@ def test_the_calculator_recipe_through_areals_executor(
         inference=inference,
         prompt_key="prompt",
         recipe="calculator",
+        reward="tests.integrations.verl_recipe:kept",
         limits={"max_turns": 3},
     )
+    PLAYED.clear()
     for number in range(2):
         prompt = [{"role": "user", "content": f"What is 12 + {number}?"}]
         engine.submit({"prompt": prompt, "answer": str(12 + number)}, workflow=workflow, group_size=2)
     results = engine.wait(count=2, timeout=120)
     assert workflow.failures == {}
-    teacher, worst, turns = Teacher(DEMO_MODEL, "float32"), 0.0, 0
+    teacher, worst, turns, rows = Teacher(DEMO_MODEL, "float32"), 0.0, 0, []
     for data in results:
         assert data["input_ids"].shape[0] == 2
         for row in range(2):
@@ -260,8 +263,12 @@ def test_the_calculator_recipe_through_areals_executor(
             assert (one["turn_ids"][real] >= 0).tolist() == mask.tolist()
             turns = max(turns, int(one["turn_ids"][real].max()) + 1)
             ids = one["input_ids"][real]
+            rows.append([ids.tolist(), mask.tolist(), one["logprobs"][real].tolist(), float(one["rewards"])])
             exact = teacher.logprobs(ids, np.flatnonzero(mask), 1.0)
             worst = max(worst, float(np.abs(exact - one["logprobs"][real][mask]).max()))
     assert turns > 1
+    played = [(row_columns(sample, "AReaL"), sample.reward) for sample in PLAYED]
+    assert sorted(rows) == sorted([*[column.tolist() for column in columns], reward] for columns, reward in played)
+    compared("AReaL 1.0.4", "a", f"calculator through its executor ({inference}): ids, mask, logprobs, reward", 0.0)
     what = f"calculator through its executor ({inference}): logprobs and a forward pass"
-    compared("AReaL 1.0.4", "in", what, worst, within=1e-3, note="server: our engine; float32")
+    compared("AReaL 1.0.4", "a", what, worst, within=1e-3, note="server: our engine; float32")

@@ -27,6 +27,8 @@ from rollouts.integrations.verl import (
 from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.training.rows import by_rollout, split, trimmed
 from tests.integrations.trainer_rows import grouped_samples
+from tests.integrations.verl_recipe import PLAYED
+from tests.trainer_samples import tiny_model, token_logprobs
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="scripts/test --trainers verl runs it")
 trainer = [pytest.mark.trainer, needs_verl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -253,7 +255,7 @@ def test_an_output_is_its_sample(compared: Callable[..., None]) -> None:
         fields = made.extra_fields
         assert (fields["min_global_steps"], type(fields["max_global_steps"])) == (3, int)
         assert (fields["tool_rewards"], fields["reward_extra_info"]) == ([], {})
-    compared("verl 0.9.1", "out", "AgentLoopOutput: ids, mask, logprobs, reward", worst)
+    compared("verl 0.9.1", "b", "AgentLoopOutput: ids, mask, logprobs, reward", worst)
 
 
 @trainer_test
@@ -306,7 +308,7 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
         assert batch["response_mask"][real[24:]].tolist() == row.mask.tolist()
         worst = max(worst, float(np.abs(batch["rollout_log_probs"][real[24:]].numpy() - row.logprobs).max()))
         assert batch["rm_scores"].sum() == sample.reward == batch["rm_scores"][len(row.response) - 1]
-    compared("verl 0.9.1", "out", "DataProto (v0): ids, mask, logprobs, reward", worst)
+    compared("verl 0.9.1", "b", "DataProto (v0): ids, mask, logprobs, reward", worst)
     advantages, _ = core_algos.compute_grpo_outcome_advantage(
         token_level_rewards=data.batch["rm_scores"],
         response_mask=data.batch["response_mask"],
@@ -314,7 +316,37 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
     )
     got = [advantages[number][data.batch["response_mask"][number].bool()][0].item() for number in range(len(samples))]
     difference = float(np.abs(np.array(got, np.float32) - group_advantages(samples)).max())
-    compared("verl 0.9.1", "out", "GRPO advantages of v0 and ours", difference, within=ROUNDING)
+    compared("verl 0.9.1", "b", "GRPO advantages of v0 and ours", difference, within=ROUNDING)
+
+
+@trainer_test
+async def test_one_step_of_their_loss_follows_the_advantages(v0: Any, compared: Callable[..., None]) -> None:
+    """verl's policy loss on our DataProto and a tiny model: good rollouts become likelier."""
+    import torch
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig
+
+    data = await to_data_proto(grouped_samples(), v0)
+    mask = data.batch["response_mask"].float()
+    advantages, _ = core_algos.compute_grpo_outcome_advantage(
+        data.batch["rm_scores"], mask, index=data.non_tensor_batch["uid"]
+    )
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def logprobs() -> Any:
+        return token_logprobs(model, data.batch["input_ids"])[:, -mask.shape[1] :]
+
+    before = logprobs()
+    config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_mini_batch_size=16, ppo_micro_batch_size_per_gpu=4)
+    loss, _ = core_algos.compute_policy_loss_vanilla(before.detach(), before, advantages, mask, "token-mean", config)
+    loss.backward()
+    optimizer.step()
+    gained = float(((logprobs() - before) * advantages * mask).sum())
+    assert gained > 0
+    compared(
+        "verl 0.9.1", "step", "one step of compute_policy_loss_vanilla follows the advantages", 0.0, note="tiny model"
+    )
 
 
 @trainer_test
@@ -341,7 +373,7 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(compared: Callable[...
         return returns[0][weights[0].bool()]
 
     assert advantages([1, 1, 0, 0]).tolist() == [0, 0]
-    compared("verl 0.9.1", "out", "GAE returns of a trimmed row", float((advantages([1, 1]) - 1).abs().max()))
+    compared("verl 0.9.1", "b", "GAE returns of a trimmed row", float((advantages([1, 1]) - 1).abs().max()))
 
 
 class Store:
@@ -416,7 +448,7 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
         assert row["position_ids"].tolist() == [*range(len(trimmed(sample)))]
         worst = max(worst, float(np.abs(row["rollout_log_probs"].numpy() - ours.logprobs).max()))
         assert row["rm_scores"].tolist()[-1] == sample.reward == row["rm_scores"].sum()
-    compared("verl 0.9.1", "out", "TransferQueue rows (V1): ids, mask, logprobs, reward", worst, note="store: a dict")
+    compared("verl 0.9.1", "b", "TransferQueue rows (V1): ids, mask, logprobs, reward", worst, note="store: a dict")
     width = max(len(row["responses"]) for row in rows)
 
     def padded(name: str) -> Any:
@@ -433,7 +465,7 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
     first = data.batch["response_mask"].argmax(1)
     got = data.batch["advantages"][torch.arange(len(rows)), first].numpy()
     difference = float(np.abs(got - group_advantages(samples)).max())
-    compared("verl 0.9.1", "out", "GRPO advantages of V1 and ours, with forks", difference, within=ROUNDING)
+    compared("verl 0.9.1", "b", "GRPO advantages of V1 and ours, with forks", difference, within=ROUNDING)
 
 
 @trainer_test
@@ -481,7 +513,7 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
     path = tmp_path / "loops.yaml"
     path.write_text(
         "- name: rollouts\n  _target_: rollouts.integrations.verl.RolloutsLoop\n  recipe: calculator\n"
-        "  limits: {max_turns: 3}\n"
+        "  reward: tests.integrations.verl_recipe:kept\n  limits: {max_turns: 3}\n"
     )
     for entry in OmegaConf.load(path):
         _agent_loop_registry[entry.name] = entry
@@ -489,6 +521,7 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
     of_verl = worker(AgentLoopWorker, config, demo_tokenizer)
     of_verl.hf_model_type = of_verl.dataset_cls = None
     of_verl.tools, of_verl.teacher_key = [], "data_source"
+    PLAYED.clear()
     async with SGLangPolicy(Endpoint(base_url=engine_url)) as policy:
         of_verl.llm_client = EngineServers(policy)
         columns = {
@@ -504,6 +537,16 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
             arrays[name][:] = values
         data = await of_verl.generate_sequences(DataProto(None, arrays, {"global_steps": 1}))
     assert data.batch["responses"].shape == (4, 256)
+    rows = []
+    for number in range(4):
+        batch = {name: tensor[number] for name, tensor in data.batch.items()}
+        real = batch["attention_mask"].bool()
+        columns = [batch[name][real[320:]].tolist() for name in ("response_mask", "rollout_log_probs")]
+        rows.append([batch["input_ids"][real].tolist(), *columns, batch["rm_scores"].sum().item()])
+    played = [
+        [trimmed(one).tokens, split(one).mask.tolist(), split(one).logprobs.tolist(), one.reward] for one in PLAYED
+    ]
+    assert sorted(rows) == sorted(played)
     sent = of_verl.llm_client.replies
     worst, replies = 0.0, 0
     for number in range(4):
@@ -517,7 +560,13 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
             worst = max(worst, min(float(np.abs(logprobs[start:stop] - column).max()) for column in sent[seen]))
             replies += 1
     assert replies == sum(map(len, sent.values()))
-    compared("verl 0.9.1", "in", "calculator through AgentLoopWorker: ids, logprobs", worst, note="servers: our engine")
+    compared(
+        "verl 0.9.1",
+        "a",
+        "calculator through AgentLoopWorker: ids, mask, logprobs, reward",
+        worst,
+        note="servers: our engine",
+    )
 
 
 @trainer_test
