@@ -18,6 +18,7 @@ from rollouts.training import Sample
 from rollouts.training.rows import row_columns, trimmed, turn_column, version_column
 from tests.integrations.trainer_rows import grouped_samples
 from tests.integrations.verl_recipe import PLAYED
+from tests.trainer_samples import tiny_model, token_logprobs
 
 needs_areal = pytest.mark.skipif(
     importlib.util.find_spec("areal") is None, reason="scripts/test --trainers areal runs it"
@@ -201,6 +202,52 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(actor: Any) -> None:
     (done,) = actor.compute_advantages([longer])
     trained = longer["loss_mask"][row][:width].bool()
     assert done["advantages"][row][:width][trained].abs().max() == 0
+
+
+class TinyEngine:
+    """AReaL's training engine around a tiny model: what ``PPOActor.ppo_update`` calls."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.model = tiny_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self) -> None:
+        return None
+
+    def get_version(self) -> int:
+        return 3
+
+    def logprobs(self, ids: Any) -> Any:
+        """The logprob of the token after each position, as AReaL aligns them."""
+        return token_logprobs(self.model, ids.long()).roll(-1, dims=-1)
+
+    def train_batch(self, batch: dict[str, Any], loss_fn: Any, loss_weight_fn: Any) -> dict[str, float]:
+        logprobs = self.logprobs(batch["input_ids"])
+        loss = loss_fn(logprobs, logprobs.detach() * 0, batch)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.item()}
+
+
+@trainer_test
+def test_one_step_of_ppo_update_follows_the_advantages(compared: Callable[..., None]) -> None:
+    """The real ``PPOActor`` on our tensors and a tiny model: good rollouts become likelier."""
+    from areal.api.cli_args import NormConfig, PPOActorConfig
+    from areal.trainer.ppo.actor import PPOActor
+
+    norm = NormConfig(mean_level="group", std_level="group", group_size=4)
+    config = PPOActorConfig(reward_norm=norm, adv_norm=None, kl_ctl=0, ppo_n_minibatches=1)
+    engine = TinyEngine()
+    samples = grouped_samples(4, 4)
+    (data,) = PPOActor(config, engine=engine).compute_advantages([to_tensors(samples)])
+    before = engine.logprobs(data["input_ids"]).detach()
+    weights = data["advantages"] * data["loss_mask"]
+    ids = data["input_ids"]
+    PPOActor(config, engine=engine).ppo_update([{**data, "logprobs": before, "prox_logp": before}])
+    assert float(((engine.logprobs(ids) - before) * weights).sum()) > 0
+    compared("AReaL 1.0.4", "step", "one step of PPOActor.ppo_update follows the advantages", 0.0, note="tiny model")
 
 
 # -- our agent inside AReaL --------------------------------------------------------------------------------------------
