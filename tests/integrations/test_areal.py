@@ -16,9 +16,8 @@ from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
 from rollouts.training import Sample
 from rollouts.training.rows import row_columns, trimmed, turn_column, version_column
-from tests.integrations.trainer_rows import grouped_samples
 from tests.integrations.verl_recipe import PLAYED
-from tests.trainer_samples import tiny_model, token_logprobs
+from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
 
 needs_areal = pytest.mark.skipif(
     importlib.util.find_spec("areal") is None, reason="scripts/test --trainers areal runs it"
@@ -120,7 +119,7 @@ def test_samples_are_tensors(compared: Callable[..., None]) -> None:
     """Un-padded they are ours, forks included; each branch is a row of the dict of its rollout."""
     from areal.infra.workflow_executor import check_trajectory_format
 
-    samples = grouped_samples(forks=True)
+    samples = scored_groups(forks=True)
     data = to_tensors(samples)
     assert check_trajectory_format(data, batch_size=len(samples))
     worst = 0.0
@@ -140,7 +139,7 @@ def test_samples_are_tensors(compared: Callable[..., None]) -> None:
 @pytest.mark.parametrize("fields", [{"reward": None}, {"loss_multiplier": 0.5}, {"status": "failed"}, {"versions": []}])
 def test_a_sample_that_areal_cannot_take_is_refused(fields: dict[str, Any]) -> None:
     """By name; a version for all tokens can be given."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     for name, value in fields.items():
         setattr(sample, name, value)
     with pytest.raises(ConfigError, match=next(iter(fields))):
@@ -171,15 +170,18 @@ def trained_advantages(actor: Any, groups: Sequence[Sequence[Sample]]) -> list[A
 
 @trainer_test
 def test_areals_advantages_are_ours(actor: Any, compared: Callable[..., None]) -> None:
-    """The real ``PPOActor``, normalised by group: each trained token has our advantage. Epsilons: 1e-5, ours 1e-6."""
+    """The real ``PPOActor``, normalised by group: each trained token has our advantage, but for its epsilon."""
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples(4, 4)
+    samples = scored_groups(4, 4)
     groups = [samples[start : start + 4] for start in range(0, 16, 4)]
     rows = trained_advantages(actor, groups)
-    worst = max(float(np.abs(row - own).max()) for row, own in zip(rows, group_advantages(samples), strict=True))
+    deviations = [float(np.std([one.reward for one in members], ddof=1)) for members in groups for _ in members]
+    ours = [own * (std + 1e-6) / (std + 1e-5) for own, std in zip(group_advantages(samples), deviations, strict=True)]
+    worst = max(float(np.abs(row - own).max()) for row, own in zip(rows, ours, strict=True))
     assert [len(row) for row in rows] == [sample.sampled_tokens for sample in samples]
-    compared("AReaL 1.0.4", "b", "PPOActor.compute_advantages and ours", worst, within=5e-5, note="its epsilon, 1e-5")
+    what = "PPOActor.compute_advantages and ours, with its epsilon of 1e-5"
+    compared("AReaL 1.0.4", "b", what, worst, within=1e-6, note="float32 there")
 
 
 @trainer_test
@@ -189,7 +191,7 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(actor: Any) -> None:
 
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples(1, 4, tails=False)
+    samples = scored_groups(1, 4, tails=False)
     data = to_tensors(samples)
     tail = {"input_ids": 7, "loss_mask": 0, "logprobs": 0, "versions": -1, "turn_ids": -1, "attention_mask": 1}
     longer = {
@@ -240,7 +242,7 @@ def test_one_step_of_ppo_update_follows_the_advantages(compared: Callable[..., N
     norm = NormConfig(mean_level="group", std_level="group", group_size=4)
     config = PPOActorConfig(reward_norm=norm, adv_norm=None, kl_ctl=0, ppo_n_minibatches=1)
     engine = TinyEngine()
-    samples = grouped_samples(4, 4)
+    samples = scored_groups(4, 4)
     (data,) = PPOActor(config, engine=engine).compute_advantages([to_tensors(samples)])
     before = engine.logprobs(data["input_ids"]).detach()
     weights = data["advantages"] * data["loss_mask"]

@@ -26,9 +26,8 @@ from rollouts.integrations.verl import (
 )
 from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.training.rows import by_rollout, split, trimmed
-from tests.integrations.trainer_rows import grouped_samples
 from tests.integrations.verl_recipe import PLAYED
-from tests.trainer_samples import tiny_model, token_logprobs
+from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="scripts/test --trainers verl runs it")
 trainer = [pytest.mark.trainer, needs_verl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -210,7 +209,7 @@ def verl_config(**rollout: Any) -> Any:
     from omegaconf import OmegaConf
 
     values = {
-        "prompt_length": 24, "response_length": 40, "n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+        "prompt_length": 24, "response_length": 64, "n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
         "calculate_log_probs": True, "val_kwargs": {"n": 1, "temperature": 0, "top_p": 1.0, "top_k": -1},
         "agent": {"default_agent_loop": "rollouts", "agent_loop_config_path": None},
     }  # fmt: skip
@@ -244,7 +243,7 @@ def v1(demo_tokenizer: Any) -> Any:
 def test_an_output_is_its_sample(compared: Callable[..., None]) -> None:
     """Prompt, response, mask, logprobs, reward and versions, without the unanswered end; the fields that V1 needs."""
     worst = 0.0
-    for sample in grouped_samples(forks=True):
+    for sample in scored_groups(forks=True):
         (made,) = to_outputs([sample])
         row = split(sample)
         assert (made.prompt_ids, made.response_ids) == (row.prompt.tolist(), row.response.tolist())
@@ -269,7 +268,7 @@ def test_an_output_is_its_sample(compared: Callable[..., None]) -> None:
 )
 def test_a_sample_that_verl_cannot_take_is_refused(fields: dict[str, Any], message: str) -> None:
     """By name, before it reaches the batch."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     for name, value in fields.items():
         setattr(sample, name, value)
     with pytest.raises(ConfigError, match=message):
@@ -279,7 +278,7 @@ def test_a_sample_that_verl_cannot_take_is_refused(fields: dict[str, Any], messa
 @trainer_test
 def test_a_version_that_is_no_number_needs_one() -> None:
     """A plain server says ``default``; verl computes with integers."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     sample.versions = []
     with pytest.raises(ConfigError, match="version="):
         to_outputs([sample])
@@ -295,7 +294,7 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
 
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples()
+    samples = scored_groups()
     data = await to_data_proto(samples, v0)
     halves = data.chunk(2)
     data = DataProto.concat(halves)
@@ -326,7 +325,7 @@ async def test_one_step_of_their_loss_follows_the_advantages(v0: Any, compared: 
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
 
-    data = await to_data_proto(grouped_samples(), v0)
+    data = await to_data_proto(scored_groups(), v0)
     mask = data.batch["response_mask"].float()
     advantages, _ = core_algos.compute_grpo_outcome_advantage(
         data.batch["rm_scores"], mask, index=data.non_tensor_batch["uid"]
@@ -352,7 +351,7 @@ async def test_one_step_of_their_loss_follows_the_advantages(v0: Any, compared: 
 @trainer_test
 async def test_a_batch_that_v0_would_not_survive_is_refused(v0: Any) -> None:
     """A row longer than verl's lengths ends the step, and a fork would count as one more rollout."""
-    samples = grouped_samples(1, 4, forks=True)
+    samples = scored_groups(1, 4, forks=True)
     with pytest.raises(ConfigError, match="no forks in v0"):
         await to_data_proto(samples, v0)
     v0.rollout_config.response_length = 1
@@ -428,7 +427,7 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
 
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples(4, 4, forks=True)
+    samples = scored_groups(4, 4, forks=True)
     for number in range(4):
         members = [sample for sample in samples if sample.group_index == number]
         await put_group(members, v1, uid=f"uid{number}", global_steps=2)
@@ -472,7 +471,7 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
 async def test_a_key_that_verl_would_lose_is_refused(v1: Any, store: Store) -> None:
     """It splits the keys of rows at the first underscore."""
     with pytest.raises(ConfigError, match=r"uid.*without an underscore"):
-        await put_group(grouped_samples(1, 2), v1, uid="a_b", global_steps=1)
+        await put_group(scored_groups(1, 2), v1, uid="a_b", global_steps=1)
     assert not store.tags
 
 
@@ -582,7 +581,7 @@ async def test_a_rollout_that_failed_raises_its_cause(demo_tokenizer: Any) -> No
 @trainer_test
 async def test_a_rollout_that_forks_is_several_outputs_of_v1() -> None:
     """In order, with the reward of the rollout; v0 takes one output a rollout, so the fork is refused there."""
-    branches = grouped_samples(1, 2, forks=True)[1:]
+    branches = scored_groups(1, 2, forks=True)[1:]
 
     class Forked:
         async def play(self, *arguments: Any, **options: Any) -> list[Any]:
@@ -600,7 +599,7 @@ async def test_a_rollout_that_forks_is_several_outputs_of_v1() -> None:
 @trainer_test
 def test_a_rollout_without_a_reward_is_scored_by_verl() -> None:
     """Its score is none, and verl's reward function runs."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     sample.reward = None
     (made,) = to_outputs([sample], scored=False)
     assert made.reward_score is None
@@ -761,7 +760,7 @@ async def test_a_stored_run_feeds_verl(demo_tokenizer: Any, store: Store, tmp_pa
     """Its groups fill the prompts in order; a prompt for which none is left is a failure."""
     from rollouts.runs.writer import RunWriter
 
-    samples = grouped_samples(2, 2)
+    samples = scored_groups(2, 2)
     writer = RunWriter(tmp_path / "run", {"recipe": "test"})
     writer.write_batch(samples, {})
     writer.finish("finished")
