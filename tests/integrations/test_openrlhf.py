@@ -23,7 +23,8 @@ from rollouts.integrations.token_episodes import generate_token_batch
 from rollouts.renderer import load_tokenizer
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Status
-from tests.trainer_samples import columns, scored_groups
+from rollouts.training.batch import group_advantages
+from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
 
 
 def test_a_response_is_the_row_with_the_ranges_of_its_replies() -> None:
@@ -60,11 +61,14 @@ def test_a_row_that_openrlhf_would_cut_is_refused() -> None:
         to_response(sample, max_length=length - 1)
 
 
+ABSENT = ("vllm", "deepspeed", "flash_attn")
+
+
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """vLLM and DeepSpeed, which their sampling module imports and this test does not run."""
+    """vLLM, DeepSpeed and flash-attn, which their modules import and these tests do not run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.partition(".")[0] not in ("vllm", "deepspeed"):
+        if name.partition(".")[0] not in ABSENT:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -84,17 +88,18 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.fixture
 def generator() -> Any:
-    """Their SamplesGenerator, whose module is imported with vLLM and DeepSpeed left out."""
+    """Their SamplesGenerator; its module, and that of their losses, are imported with :data:`ABSENT` left out."""
     pytest.importorskip("openrlhf.utils.agent")
     import transformers.integrations.deepspeed  # noqa: F401 - before the stub, which it would take for the real one
 
     absent = Absent()
     sys.meta_path.insert(0, absent)
     try:
+        import openrlhf.models.loss  # noqa: F401 - the test of a step reads it
         from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
     finally:
         sys.meta_path.remove(absent)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "deepspeed")]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
             del sys.modules[name]
     return object.__new__(SamplesGenerator)
 
@@ -111,6 +116,37 @@ def test_their_experience_has_our_rows(generator: Any, compared: Callable[..., N
         assert np.array_equal(experience.rollout_log_probs[0].numpy(), np.array(logprobs[1:], np.float32))
         assert experience.rewards.item() == np.float32(sample.reward)
     compared("OpenRLHF 0.11.2", "b", "experiences: tokens, mask, logprobs, reward", 0.0, note="vllm, deepspeed stubbed")
+
+
+@pytest.mark.trainer
+@pytest.mark.filterwarnings("default")
+def test_one_step_of_their_loss_follows_the_advantages(generator: Any, compared: Callable[..., None]) -> None:
+    """PolicyLoss on their experiences of our rows and a tiny model: good rollouts become likelier."""
+    torch = pytest.importorskip("torch")
+    losses = pytest.importorskip("openrlhf.models.loss")
+    samples, model = scored_groups(), tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = [generator._process_response_into_experience(to_response(one), max_len=4096) for one in samples]
+
+    def logprobs(experience: Any) -> Any:
+        return token_logprobs(model, experience.sequences)[:, 1:]
+
+    before = [logprobs(experience).detach() for experience in made]
+    advantages = [
+        float(one) * experience.action_mask for one, experience in zip(group_advantages(samples), made, strict=True)
+    ]
+    for experience, old, advantage in zip(made, before, advantages, strict=True):
+        losses.PolicyLoss()(logprobs(experience), old, advantage, experience.action_mask)[0].backward()
+    optimizer.step()
+    gained = [((logprobs(one) - old) * adv).sum() for one, old, adv in zip(made, before, advantages, strict=True)]
+    assert sum(gained) > 0
+    compared(
+        "OpenRLHF 0.11.2",
+        "step",
+        "one step of PolicyLoss follows the advantages",
+        0.0,
+        note="tiny model; flash-attn stubbed",
+    )
 
 
 class Engine:
