@@ -123,7 +123,7 @@ def test_their_checks_tensors_and_advantages(forks: bool, compared: Callable[...
 
 
 @pytest.mark.trainer
-def test_one_step_of_their_loss_follows_the_advantages() -> None:
+def test_one_step_of_their_loss_follows_the_advantages(compared: Callable[..., None]) -> None:
     """ppo_policy_loss on our batch and a tiny model: good rollouts become likelier."""
     torch = pytest.importorskip("torch")
     preprocess = pytest.importorskip("skyrl.train.dataset.preprocess")
@@ -148,6 +148,7 @@ def test_one_step_of_their_loss_follows_the_advantages() -> None:
     optimizer.step()
     after = token_logprobs(model, sequences)[:, -masks.shape[1] :]
     assert ((after - before) * advantages).sum() > 0
+    compared("SkyRL 0.3.0", "step", "one step of ppo_policy_loss follows the advantages", 0.0, note="tiny model")
 
 
 class Client:
