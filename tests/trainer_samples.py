@@ -13,8 +13,12 @@ from rollouts.training import Sample, trajectory_to_samples
 from rollouts.trajectory import Trajectory, digest
 
 
-def scored_groups(groups: int = 4, n: int = 4, *, forks: bool = False, version: str = "3") -> list[Sample]:
-    """Groups of ``n`` rollouts, each with one to three turns and a reward; every third one ends in context.
+def scored_groups(
+    groups: int = 4, n: int = 4, *, forks: bool = False, version: str = "3", tails: bool = True
+) -> list[Sample]:
+    """Groups of ``n`` rollouts, each with one to three turns and a reward; with ``tails`` every third ends in context.
+
+    Rewards are exact in float32. Turns after the first have the next version, if it is a number.
 
     With ``forks`` every second rollout has a second branch: it shows the first reply of the first branch as context,
     after a rewritten opening.
@@ -25,14 +29,14 @@ def scored_groups(groups: int = 4, n: int = 4, *, forks: bool = False, version: 
             index = group * n + number
             prompt = Prompt(f"question {group}", label=str(group), group_index=group, index=index)
             rng = random.Random(index)
-            branches = [_branch(rng, [], 1 + index % 3, version, unanswered=index % 3 == 2)]
+            branches = [_branch(rng, [], 1 + index % 3, version, unanswered=tails and index % 3 == 2)]
             if forks and index % 2:
                 branches[0].seal(StopReason.FORKED)
                 shown = branches[0].tokens[-3:].tolist()
                 branches.append(_branch(rng, shown, 1, version, unanswered=False))
             branches[-1].seal(StopReason.MAX_TOKENS if index % 3 == 2 else StopReason.TASK_COMPLETED)
             made = trajectory_to_samples(branches, prompt, lambda tokens: " ".join(map(str, tokens)))
-            reward = round(rng.random(), 3)
+            reward = rng.randrange(17) / 16
             for sample in made:
                 sample.reward, sample.rollout_id = reward, index
             samples += made
@@ -44,9 +48,10 @@ def _branch(rng: random.Random, shown: Sequence[int], turns: int, version: str, 
     for turn in range(turns):
         context = [*_ids(rng), *(shown if not turn else [])]
         trajectory.add_context(np.array(context, np.int32), [Message("tool" if turn else "user", f"text {turn}")])
-        trajectory.add_reply(
-            completion(trajectory, _ids(rng), rng, version), Message("assistant", "reply"), temperature=0.7
-        )
+        name = str(int(version) + min(turn, 1)) if version.isdecimal() else version
+        reply = completion(trajectory, _ids(rng), rng, name)
+        trajectory.add_reply(reply, Message("assistant", "reply"), temperature=0.7)
+        trajectory.add_rewards([turn / 4])
     if unanswered:
         trajectory.add_context(np.array(_ids(rng), np.int32), [Message("tool", "not answered")])
     return trajectory

@@ -55,14 +55,19 @@ class Teacher:
 
     @torch.inference_mode()
     def logprobs(
-        self, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], temperature: float, *, chunk: int = CHUNK
+        self,
+        tokens: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+        temperature: float | npt.NDArray[np.float64],
+        *,
+        chunk: int = CHUNK,
     ) -> npt.NDArray[np.float32]:
         """Logprobs of the tokens at some positions, each given all tokens before it.
 
         Args:
             tokens: the sequence, ``(n,)``; ids below ``vocab_size``.
             positions: ascending, from 1 to n - 1, ``(m,)``.
-            temperature: divides the logits; above 0.
+            temperature: divides the logits, of all positions or of each, ``(m,)``; above 0.
             chunk: tokens of one forward pass.
 
         Returns:
@@ -72,6 +77,7 @@ class Teacher:
         rows = positions - 1
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
         targets = torch.from_numpy(positions).to(device)
+        divisors = torch.tensor(np.broadcast_to(temperature, positions.shape), dtype=torch.float32, device=device)
         cache = DynamicCache(config=self._model.config)
         found = []
         for start in range(0, int(rows[-1]) + 1, chunk):
@@ -83,6 +89,7 @@ class Teacher:
                 use_cache=True,
                 logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
             ).logits[0]
-            scores = (logits.float() / temperature).log_softmax(-1)
-            found.append(scores.gather(1, ids[targets[torch.from_numpy(here).to(device)]][:, None])[:, 0])
+            chosen = torch.from_numpy(here).to(device)
+            scores = (logits.float() / divisors[chosen, None]).log_softmax(-1)
+            found.append(scores.gather(1, ids[targets[chosen]][:, None])[:, 0])
         return torch.cat(found).cpu().numpy()

@@ -620,6 +620,7 @@ class ProgramSession:
             lineage=work.lineage,
             by_hand=work.by_hand,
             began=began,
+            temperature=self._sampling.temperature,
         )
         self.tree.add(call)
         self.overflowed = False

@@ -117,6 +117,8 @@ class Call:
     by_hand: bool
     began: float
     """Seconds since 1970."""
+    temperature: float | None = None
+    """That of its request to the policy."""
     path_key: int = 0
     """Key of the path, with the reply as the program was given it; set by :meth:`Tree.add`."""
     known: int = 0
@@ -442,7 +444,7 @@ def _branch(path: Sequence[Call], before: Set[Call], not_trained: Set[Call], his
         if call in before or call in not_trained:
             branch.add_context(call.completion.tokens, [call.message])
             continue
-        branch.add_reply(call.completion, call.message)
+        branch.add_reply(call.completion, call.message, temperature=call.temperature)
         sent = call.began + call.completion.waited
         branch.times.add("generating", call.completion.server, sent, call.completion.seconds - call.completion.waited)
         branch.count("generation_seconds", call.completion.seconds)

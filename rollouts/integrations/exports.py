@@ -40,7 +40,7 @@ class Exporter:
 EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
     {
         "areal": Exporter(
-            "rollouts.integrations.areal.workflow:write_batch",
+            "rollouts.integrations.areal:write_batch",
             ".pt",
             "torch.load: a list of dicts, one for each group",
             "areal",

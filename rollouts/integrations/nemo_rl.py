@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import by_rollout, check_fields, int_version, reward_of, segments, split, trimmed
+from rollouts.training.rows import check_one_branch, int_version, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
 __all__ = ["to_batch", "to_message_log", "write_batch"]
@@ -33,16 +33,13 @@ def to_message_log(sample: Sample) -> list[dict[str, Any]]:
     """
     import torch
 
-    check_fields(sample, "NeMo-RL", "advantages", "teacher_log_probs")
-    split(sample)
-    row = trimmed(sample)
-    assert row.logprob_column is not None  # split has checked it
+    row = row_columns(sample, "NeMo-RL", "advantages", "teacher_log_probs")
     log = []
-    for start, stop, sampled in segments(row):
-        ids = torch.from_numpy(row.token_column[start:stop].astype(np.int64))
+    for start, stop, sampled in segments(sample):
+        ids = torch.from_numpy(row.tokens[start:stop].astype(np.int64))
         message: dict[str, Any] = {"role": "assistant" if sampled else "user", "content": "", "token_ids": ids}
         if sampled:
-            message["generation_logprobs"] = torch.from_numpy(row.logprob_column[start:stop].astype(np.float32))
+            message["generation_logprobs"] = torch.from_numpy(row.logprobs[start:stop].astype(np.float32))
         log.append(message)
     return log
 
@@ -68,11 +65,10 @@ def to_batch(samples: Sequence[Sample], *, task_name: str = "rollouts", version:
 
     if not samples:
         raise ConfigError.of("to_batch(samples)", samples, "at least one sample")
-    for branches in by_rollout(samples):
-        if len(branches) > 1:
-            raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", "one row for each rollout: no forks")
-        if branches[0].group_index is None:
-            raise ConfigError.of(f"{branches[0]!r}.group_index", None, "the number of its group")
+    check_one_branch(samples, "NeMo-RL")
+    for sample in samples:
+        if sample.group_index is None:
+            raise ConfigError.of(f"{sample!r}.group_index", None, "the number of its group")
     rows = sorted(samples, key=lambda sample: sample.group_index or 0)
     logs = [to_message_log(row) for row in rows]
     return {

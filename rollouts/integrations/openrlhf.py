@@ -1,7 +1,8 @@
 """OpenRLHF 0.11: samples as what an ``AgentExecutor`` returns, and our agent as the executor.
 
     out: to_response(sample, prompt, label)
-    in:  execute(episodes, …), from the class AgentExecutor of the file that --train.agent_func_path names
+    in:  execute(episodes, …), from the class AgentExecutor of the file that --train.agent_func_path names;
+         AgentInstanceEnvironment(AgentInstance, tokenizer) is an agent instance of OpenRLHF for our manager
 
 Invariant: one row for each rollout, no longer than ``max_length``, which OpenRLHF would cut without a word.
 OpenRLHF and vLLM are never imported.
@@ -10,21 +11,22 @@ OpenRLHF and vLLM are never imported.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, Prompt, SamplingParams, TokenColumn
+from rollouts.environments.adapters.calls import numbers_of
 from rollouts.errors import ConfigError
-from rollouts.inference.base import ServerInfo
 from rollouts.integrations.episodes import Episodes, prompt_of
-from rollouts.integrations.replies import check_budget, check_sampling, completion_of
-from rollouts.training.rows import by_rollout, check_fields, reward_of, segments, split, trimmed
+from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.integrations.token_episodes import Observation
+from rollouts.training.rows import check_one_branch, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
-__all__ = ["OpenRLHFPolicy", "execute", "to_response", "write_batch"]
+__all__ = ["AgentInstanceEnvironment", "OpenRLHFPolicy", "execute", "to_response", "write_batch"]
 
 
 def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, Any]:
@@ -38,13 +40,10 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
         ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, or has a
             field that OpenRLHF has no place for.
     """
-    check_fields(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs")
-    split(sample)
-    row = trimmed(sample)
-    if max_length is not None and len(row) > max_length:
+    row = row_columns(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs")
+    if max_length is not None and len(row.tokens) > max_length:
         expected = f"at most max_length={max_length} tokens, where OpenRLHF cuts"
-        raise ConfigError.of(f"{sample!r}.tokens", len(row), expected)
-    assert row.logprob_column is not None  # split has checked it
+        raise ConfigError.of(f"{sample!r}.tokens", len(row.tokens), expected)
     reward = reward_of(sample)
     return {
         "prompt": sample.prompt if isinstance(sample.prompt, str) else [_chat(one) for one in sample.prompt],
@@ -53,9 +52,9 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
         "mm_train_inputs": None,
         "reward": reward,
         "scores": reward,
-        "observation_tokens": row.token_column.tolist(),
-        "action_ranges": [(start, stop) for start, stop, sampled in segments(row) if sampled],
-        "rollout_log_probs": row.logprob_column.tolist(),
+        "observation_tokens": row.tokens.tolist(),
+        "action_ranges": [(start, stop) for start, stop, sampled in segments(sample) if sampled],
+        "rollout_log_probs": row.logprobs.tolist(),
         "truncated": sample.status is Status.TRUNCATED,
         "extra_logs": {"turns": float(sample.turns)},
     }
@@ -63,9 +62,7 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
 
 def write_batch(samples: Sequence[Sample], path: Path) -> None:
     """Write the responses of a batch, one a line; raises as :func:`to_response`, and where a rollout forks."""
-    for branches in by_rollout(samples):
-        if len(branches) > 1:
-            raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", "one row for each rollout: no forks")
+    check_one_branch(samples, "OpenRLHF")
     path.write_bytes(b"".join(msgspec.json.encode(to_response(sample)) + b"\n" for sample in samples))
 
 
@@ -73,7 +70,7 @@ def _chat(message: Any) -> Any:
     return message.to_chat() if hasattr(message, "to_chat") else message
 
 
-class OpenRLHFPolicy:
+class OpenRLHFPolicy(TrainerPolicy):
     """A policy over the ``llm_engine`` of an executor, a vLLM engine of OpenRLHF.
 
     Args:
@@ -82,44 +79,68 @@ class OpenRLHFPolicy:
         max_length: the longest sequence.
     """
 
-    def __init__(self, engine: Any, asked: Any, max_length: int) -> None:
-        self.engine, self.asked, self.max_length = engine, asked, max_length
+    trainer = "OpenRLHF"
+    unsupported = ("seed", "stop", "min_p", "repetition_penalty")
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
-        check_sampling(sampling, "a request of OpenRLHF", "seed", "stop", "min_p", "repetition_penalty")
-        check_budget(tokens, sampling, self.max_length)
+    def __init__(self, engine: Any, asked: Any, max_length: int) -> None:
+        self.engine, self.asked, self.max_context = engine, asked, max_length
+
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
         request = copy.deepcopy(self.asked)
         request.max_tokens, request.logprobs = sampling.max_new_tokens, 1
         request.stop_token_ids = list(stop_token_ids)
         answer = await self.engine.generate(tokens.tolist(), request, multi_modal_data=None)
         (output,) = answer.outputs
-        ids = list(output.token_ids)
-        logprobs = None if output.logprobs is None else [
-            entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)
-        ]  # fmt: skip
-        return completion_of(
-            tokens,
-            ids,
-            logprobs,
-            trainer="OpenRLHF",
-            budget=sampling.max_new_tokens,
-            stopped_by=output.finish_reason,
-            version="unknown",
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = [entry[one].logprob for one, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        return Reply(
+            tokens=list(output.token_ids), logprobs=logprobs, stopped_by=output.finish_reason, version="unknown"
         )
 
-    async def describe(self) -> ServerInfo:
-        return ServerInfo(version="openrlhf", max_context=self.max_length)
 
-    async def aclose(self) -> None:
-        return None
+class AgentInstanceEnvironment:
+    """One episode of an ``AgentInstanceBase``, for :func:`~.token_episodes.generate_token_batch`.
+
+    As in ``MultiTurnAgentExecutor``, prompt and feedback are encoded alone, as they are: no chat template is applied.
+
+    Args:
+        instance_cls: called without arguments.
+        tokenizer: that of the trainer, of transformers.
+    """
+
+    def __init__(self, instance_cls: Callable[[], Any], tokenizer: Any) -> None:
+        self.instance_cls, self.tokenizer = instance_cls, tokenizer
+
+    async def start(self, prompt: Prompt) -> Observation:
+        if not isinstance(prompt.prompt, str):
+            raise ConfigError.of("prompt", prompt.prompt, "one text, with the chat markup that the instance expects")
+        self.instance, self.label = self.instance_cls(), prompt.label
+        opening = await self.instance.reset({"observation": prompt.prompt, "label": prompt.label})
+        self.text: str = opening["observation"]
+        self.tokens = self._encoded(self.text)
+        return Observation(self.tokens)
+
+    async def step(self, reply: Completion) -> Observation:
+        action = self.tokenizer.decode(reply.tokens.tolist(), skip_special_tokens=False)
+        states = {"observation_text": self.text, "action_text": action, "label": self.label}
+        result = await self.instance.step(states)
+        for name in ("environment_images", "sampling_params"):
+            if result.get(name):
+                raise ConfigError.of(f"step()[{name!r}]", result[name], "none: text, sampled as the run is configured")
+        self.text += action + result["environment_feedback"]
+        self.tokens = [*self.tokens, *reply.tokens.tolist(), *self._encoded(result["environment_feedback"])]
+        reward = float(result["rewards"])
+        if not result["done"]:
+            return Observation(self.tokens, reward=reward)
+        logs = numbers_of({"scores": result.get("scores"), **result.get("extra_logs", {})}, "step()")
+        return Observation(done=True, reward=reward, metrics=logs)
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text=text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 async def execute(

@@ -20,7 +20,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import check_fields, split, trimmed
+from rollouts.training.rows import row_columns, trimmed
 from rollouts.training.types import Sample
 
 __all__ = ["MicroBatchFiles", "to_training_samples", "training_columns", "write_batch"]
@@ -44,22 +44,19 @@ def training_columns(
     """
     if env_name == "all" or not env_name:
         raise ConfigError.of("env_name", env_name, "a name other than 'all', which prime-rl reserves")
-    check_fields(sample, "prime-rl", "teacher_log_probs")
-    split(sample)
-    row = trimmed(sample)
-    assert row.logprob_column is not None  # split has checked it
-    mask, own = row.mask_column, row.advantage_column
-    advantages = np.where(mask, np.float32(advantage) if own is None else own, np.float32(0))
+    row = row_columns(sample, "prime-rl", "teacher_log_probs")
+    width, own = len(row.tokens), sample.advantage_column
+    advantages = np.where(row.mask, np.float32(advantage) if own is None else own[:width], np.float32(0))
     columns = {
-        "token_ids": row.token_column.tolist(),
-        "mask": mask.tolist(),
-        "logprobs": row.logprob_column.tolist(),
-        "temperatures": _temperatures(sample, len(row), temperature),
+        "token_ids": row.tokens.tolist(),
+        "mask": row.mask.tolist(),
+        "logprobs": row.logprobs.tolist(),
+        "temperatures": _temperatures(sample, width, temperature),
         "env_name": env_name,
         "advantages": advantages.tolist(),
     }
     if sample.loss_multiplier != 1:
-        columns["rl_weights"] = [float(sample.loss_multiplier)] * len(row)
+        columns["rl_weights"] = [float(sample.loss_multiplier)] * width
     return columns
 
 

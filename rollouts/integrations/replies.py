@@ -1,4 +1,4 @@
-"""Replies of a trainer's own inference engine as completions, and the sampling parameters that it cannot take.
+"""A policy over the inference engine of a trainer: what is the same for all of them.
 
 Invariant: an empty or misaligned reply is an error of the endpoint, never a completion; a parameter without a place in
 the trainer's request is refused by name. This module knows no trainer.
@@ -6,79 +6,129 @@ the trainer's request is refused by name. This module knows no trainer.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+import numpy as np
 
 from rollouts.dtypes import Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan
-from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import ServerInfo
 from rollouts.trajectory import digest
 
-__all__ = ["check_budget", "check_sampling", "completion_of"]
+__all__ = ["Reply", "TrainerPolicy"]
 
 
-def completion_of(
-    prompt: TokenColumn,
-    sampled: Sequence[int],
-    logprobs: Sequence[float] | None,
-    *,
-    trainer: str,
-    budget: int,
-    stopped_by: str | None,
-    version: int | str,
-) -> Completion:
-    """One reply of a trainer's engine.
+@attrs.frozen(kw_only=True)
+class Reply:
+    """What an engine sampled."""
 
-    Args:
-        prompt: the ids that were sent.
-        sampled: the sampled ids.
-        logprobs: their logprobs.
-        trainer: its name, for messages.
-        budget: most ids that were asked for; a reply of that many that no stop ended ran into it.
-        stopped_by: the engine's reason: ``"stop"``, ``"length"``, ``"abort"``, or another word for a stop.
-        version: the version of the weights, one for all tokens.
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None
+    stopped_by: str | None
+    """``"stop"``, ``"length"``, ``"abort"``, or another word of the engine for a stop."""
+    version: int | str | Sequence[int]
+    """The version of the weights: one for all tokens, or one for each."""
+    cached_tokens: int = 0
+    seconds: float = 0.0
 
-    Raises:
-        EndpointUnavailable: no token, or not one logprob for each.
-    """
-    if not len(sampled) or logprobs is None or len(logprobs) != len(sampled):
-        got = "no logprobs" if logprobs is None else f"{len(logprobs)} logprobs"
-        raise EndpointUnavailable(
-            f"{trainer} returned {len(sampled)} tokens and {got}; expected one for each, at least 1"
-        )
-    cut = stopped_by == "length" or (stopped_by != "stop" and len(sampled) >= budget)
-    finish: FinishReason = "abort" if stopped_by == "abort" else "length" if cut else "stop"
-    return Completion(
-        tokens=sampled,
-        logprobs=logprobs,
-        finish_reason=finish,
-        versions=[VersionSpan(str(version), 0, len(sampled))],
-        prompt_tokens=len(prompt),
-        prompt_digest=digest(prompt),
-        request_id=uuid.uuid4().hex,
-    )
+
+class TrainerPolicy:
+    """A policy over the inference engine of a trainer. A subclass sends the request, in :meth:`sample`."""
+
+    trainer: ClassVar[str]
+    """Its name, for messages."""
+    unsupported: ClassVar[tuple[str, ...]]
+    """Fields of :class:`SamplingParams` that its request has no place for."""
+    max_context: int | None = None
+    """The context of the model, if known."""
+
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
+        """Send one request for at most ``sampling.max_new_tokens`` ids.
+
+        ``session`` is equal for the requests that should go to one server.
+        """
+        raise NotImplementedError
+
+    def budget(self, tokens: TokenColumn, sampling: SamplingParams, session: str) -> int:
+        """The most ids of the next reply of a sequence.
+
+        Raises:
+            ContextOverflow: prompt and reply do not fit the context.
+        """
+        if self.max_context is not None and len(tokens) + sampling.max_new_tokens > self.max_context:
+            asked = f"{len(tokens)} prompt tokens and max_new_tokens={sampling.max_new_tokens}"
+            raise ContextOverflow(f"{asked} exceed the context of {self.max_context} tokens")
+        return sampling.max_new_tokens
+
+    async def complete(
+        self,
+        tokens: TokenColumn,
+        sampling: SamplingParams,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        session: str = "",
+        route: str = "",
+    ) -> Completion:
+        """Sample one continuation.
+
+        Raises:
+            ConfigError: a parameter is set that the trainer's request has no place for.
+            ContextOverflow: prompt and reply do not fit the context.
+            EndpointUnavailable: the engine returned no token.
+            EndpointRefused: it did not return one logprob for each token.
+        """
+        for name in self.unsupported:
+            value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
+            if value != default:
+                raise ConfigError.of(
+                    f"SamplingParams.{name}", value, f"{default!r}: {self.trainer} has no field for it"
+                )
+        budget = self.budget(tokens, sampling, session)
+        asked = attrs.evolve(sampling, max_new_tokens=budget)
+        reply = await self.sample(tokens, asked, stop_token_ids, route or session)
+        count = len(reply.tokens)
+        if not count:
+            raise EndpointUnavailable(f"{self.trainer} returned 0 tokens, stop reason {reply.stopped_by!r}")
+        if reply.logprobs is None or len(reply.logprobs) != count:
+            got = "no logprobs" if reply.logprobs is None else f"{len(reply.logprobs)} logprobs"
+            raise EndpointRefused(f"{self.trainer} returned {count} tokens and {got}; expected one for each")
+        cut = reply.stopped_by == "length" or (reply.stopped_by != "stop" and count >= budget)
+        finish: FinishReason = "abort" if reply.stopped_by == "abort" else "length" if cut else "stop"
+        try:
+            return Completion(
+                tokens=reply.tokens,
+                logprobs=reply.logprobs,
+                finish_reason=finish,
+                versions=_spans(reply.version, count),
+                prompt_tokens=len(tokens),
+                prompt_digest=digest(tokens),
+                request_id=uuid.uuid4().hex,
+                cached_tokens=reply.cached_tokens,
+                seconds=reply.seconds,
+            )
+        except ValueError as error:
+            raise EndpointRefused(f"{self.trainer}: {error}") from error
+
+    async def describe(self) -> ServerInfo:
+        return ServerInfo(max_context=self.max_context)
+
+    async def aclose(self) -> None:
+        return None
 
 
 _DEFAULTS = SamplingParams()
 
 
-def check_sampling(sampling: SamplingParams, trainer: str, *unsupported: str) -> None:
-    """Check that parameters which a trainer's request has no place for have their defaults.
-
-    Raises:
-        ConfigError: one of them is set.
-    """
-    for name in unsupported:
-        value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
-        if value != default:
-            raise ConfigError.of(f"SamplingParams.{name}", value, f"{default!r}: {trainer} has no field for it")
-
-
-def check_budget(tokens: TokenColumn, sampling: SamplingParams, max_context: int | None) -> None:
-    """Check that prompt and reply fit the context of a trainer's engine.
-
-    Raises:
-        ContextOverflow: they do not.
-    """
-    if max_context is not None and len(tokens) + sampling.max_new_tokens > max_context:
-        asked = f"{len(tokens)} prompt tokens and max_new_tokens={sampling.max_new_tokens}"
-        raise ContextOverflow(f"{asked} exceed the context of {max_context} tokens")
+def _spans(version: int | str | Sequence[int], count: int) -> list[VersionSpan]:
+    """Runs of equal versions of tokens."""
+    if isinstance(version, int | str):
+        return [VersionSpan(str(version), 0, count)]
+    column = np.array(version, np.int64)
+    edges = [0, *(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), count]
+    return [VersionSpan(str(column[start]), start, stop) for start, stop in itertools.pairwise(edges)]

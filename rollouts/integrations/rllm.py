@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import by_rollout, check_fields, int_version, reward_of, split
+from rollouts.training.rows import by_rollout, int_version, reward_of, row_columns
 from rollouts.training.types import Sample
 
 __all__ = ["to_episodes"]
@@ -49,16 +49,14 @@ def to_episodes(samples: Sequence[Sample], *, version: int | None = None) -> lis
 def _steps(sample: Sample, version: int | None) -> list[Any]:
     from rllm.types import Step
 
-    check_fields(sample, "rLLM", "loss_multiplier", "advantages", "teacher_log_probs")
-    split(sample)
-    tokens, logprobs = sample.token_column.tolist(), sample.logprob_column
-    assert logprobs is not None  # split has checked it
+    row = row_columns(sample, "rLLM", "loss_multiplier", "advantages", "teacher_log_probs")
+    tokens = row.tokens.tolist()
     number = int_version(sample, version)
     return [
         Step(
             prompt_ids=tokens[: one.start],
             response_ids=tokens[one.start : one.stop],
-            logprobs=logprobs[one.start : one.stop].tolist(),
+            logprobs=row.logprobs[one.start : one.stop].tolist(),
             weight_version=number,
         )
         for one in sample.completions

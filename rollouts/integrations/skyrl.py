@@ -19,11 +19,10 @@ import attrs
 import msgspec
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn
+from rollouts.dtypes import SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointUnavailable
-from rollouts.inference.base import ServerInfo
 from rollouts.integrations.episodes import Episodes, prompt_of
-from rollouts.integrations.replies import check_budget, check_sampling, completion_of
+from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.training.rows import by_rollout, check_fields, reward_of, split
 from rollouts.training.types import Sample, Status
 
@@ -88,27 +87,22 @@ def _ids(rollouts: Sequence[Sequence[Sample]]) -> list[tuple[str, int]]:
     return [(group, (numbers.update([group]), numbers[group] - 1)[1]) for group in groups]
 
 
-class SkyRLPolicy:
+class SkyRLPolicy(TrainerPolicy):
     """A policy over SkyRL's ``inference_engine_client``, which pauses requests by itself while weights change.
 
     ``version`` is the trainer's step: SkyRL reports none with a reply, so a reply across an update has the earlier one.
     ``max_context`` is the context of the engine, if known.
     """
 
+    trainer = "SkyRL"
+    unsupported = ("seed",)
+
     def __init__(self, client: Any, *, version: int, max_context: int | None = None) -> None:
         self.client, self.version, self.max_context = client, version, max_context
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
-        check_sampling(sampling, "SkyRL's request", "seed")
-        check_budget(tokens, sampling, self.max_context)
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
         asked: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
             "min_tokens": sampling.min_new_tokens,
@@ -119,28 +113,18 @@ class SkyRLPolicy:
         }
         asked |= {n: getattr(sampling, n) for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         request = {"prompts": None, "prompt_token_ids": [tokens.tolist()], "sampling_params": asked}
-        name = route or session
         output = await self.client.generate(
-            {**request, "session_ids": [name] if name else None, "mm_features": None, "cache_salt": None}
+            {**request, "session_ids": [session] if session else None, "mm_features": None, "cache_salt": None}
         )
-        logprobs = output["response_logprobs"]
         if len(output["response_ids"]) != 1:
             raise EndpointUnavailable(f"SkyRL returned {len(output['response_ids'])} replies; expected 1")
-        return completion_of(
-            tokens,
-            output["response_ids"][0],
-            None if logprobs is None else logprobs[0],
-            trainer="SkyRL",
-            budget=sampling.max_new_tokens,
+        logprobs = output["response_logprobs"]
+        return Reply(
+            tokens=output["response_ids"][0],
+            logprobs=None if logprobs is None else logprobs[0],
             stopped_by=output["stop_reasons"][0],
             version=self.version,
         )
-
-    async def describe(self) -> ServerInfo:
-        return ServerInfo(version="skyrl", weight_version=str(self.version), max_context=self.max_context)
-
-    async def aclose(self) -> None:
-        return None
 
 
 class Generator:

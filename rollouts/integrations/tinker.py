@@ -1,7 +1,8 @@
 """tinker 0.38 and tinker-cookbook 0.6: samples as datums or trajectory groups, and token completers both ways.
 
     out: to_datums(samples) or to_trajectory_group(samples), for forward_backward and the cookbook's own assembly
-    in:  TinkerPolicy(sampling_client) plays our agent; PolicyCompleter(policy) plays the cookbook's environments
+    in:  TinkerPolicy(sampling_client) plays our agent; PolicyCompleter(policy) samples for the cookbook's rollouts;
+         CookbookEnvironment(make_env) is an environment of the cookbook for our manager
 
 Invariant: a datum has the tokens, mask, logprobs and advantages of one row, shifted by one as tinker takes them.
 tinker and its cookbook are imported when a function needs them.
@@ -9,7 +10,7 @@ tinker and its cookbook are imported when a function needs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn, packed_tokens
-from rollouts.errors import ConfigError
-from rollouts.inference.base import Policy, ServerInfo
-from rollouts.integrations.replies import check_budget, check_sampling, completion_of
+from rollouts.dtypes import Completion, Prompt, SamplingParams, TokenColumn, packed_tokens
+from rollouts.environments.adapters.calls import call, numbers_of
+from rollouts.errors import ConfigError, ContextOverflow
+from rollouts.inference.base import Policy
+from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import by_rollout, check_fields, reward_of, split
+from rollouts.training.rows import by_rollout, reward_of, row_columns
 from rollouts.training.types import Sample
 
-__all__ = ["PolicyCompleter", "TinkerPolicy", "datum_columns", "to_datums", "to_trajectory_group", "write_batch"]
-
-_NO_FIELD = ("min_p", "min_new_tokens", "repetition_penalty")
+__all__ = [
+    "CookbookEnvironment",
+    "PolicyCompleter",
+    "TinkerPolicy",
+    "datum_columns",
+    "to_datums",
+    "to_trajectory_group",
+    "write_batch",
+]
 
 
 def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any]]:
@@ -43,16 +52,10 @@ def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs, or a field that a datum has no place for.
     """
-    check_fields(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs")
-    row = split(sample)
-    p, n = len(row.prompt), len(row.prompt) + len(row.response)
-    mask = np.zeros(n, np.float32)
-    logprobs = np.zeros(n, np.float32)
-    mask[p:], logprobs[p:] = row.mask, row.logprobs
-    own = sample.advantage_column
-    advantages = mask * (np.float32(advantage) if own is None else own[:n])
-    tokens = np.concatenate([row.prompt, row.response]).astype(np.int64)
-    shifted = {"logprobs": logprobs[1:], "advantages": advantages[1:], "mask": mask[1:]}
+    row = row_columns(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs")
+    tokens, mask, own = row.tokens.astype(np.int64), row.mask.astype(np.float32), sample.advantage_column
+    advantages = mask * (np.float32(advantage) if own is None else own[: len(mask)])
+    shifted = {"logprobs": row.logprobs[1:], "advantages": advantages[1:], "mask": mask[1:]}
     return {"model_input": tokens[:-1], "target_tokens": tokens[1:], **shifted}
 
 
@@ -108,14 +111,12 @@ def _transitions(sample: Sample) -> list[Any]:
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.types import Transition
 
-    check_fields(sample, "the cookbook's Trajectory", "loss_multiplier", "teacher_log_probs", "advantages")
-    split(sample)
-    tokens, logprobs = sample.token_column.tolist(), sample.logprob_column
-    assert logprobs is not None  # split has checked it
+    row = row_columns(sample, "the cookbook's Trajectory", "loss_multiplier", "teacher_log_probs", "advantages")
+    tokens = row.tokens.tolist()
     transitions = []
     for one in sample.completions:
         stop = "length" if one.finish_reason == "length" else "stop"
-        action = TokensWithLogprobs(tokens[one.start : one.stop], logprobs[one.start : one.stop].tolist(), stop)
+        action = TokensWithLogprobs(tokens[one.start : one.stop], row.logprobs[one.start : one.stop].tolist(), stop)
         transitions.append(Transition(ob=_model_input(tokens[: one.start]), ac=action, reward=0.0, episode_done=False))
     return transitions
 
@@ -126,32 +127,26 @@ def _model_input(tokens: list[int]) -> Any:
     return tinker.ModelInput.from_ints(tokens)
 
 
-class TinkerPolicy:
+class TinkerPolicy(TrainerPolicy):
     """A policy over a ``tinker.SamplingClient``, which samples from one set of weights: those with number ``version``.
 
     ``max_context`` is the context of the model, if known.
     """
 
+    trainer = "tinker"
+    unsupported = ("min_p", "min_new_tokens", "repetition_penalty")
+
     def __init__(self, client: Any, *, version: int, max_context: int | None = None) -> None:
         self.client, self.version, self.max_context = client, version, max_context
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
         import tinker
 
-        check_sampling(sampling, "tinker's SamplingParams", *_NO_FIELD)
         if sampling.stop and stop_token_ids:
-            raise ConfigError.of(
-                "SamplingParams.stop", sampling.stop, f"none: tinker takes these or ids, {stop_token_ids}"
-            )
-        check_budget(tokens, sampling, self.max_context)
+            expected = f"none: tinker takes these or ids, {stop_token_ids}"
+            raise ConfigError.of("SamplingParams.stop", sampling.stop, expected)
         asked = tinker.SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -161,22 +156,40 @@ class TinkerPolicy:
             stop=[*stop_token_ids] if stop_token_ids else [*sampling.stop] or None,
         )
         response = await self.client.sample(_model_input(tokens.tolist()), 1, asked)
-        (sequence,) = response.sequences
-        return completion_of(
-            tokens,
-            sequence.tokens,
-            sequence.logprobs,
-            trainer="tinker",
-            budget=sampling.max_new_tokens,
-            stopped_by=sequence.stop_reason,
-            version=self.version,
-        )
+        (one,) = response.sequences
+        return Reply(tokens=one.tokens, logprobs=one.logprobs, stopped_by=one.stop_reason, version=self.version)
 
-    async def describe(self) -> ServerInfo:
-        return ServerInfo(version="tinker", weight_version=str(self.version), max_context=self.max_context)
 
-    async def aclose(self) -> None:
-        return None
+class CookbookEnvironment:
+    """One episode of an ``Env`` of the cookbook, for :func:`~.token_episodes.generate_token_batch`.
+
+    Args:
+        make_env: called with the prompt to create the ``Env``.
+    """
+
+    def __init__(self, make_env: Callable[[Prompt], Any]) -> None:
+        self.make_env = make_env
+
+    async def start(self, prompt: Prompt) -> Observation:
+        from tinker_cookbook.rl.types import InitialObservationOverflow
+
+        self.env = await call(self.make_env, prompt)
+        opening = await self.env.initial_observation()
+        if isinstance(opening, InitialObservationOverflow):
+            raise ContextOverflow(f"the opening is longer than {type(self.env).__name__} allows: {opening.logs}")
+        return Observation(opening[0].to_ints(), opening[1])
+
+    async def step(self, reply: Completion) -> Observation:
+        reason = "length" if reply.finish_reason == "length" else "stop"
+        result = await self.env.step(reply.tokens.tolist(), extra={"stop_reason": reason})
+        if result.metrics.get("parse_error_masked"):
+            expected = "none: a sampled reply is trained; leave mask_error_turns of ParseErrorPolicy off"
+            raise ConfigError.of("metrics['parse_error_masked']", result.metrics["parse_error_masked"], expected)
+        numbers = numbers_of(result.metrics, "StepResult.metrics")
+        if result.episode_done:
+            return Observation(done=True, reward=result.reward, metrics=numbers)
+        tokens = result.next_observation.to_ints()
+        return Observation(tokens, result.next_stop_condition, reward=result.reward, metrics=numbers)
 
 
 class PolicyCompleter:

@@ -1,8 +1,9 @@
 """Law 8 on a stored run: each stored logprob is that of the weights that its token names.
 
 Invariant: every sampled token of the run is compared with a teacher-forced forward pass of the weights of its version,
-under the temperature with which the run sampled. Tokens of a version without weights are refused before any comparison.
-The comparison finds what laws 1 to 5 cannot: a prefix that was cached under other weights, a server that changed
+under the distribution that the record of its completion names; ``run.json`` names it only for completions that do not.
+Tokens of a version without weights, or of a distribution that weights alone do not give, are refused before any
+comparison. It finds what laws 1 to 5 cannot: a prefix that was cached under other weights, a server that changed
 unseen, a run that was continued on another model. It needs the extra ``engine``.
 
 This module knows no server.
@@ -10,18 +11,21 @@ This module knows no server.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import JOURNAL, read_info, read_rows
+from rollouts.runs.folder import JOURNAL, Row, read_info, read_rows
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.settings import recorded_settings
 from rollouts.training.sample_laws import LAWS, Violation
+from rollouts.training.types import Sample
 
 __all__ = ["TOLERANCES", "LogprobReport", "VersionReport", "check_logprobs"]
 
@@ -53,7 +57,8 @@ class LogprobReport:
 
     dtype: str
     tolerance: float
-    temperature: float
+    temperatures: list[float]
+    """Those of the run's completions, ascending."""
     versions: list[VersionReport]
     violations: list[Violation] = attrs.field(factory=list)
     """One for each version with differences, at its largest."""
@@ -66,7 +71,8 @@ class LogprobReport:
         beyond = sum(version.beyond for version in self.versions)
         verdict = f"{beyond} violations" if beyond else "holds"
         compared = f"{sum(version.tokens for version in self.versions)} tokens compared"
-        how = f"{self.dtype}, temperature {self.temperature:g}, tolerance {self.tolerance:g}"
+        temperatures = ", ".join(f"{one:g}" for one in self.temperatures)
+        how = f"{self.dtype}, temperature {temperatures}, tolerance {self.tolerance:g}"
         return "\n".join([f"law 8 ({LAWS[8]}): {verdict}, {compared} ({how})", *(f"  {one}" for one in self.versions)])
 
 
@@ -82,28 +88,35 @@ def check_logprobs(
         tolerance: largest difference of a logprob; by default that of :data:`TOLERANCES`.
 
     Raises:
-        ConfigError: there is no run, a version has no folder, a folder does not load, or the run does not name one
-            temperature.
+        ConfigError: there is no run, a version has no folder, a folder does not load, or neither a completion nor the
+            run names its temperature; or its logprobs are of the truncated distribution (``processed``).
     """
     from rollouts.engine.teacher import Teacher, dtype_of  # here: it imports torch
 
-    temperature = _temperature(Path(run))
-    reports = _versions(run, models)
+    samplings = _Samplings(Path(run))
+    reports = _versions(run, models, samplings)
     if dtype is None:
         dtype = dtype_of(next(iter(models.values())))
     if dtype not in TOLERANCES:
         raise ConfigError.of("--dtype", dtype, f"one of {', '.join(TOLERANCES)}")
     report = LogprobReport(
-        dtype, TOLERANCES[dtype] if tolerance is None else tolerance, temperature, list(reports.values())
+        dtype,
+        TOLERANCES[dtype] if tolerance is None else tolerance,
+        sorted(samplings.temperatures),
+        list(reports.values()),
     )
     for folder in dict.fromkeys(version.folder for version in reports.values()):
-        _compare(Path(run), folder, Teacher(folder, dtype), reports, report)
+        _compare(Path(run), folder, Teacher(folder, dtype), reports, report, samplings)
     return report
 
 
-def _versions(run: str | Path, models: Mapping[str | None, Path]) -> dict[str, VersionReport]:
-    """An empty report for each version in the run, in the order of its first token."""
-    names = dict.fromkeys(span.version for row in read_rows(run, "all") for span in row.sample().versions)
+def _versions(run: str | Path, models: Mapping[str | None, Path], samplings: _Samplings) -> dict[str, VersionReport]:
+    """An empty report for each version in the run, in the order of its first token; checks every completion."""
+    names: dict[str, None] = {}
+    for row in read_rows(run, "all"):
+        sample = row.sample()
+        samplings.scales(sample, row)
+        names |= dict.fromkeys(span.version for span in sample.versions)
     missing = [name for name in names if name not in models and None not in models]
     if missing:
         expected = f"a folder for each version of the run, also for {', '.join(f'{name}=DIR' for name in missing)}"
@@ -112,7 +125,12 @@ def _versions(run: str | Path, models: Mapping[str | None, Path]) -> dict[str, V
 
 
 def _compare(
-    run: Path, folder: Path, teacher: Any, reports: Mapping[str, VersionReport], report: LogprobReport
+    run: Path,
+    folder: Path,
+    teacher: Any,
+    reports: Mapping[str, VersionReport],
+    report: LogprobReport,
+    samplings: _Samplings,
 ) -> None:
     worst: dict[str, Violation] = {}
     for row in read_rows(run, "all"):
@@ -126,7 +144,7 @@ def _compare(
             expected = f"a model with the id {int(tokens.max())}, which is in {row}; it has {teacher.vocab_size} ids"
             raise ConfigError.of("--model", str(folder), expected)
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-        exact = teacher.logprobs(tokens, positions, report.temperature or 1.0)
+        exact = teacher.logprobs(tokens, positions, samplings.scales(sample, row)[positions])
         differences = np.abs(stored[positions] - exact)
         first = 0
         for span in spans:
@@ -149,27 +167,72 @@ def _compare(
     report.violations += [worst[name] for name, of in reports.items() if name in worst and of.beyond]
 
 
-def _temperature(run: Path) -> float:
-    """The temperature of the run's logprobs: that of its sampling; greedy tokens have that of 1.
+@attrs.define
+class _Samplings:
+    """How the completions of a run were sampled."""
 
-    Raises:
-        ConfigError: the run does not name it, was resumed with another one, or its server is neither SGLang nor vLLM.
-    """
-    info = read_info(run)
-    endpoint = info.get("endpoint") or {}
-    provider = endpoint.get("provider", "sglang")
-    if provider not in ("sglang", "vllm"):
-        expected = "sglang or vllm, whose logprobs are known"
-        raise ConfigError.of(f"{run / 'run.json'}, endpoint.provider", provider, expected)
-    settings = [start.get("settings") or {} for start in _starts(run)] or [info.get("settings") or {}]
-    samplings = [start.get("sampling") or recorded_settings(info).get("sampling") or {} for start in settings]
-    found = {0.0 if sampling.get("top_k") == 1 else sampling.get("temperature") for sampling in samplings}
-    value = found.pop() if len(found) == 1 else sorted(map(str, found))
-    if not isinstance(value, int | float):
-        raise ConfigError.of(
-            f"{run / 'run.json'}, settings.sampling.temperature", value, "one number for the whole run"
-        )
-    return float(value)
+    run: Path
+    temperatures: set[float] = attrs.field(factory=set, init=False)
+    """Those of the completions so far; 0 for greedy ones."""
+
+    def scales(self, sample: Sample, row: Row) -> npt.NDArray[np.float64]:
+        """What the logits of each sampled token are divided by: its temperature, 1 if it is greedy or raw, ``[n]``.
+
+        Raises:
+            ConfigError: neither the completion nor the run names it, or it is of the truncated distribution.
+        """
+        column = np.zeros(len(sample))
+        for number, one in enumerate(sample.completions):
+            if one.logprobs_of == "processed":
+                expected = "raw or tempered: top-k, top-p and min-p of a completion are not recorded"
+                raise ConfigError.of(f"{row}, completions[{number}].logprobs_of", one.logprobs_of, expected)
+            if one.logprobs_of is None:
+                self._check_provider()
+            temperature = self._of_run if one.temperature is None else 0.0 if self._greedy else one.temperature
+            self.temperatures.add(temperature)
+            column[one.start : one.stop] = 1.0 if one.logprobs_of == "raw" else temperature or 1.0
+        rest = sample.mask_column & (column == 0)
+        if rest.any():
+            self._check_provider()
+            self.temperatures.add(self._of_run)
+            column[rest] = self._of_run or 1.0
+        return column
+
+    @functools.cached_property
+    def _recorded(self) -> list[dict[str, Any]]:
+        """The sampling parameters of each start of the run."""
+        info = read_info(self.run)
+        settings = [start.get("settings") or {} for start in _starts(self.run)] or [info.get("settings") or {}]
+        return [start.get("sampling") or recorded_settings(info).get("sampling") or {} for start in settings]
+
+    @functools.cached_property
+    def _greedy(self) -> bool:
+        """Whether each start sampled with ``top_k=1``, at which servers ignore the temperature."""
+        return all(sampling.get("top_k") == 1 for sampling in self._recorded)
+
+    @functools.cached_property
+    def _of_run(self) -> float:
+        """The temperature of completions without one, as in runs of earlier versions.
+
+        Raises:
+            ConfigError: the run does not name it, or was resumed with another one.
+        """
+        found = {0.0 if sampling.get("top_k") == 1 else sampling.get("temperature") for sampling in self._recorded}
+        value = found.pop() if len(found) == 1 else sorted(map(str, found))
+        if not isinstance(value, int | float):
+            name = f"{self.run / 'run.json'}, settings.sampling.temperature"
+            raise ConfigError.of(name, value, "one number for the whole run")
+        return float(value)
+
+    def _check_provider(self) -> None:
+        """Check that logprobs whose distribution is not recorded are of a server whose distribution is known."""
+        if self._provider not in ("sglang", "vllm"):
+            expected = "sglang or vllm, whose logprobs are known"
+            raise ConfigError.of(f"{self.run / 'run.json'}, endpoint.provider", self._provider, expected)
+
+    @functools.cached_property
+    def _provider(self) -> Any:
+        return (read_info(self.run).get("endpoint") or {}).get("provider", "sglang")
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:

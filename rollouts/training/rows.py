@@ -9,6 +9,7 @@ Pure numpy. This module knows no trainer; the adapters of ``rollouts.integration
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import attrs
@@ -21,14 +22,18 @@ from rollouts.training.types import Sample, Status, by_rollout
 from rollouts.validators import finite, is_int
 
 __all__ = [
+    "Columns",
     "Row",
     "by_rollout",
     "check_fields",
+    "check_one_branch",
     "int_version",
     "reward_of",
+    "row_columns",
     "segments",
     "split",
     "trimmed",
+    "turn_column",
     "version_column",
 ]
 
@@ -46,6 +51,32 @@ class Row(NamedTuple):
     """Their logprobs, 0 on context, float32 ``[r]``."""
 
 
+class Columns(NamedTuple):
+    """The columns of a row, as wide as its tokens. The arrays are read-only views."""
+
+    tokens: TokenColumn
+    """int32 ``[n]``."""
+    mask: npt.NDArray[np.bool_]
+    """Which of them were sampled, ``[n]``."""
+    logprobs: LogprobColumn
+    """Their logprobs, 0 on context, float32 ``[n]``."""
+
+
+def row_columns(sample: Sample, trainer: str, *lacking: str) -> Columns:
+    """The columns of ``trimmed(sample)``, of a sample that a trainer can take.
+
+    Args:
+        sample: any sample.
+        trainer: as for :func:`check_fields`.
+        *lacking: as for :func:`check_fields`.
+
+    Raises:
+        ConfigError: as :func:`split` and :func:`check_fields`.
+    """
+    check_fields(sample, trainer, *lacking)
+    return _checked(sample)[0]
+
+
 def split(sample: Sample) -> Row:
     """Split a sample at its first sampled token, without its unanswered end. The arrays are read-only views.
 
@@ -53,6 +84,12 @@ def split(sample: Sample) -> Row:
         ConfigError: the rollout failed or was aborted, or the sample has no sampled token, no prompt token, or no
             logprobs.
     """
+    (tokens, mask, logprobs), start = _checked(sample)
+    return Row(tokens[:start], tokens[start:], mask[start:], logprobs[start:])
+
+
+def _checked(sample: Sample) -> tuple[Columns, int]:
+    """The columns of a row, and the position of its first sampled token."""
     if sample.status in (Status.FAILED, Status.ABORTED):
         raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
     tokens, mask, logprobs = sample.columns
@@ -62,7 +99,7 @@ def split(sample: Sample) -> Row:
     if logprobs is None or not np.isfinite(logprobs).all():
         got = None if logprobs is None else "not all finite"
         raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a logprob for each sampled token")
-    return Row(tokens[:start], tokens[start:stop], mask[start:stop], logprobs[start:stop])
+    return Columns(tokens[:stop], mask[:stop], logprobs[:stop]), start
 
 
 def trimmed(sample: Sample) -> Sample:
@@ -98,6 +135,26 @@ def segments(sample: Sample) -> list[tuple[int, int, bool]]:
     mask = sample.mask_column[:stop]
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), stop]
     return [(start, end, bool(mask[start])) for start, end in itertools.pairwise(edges)]
+
+
+def turn_column(sample: Sample) -> npt.NDArray[np.int32]:
+    """The number of the turn that sampled each token of ``trimmed(sample)``, -1 on context, int32 ``[n]``.
+
+    A completion that goes on in a turn has its number. Without completions each run of the mask is a turn.
+
+    Raises:
+        ConfigError: it has no sampled token.
+    """
+    runs = segments(sample)
+    column = np.full(runs[-1][1], -1, np.int32)
+    turn = -1
+    for record in sample.completions:
+        turn += not record.continues
+        column[record.start : record.stop] = turn
+    if not sample.completions:
+        for turn, (start, stop, _) in enumerate(run for run in runs if run[2]):
+            column[start:stop] = turn
+    return column
 
 
 def version_column(sample: Sample, version: int | None = None) -> npt.NDArray[np.int64]:
@@ -136,6 +193,18 @@ def int_version(sample: Sample, version: int | None = None) -> int:
     """
     column = version_column(sample, version)
     return int(column[column >= 0].min())
+
+
+def check_one_branch(samples: Sequence[Sample], trainer: str) -> None:
+    """Check that no rollout has several branches, for a trainer that takes one row a rollout.
+
+    Raises:
+        ConfigError: one forks.
+    """
+    for branches in by_rollout(samples):
+        if len(branches) > 1:
+            expected = f"one row for each rollout: {trainer} takes no forks"
+            raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
 
 
 def reward_of(sample: Sample) -> float:

@@ -102,6 +102,15 @@ async def test_sequences_of_a_session_have_one_route() -> None:
     assert session.key not in "".join((*names, *routes))
 
 
+async def test_a_completion_has_the_temperature_of_the_run() -> None:
+    """Trainers that divide logits by it, and the check of logprobs, read it from the record."""
+    policy = ScriptedPolicy(replies("It is hot."))
+    async with session_of(policy, sampling=SamplingParams(max_new_tokens=64, temperature=0.7)) as session:
+        await ask(session, "Look!")
+    (branch,) = session.branches()
+    assert [one.temperature for one in branch.completions] == [0.7]
+
+
 async def test_results_in_another_order_are_put_in_the_order_of_the_calls() -> None:
     """Parallel results that come in the order of their completion are bridged in the order of the calls."""
     requests = []

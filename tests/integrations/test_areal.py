@@ -13,11 +13,11 @@ import pytest
 
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure
-from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors, turn_column
+from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
 from rollouts.training import Sample
-from rollouts.training.rows import trimmed, version_column
-from rollouts.trajectory import CompletionRecord
-from tests.integrations.trainer_rows import grouped_samples
+from rollouts.training.rows import row_columns, trimmed, turn_column, version_column
+from tests.integrations.verl_recipe import PLAYED
+from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
 
 needs_areal = pytest.mark.skipif(
     importlib.util.find_spec("areal") is None, reason="scripts/test --trainers areal runs it"
@@ -64,19 +64,6 @@ def test_what_the_agent_does_not_send_is_refused(fields: dict[str, Any], options
     """When the workflow is made, not in each rollout."""
     with pytest.raises(ConfigError, match=message):
         Workflow(hyperparameters(**fields), "tokenizer", **{"recipe": "calculator", **options})
-
-
-def test_turn_ids_are_the_turns_of_the_completions() -> None:
-    """-1 on context; a completion that goes on in a turn has its number; without completions the runs count."""
-    records = [
-        CompletionRecord("a", 1, 3, "stop", 0, 0, 0.1),
-        CompletionRecord("b", 4, 5, "stop", 0, 0, 0.1, continues=True),
-        CompletionRecord("c", 6, 8, "stop", 0, 0, 0.1),
-    ]
-    sample = Sample(tokens=[*range(9)], loss_mask=[0, 1, 1, 0, 1, 0, 1, 1, 0], completions=records)
-    assert turn_column(sample).tolist() == [-1, 0, 0, -1, 0, -1, 1, 1]
-    sample.completions = []
-    assert turn_column(sample).tolist() == [-1, 0, 0, -1, 1, -1, 2, 2]
 
 
 async def test_a_paused_engine_gets_no_request() -> None:
@@ -132,7 +119,7 @@ def test_samples_are_tensors(compared: Callable[..., None]) -> None:
     """Un-padded they are ours, forks included; each branch is a row of the dict of its rollout."""
     from areal.infra.workflow_executor import check_trajectory_format
 
-    samples = grouped_samples(forks=True)
+    samples = scored_groups(forks=True)
     data = to_tensors(samples)
     assert check_trajectory_format(data, batch_size=len(samples))
     worst = 0.0
@@ -145,14 +132,14 @@ def test_samples_are_tensors(compared: Callable[..., None]) -> None:
         assert row["turn_ids"][real].tolist() == turn_column(sample).tolist()
         assert (row["loss_mask"][real][-1], row["rewards"]) == (1, sample.reward)
         worst = max(worst, float(np.abs(row["logprobs"][real] - np.array(ours.rollout_log_probs)).max()))
-    compared("AReaL 1.0.4", "out", "tensors: ids, mask, logprobs, versions, turns, reward", worst)
+    compared("AReaL 1.0.4", "b", "tensors: ids, mask, logprobs, versions, turns, reward", worst)
 
 
 @trainer_test
 @pytest.mark.parametrize("fields", [{"reward": None}, {"loss_multiplier": 0.5}, {"status": "failed"}, {"versions": []}])
 def test_a_sample_that_areal_cannot_take_is_refused(fields: dict[str, Any]) -> None:
     """By name; a version for all tokens can be given."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     for name, value in fields.items():
         setattr(sample, name, value)
     with pytest.raises(ConfigError, match=next(iter(fields))):
@@ -183,15 +170,18 @@ def trained_advantages(actor: Any, groups: Sequence[Sequence[Sample]]) -> list[A
 
 @trainer_test
 def test_areals_advantages_are_ours(actor: Any, compared: Callable[..., None]) -> None:
-    """The real ``PPOActor``, normalised by group: each trained token has our advantage. Epsilons: 1e-5, ours 1e-6."""
+    """The real ``PPOActor``, normalised by group: each trained token has our advantage, but for its epsilon."""
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples(4, 4)
+    samples = scored_groups(4, 4)
     groups = [samples[start : start + 4] for start in range(0, 16, 4)]
     rows = trained_advantages(actor, groups)
-    worst = max(float(np.abs(row - own).max()) for row, own in zip(rows, group_advantages(samples), strict=True))
+    deviations = [float(np.std([one.reward for one in members], ddof=1)) for members in groups for _ in members]
+    ours = [own * (std + 1e-6) / (std + 1e-5) for own, std in zip(group_advantages(samples), deviations, strict=True)]
+    worst = max(float(np.abs(row - own).max()) for row, own in zip(rows, ours, strict=True))
     assert [len(row) for row in rows] == [sample.sampled_tokens for sample in samples]
-    compared("AReaL 1.0.4", "out", "PPOActor.compute_advantages and ours", worst, within=5e-5, note="its epsilon, 1e-5")
+    what = "PPOActor.compute_advantages and ours, with its epsilon of 1e-5"
+    compared("AReaL 1.0.4", "b", what, worst, within=1e-6, note="float32 there")
 
 
 @trainer_test
@@ -201,7 +191,7 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(actor: Any) -> None:
 
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples(1, 4, tails=False)
+    samples = scored_groups(1, 4, tails=False)
     data = to_tensors(samples)
     tail = {"input_ids": 7, "loss_mask": 0, "logprobs": 0, "versions": -1, "turn_ids": -1, "attention_mask": 1}
     longer = {
@@ -214,6 +204,52 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(actor: Any) -> None:
     (done,) = actor.compute_advantages([longer])
     trained = longer["loss_mask"][row][:width].bool()
     assert done["advantages"][row][:width][trained].abs().max() == 0
+
+
+class TinyEngine:
+    """AReaL's training engine around a tiny model: what ``PPOActor.ppo_update`` calls."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.model = tiny_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self) -> None:
+        return None
+
+    def get_version(self) -> int:
+        return 3
+
+    def logprobs(self, ids: Any) -> Any:
+        """The logprob of the token after each position, as AReaL aligns them."""
+        return token_logprobs(self.model, ids.long()).roll(-1, dims=-1)
+
+    def train_batch(self, batch: dict[str, Any], loss_fn: Any, loss_weight_fn: Any) -> dict[str, float]:
+        logprobs = self.logprobs(batch["input_ids"])
+        loss = loss_fn(logprobs, logprobs.detach() * 0, batch)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.item()}
+
+
+@trainer_test
+def test_one_step_of_ppo_update_follows_the_advantages(compared: Callable[..., None]) -> None:
+    """The real ``PPOActor`` on our tensors and a tiny model: good rollouts become likelier."""
+    from areal.api.cli_args import NormConfig, PPOActorConfig
+    from areal.trainer.ppo.actor import PPOActor
+
+    norm = NormConfig(mean_level="group", std_level="group", group_size=4)
+    config = PPOActorConfig(reward_norm=norm, adv_norm=None, kl_ctl=0, ppo_n_minibatches=1)
+    engine = TinyEngine()
+    samples = scored_groups(4, 4)
+    (data,) = PPOActor(config, engine=engine).compute_advantages([to_tensors(samples)])
+    before = engine.logprobs(data["input_ids"]).detach()
+    weights = data["advantages"] * data["loss_mask"]
+    ids = data["input_ids"]
+    PPOActor(config, engine=engine).ppo_update([{**data, "logprobs": before, "prox_logp": before}])
+    assert float(((engine.logprobs(ids) - before) * weights).sum()) > 0
+    compared("AReaL 1.0.4", "step", "one step of PPOActor.ppo_update follows the advantages", 0.0, note="tiny model")
 
 
 # -- our agent inside AReaL --------------------------------------------------------------------------------------------
@@ -254,14 +290,16 @@ def test_the_calculator_recipe_through_areals_executor(
         inference=inference,
         prompt_key="prompt",
         recipe="calculator",
+        reward="tests.integrations.verl_recipe:kept",
         limits={"max_turns": 3},
     )
+    PLAYED.clear()
     for number in range(2):
         prompt = [{"role": "user", "content": f"What is 12 + {number}?"}]
         engine.submit({"prompt": prompt, "answer": str(12 + number)}, workflow=workflow, group_size=2)
     results = engine.wait(count=2, timeout=120)
     assert workflow.failures == {}
-    teacher, worst, turns = Teacher(DEMO_MODEL, "float32"), 0.0, 0
+    teacher, worst, turns, rows = Teacher(DEMO_MODEL, "float32"), 0.0, 0, []
     for data in results:
         assert data["input_ids"].shape[0] == 2
         for row in range(2):
@@ -274,8 +312,12 @@ def test_the_calculator_recipe_through_areals_executor(
             assert (one["turn_ids"][real] >= 0).tolist() == mask.tolist()
             turns = max(turns, int(one["turn_ids"][real].max()) + 1)
             ids = one["input_ids"][real]
+            rows.append([ids.tolist(), mask.tolist(), one["logprobs"][real].tolist(), float(one["rewards"])])
             exact = teacher.logprobs(ids, np.flatnonzero(mask), 1.0)
             worst = max(worst, float(np.abs(exact - one["logprobs"][real][mask]).max()))
     assert turns > 1
+    played = [(row_columns(sample, "AReaL"), sample.reward) for sample in PLAYED]
+    assert sorted(rows) == sorted([*[column.tolist() for column in columns], reward] for columns, reward in played)
+    compared("AReaL 1.0.4", "a", f"calculator through its executor ({inference}): ids, mask, logprobs, reward", 0.0)
     what = f"calculator through its executor ({inference}): logprobs and a forward pass"
-    compared("AReaL 1.0.4", "in", what, worst, within=1e-3, note="server: our engine; float32")
+    compared("AReaL 1.0.4", "a", what, worst, within=1e-3, note="server: our engine; float32")

@@ -17,7 +17,6 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 from rollouts.training.batch import group_advantages
 from rollouts.training.rows import split, trimmed
-from tests.integrations.trainer_rows import grouped_samples
 from tests.trainer_samples import scored_groups
 
 
@@ -39,7 +38,7 @@ def test_a_trainer_that_is_not_installed_is_named(trainer: str, tmp_path: Path) 
     """With the page that says how to install it; nothing is left at OUT."""
     if importlib.util.find_spec(str(EXPORTERS[trainer].package)) is not None:
         pytest.skip(f"{trainer} is installed")
-    run = stored(tmp_path / "run", [grouped_samples(1, 2)])
+    run = stored(tmp_path / "run", [scored_groups(1, 2)])
     with pytest.raises(ConfigError, match=rf"--to: got '{trainer}'.*docs/trainers/{trainer}\.md"):
         export_batches(run, tmp_path / "out", trainer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
@@ -48,7 +47,7 @@ def test_a_trainer_that_is_not_installed_is_named(trainer: str, tmp_path: Path) 
 @pytest.mark.parametrize("present", ["a file", "a folder with others", "an earlier export"])
 def test_an_existing_output_is_kept(present: str, tmp_path: Path) -> None:
     """OUT is a folder that is new or empty; ``--overwrite`` replaces only what an export wrote."""
-    run, out = stored(tmp_path / "run", [grouped_samples(1, 2)]), tmp_path / "out"
+    run, out = stored(tmp_path / "run", [scored_groups(1, 2)]), tmp_path / "out"
     if present == "a file":
         out.write_text("mine")
     else:
@@ -60,7 +59,7 @@ def test_an_existing_output_is_kept(present: str, tmp_path: Path) -> None:
 
 def test_a_trainer_takes_whole_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other outcomes are refused by the command, as for slime."""
-    run = stored(tmp_path / "run", [grouped_samples(1, 2)])
+    run = stored(tmp_path / "run", [scored_groups(1, 2)])
     assert main(["export", str(run), "--to", "verl", str(tmp_path / "out"), "--outcome", "all"]) == 2
     assert "--outcome: got 'all'; expected \"kept\" with --to verl" in capsys.readouterr().err
 
@@ -72,7 +71,7 @@ def test_areal_reads_a_batch(tmp_path: Path, compared: Callable[..., None]) -> N
     """A list of dicts, one for each group, forks included."""
     import torch
 
-    samples = grouped_samples(2, 3, forks=True)
+    samples = scored_groups(2, 3, forks=True)
     (file, _) = export_batches(stored(tmp_path / "run", [samples, samples]), tmp_path / "out", "areal")
     rows = [
         {name: tensor[row].numpy() for name, tensor in group.items()}
@@ -95,7 +94,7 @@ def test_verl_reads_a_batch(tmp_path: Path, compared: Callable[..., None]) -> No
     """A ``DataProto``; a batch with forks is refused, and leaves no file."""
     from verl import DataProto
 
-    samples = grouped_samples(2, 3)
+    samples = scored_groups(2, 3)
     (file,) = export_batches(stored(tmp_path / "run", [samples]), tmp_path / "out", "verl")
     data = DataProto.load_from_disk(str(file))
     worst = 0.0
@@ -108,7 +107,7 @@ def test_verl_reads_a_batch(tmp_path: Path, compared: Callable[..., None]) -> No
         worst = max(worst, float(np.abs(batch["rollout_log_probs"][ends].numpy() - row.logprobs).max()))
     assert data.non_tensor_batch["uid"].tolist() == [str(sample.group_index) for sample in samples]
     compared("verl 0.9.1", "export", "a batch read back", worst)
-    forked = stored(tmp_path / "forked", [grouped_samples(2, 3, forks=True)])
+    forked = stored(tmp_path / "forked", [scored_groups(2, 3, forks=True)])
     with pytest.raises(ConfigError, match="no forks in v0"):
         export_batches(forked, tmp_path / "refused", "verl")
     assert not (tmp_path / "refused").exists()
@@ -125,7 +124,7 @@ def columns_of(sample: Sample) -> tuple[list[int], list[int], list[float]]:
 @pytest.mark.parametrize("forks", [False, True])
 def test_tinker_lines_are_the_rows_of_a_batch(tmp_path: Path, forks: bool) -> None:
     """Every datum's columns, un-shifted, and the advantages of the batch."""
-    samples = grouped_samples(2, 3, forks=forks)
+    samples = scored_groups(2, 3, forks=forks)
     (file,) = export_batches(stored(tmp_path / "run", [samples]), tmp_path / "out", "tinker")
     lines = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
     for line, sample, advantage in zip(lines, samples, group_advantages(samples), strict=True):
@@ -138,7 +137,7 @@ def test_tinker_lines_are_the_rows_of_a_batch(tmp_path: Path, forks: bool) -> No
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_skyrl_object_has_the_rows_of_a_batch(tmp_path: Path, forks: bool) -> None:
     """Step-wise where rollouts fork; the ids of trajectories are the groups."""
-    samples = grouped_samples(2, 3, forks=forks)
+    samples = scored_groups(2, 3, forks=forks)
     (file,) = export_batches(stored(tmp_path / "run", [samples]), tmp_path / "out", "skyrl")
     output = msgspec.json.decode(file.read_bytes())
     for number, sample in enumerate(samples):
@@ -154,14 +153,14 @@ def test_a_skyrl_object_has_the_rows_of_a_batch(tmp_path: Path, forks: bool) -> 
 
 def test_openrlhf_lines_are_the_rows_of_a_batch(tmp_path: Path) -> None:
     """A response each; a batch with forks is refused, and leaves no file."""
-    samples = grouped_samples(2, 3)
+    samples = scored_groups(2, 3)
     (file,) = export_batches(stored(tmp_path / "run", [samples]), tmp_path / "out", "openrlhf")
     for line, sample in zip(map(msgspec.json.decode, file.read_bytes().splitlines()), samples, strict=True):
         tokens, mask, logprobs = columns_of(sample)
         assert (line["observation_tokens"], line["rollout_log_probs"]) == (tokens, logprobs)
         assert sum(stop - start for start, stop in line["action_ranges"]) == sum(mask)
         assert line["reward"] == sample.reward
-    forked = stored(tmp_path / "forked", [grouped_samples(2, 3, forks=True)])
+    forked = stored(tmp_path / "forked", [scored_groups(2, 3, forks=True)])
     with pytest.raises(ConfigError, match="no forks"):
         export_batches(forked, tmp_path / "refused", "openrlhf")
     assert not (tmp_path / "refused").exists()
@@ -170,7 +169,7 @@ def test_openrlhf_lines_are_the_rows_of_a_batch(tmp_path: Path) -> None:
 def test_a_nemo_file_has_the_rows_of_a_batch(tmp_path: Path) -> None:
     """``torch.load`` with weights only: message logs, rewards, the oldest version; forks are refused."""
     torch = pytest.importorskip("torch")
-    samples = grouped_samples(2, 3)
+    samples = scored_groups(2, 3)
     (file,) = export_batches(stored(tmp_path / "run", [samples]), tmp_path / "out", "nemo")
     batch = torch.load(file, weights_only=True)
     for log, sample in zip(batch["message_log"], samples, strict=True):

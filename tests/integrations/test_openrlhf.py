@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Limits, SamplingParams, packed_tokens
+from rollouts.dtypes import Endpoint, Limits, Prompt, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
-from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused
 from rollouts.integrations.episodes import Episodes
-from rollouts.integrations.openrlhf import OpenRLHFPolicy, execute, to_response
+from rollouts.integrations.openrlhf import AgentInstanceEnvironment, OpenRLHFPolicy, execute, to_response
+from rollouts.integrations.token_episodes import generate_token_batch
 from rollouts.renderer import load_tokenizer
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Status
-from tests.trainer_samples import columns, scored_groups
+from rollouts.training.batch import group_advantages
+from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
 
 
 def test_a_response_is_the_row_with_the_ranges_of_its_replies() -> None:
@@ -58,11 +61,14 @@ def test_a_row_that_openrlhf_would_cut_is_refused() -> None:
         to_response(sample, max_length=length - 1)
 
 
+ABSENT = ("vllm", "deepspeed", "flash_attn")
+
+
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """vLLM and DeepSpeed, which their sampling module imports and this test does not run."""
+    """vLLM, DeepSpeed and flash-attn, which their modules import and these tests do not run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.partition(".")[0] not in ("vllm", "deepspeed"):
+        if name.partition(".")[0] not in ABSENT:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -82,17 +88,18 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.fixture
 def generator() -> Any:
-    """Their SamplesGenerator, whose module is imported with vLLM and DeepSpeed left out."""
+    """Their SamplesGenerator; its module, and that of their losses, are imported with :data:`ABSENT` left out."""
     pytest.importorskip("openrlhf.utils.agent")
     import transformers.integrations.deepspeed  # noqa: F401 - before the stub, which it would take for the real one
 
     absent = Absent()
     sys.meta_path.insert(0, absent)
     try:
+        import openrlhf.models.loss  # noqa: F401 - the test of a step reads it
         from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
     finally:
         sys.meta_path.remove(absent)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "deepspeed")]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
             del sys.modules[name]
     return object.__new__(SamplesGenerator)
 
@@ -109,6 +116,37 @@ def test_their_experience_has_our_rows(generator: Any, compared: Callable[..., N
         assert np.array_equal(experience.rollout_log_probs[0].numpy(), np.array(logprobs[1:], np.float32))
         assert experience.rewards.item() == np.float32(sample.reward)
     compared("OpenRLHF 0.11.2", "b", "experiences: tokens, mask, logprobs, reward", 0.0, note="vllm, deepspeed stubbed")
+
+
+@pytest.mark.trainer
+@pytest.mark.filterwarnings("default")
+def test_one_step_of_their_loss_follows_the_advantages(generator: Any, compared: Callable[..., None]) -> None:
+    """PolicyLoss on their experiences of our rows and a tiny model: good rollouts become likelier."""
+    torch = pytest.importorskip("torch")
+    losses = pytest.importorskip("openrlhf.models.loss")
+    samples, model = scored_groups(), tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = [generator._process_response_into_experience(to_response(one), max_len=4096) for one in samples]
+
+    def logprobs(experience: Any) -> Any:
+        return token_logprobs(model, experience.sequences)[:, 1:]
+
+    before = [logprobs(experience).detach() for experience in made]
+    advantages = [
+        float(one) * experience.action_mask for one, experience in zip(group_advantages(samples), made, strict=True)
+    ]
+    for experience, old, advantage in zip(made, before, advantages, strict=True):
+        losses.PolicyLoss()(logprobs(experience), old, advantage, experience.action_mask)[0].backward()
+    optimizer.step()
+    gained = [((logprobs(one) - old) * adv).sum() for one, old, adv in zip(made, before, advantages, strict=True)]
+    assert sum(gained) > 0
+    compared(
+        "OpenRLHF 0.11.2",
+        "step",
+        "one step of PolicyLoss follows the advantages",
+        0.0,
+        note="tiny model; flash-attn stubbed",
+    )
 
 
 class Engine:
@@ -145,7 +183,7 @@ async def test_the_engine_is_a_policy() -> None:
         await policy.complete(packed_tokens([1]), SamplingParams(stop=("x",)))
     with pytest.raises(ContextOverflow, match="context of 64"):
         await policy.complete(packed_tokens([1]), SamplingParams(max_new_tokens=64))
-    with pytest.raises(EndpointUnavailable, match="no logprobs"):
+    with pytest.raises(EndpointRefused, match="no logprobs"):
         await OpenRLHFPolicy(Engine([7], logprobs=False), asked(), 64).complete(
             packed_tokens([1]), SamplingParams(max_new_tokens=4)
         )
@@ -167,3 +205,82 @@ async def test_an_executor_plays_one_rollout() -> None:
     assert "2 + 3?" in tokenizer.decode(response["observation_tokens"][:start])
     with pytest.raises(ConfigError, match="images"):
         await execute(episodes, "2 + 3?", "5", asked(), 128, tokenizer, Engine(reply), images=["x.png"])
+
+
+class Instance:
+    """An agent instance of OpenRLHF: two rounds of feedback, with the markup that it writes itself."""
+
+    def __init__(self, **extra: Any) -> None:
+        self.extra, self.turns = extra, 0
+
+    async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return {"observation": f"Human: {states['observation']}\n\nAssistant: "}
+
+    async def step(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self.turns += 1
+        assert states["observation_text"].startswith("Human: 2 + 3?")
+        right = states["label"] in states["action_text"]
+        return {
+            "rewards": np.float32(right),
+            "environment_feedback": "<|im_end|>\n\nHuman: Again.\n\nAssistant: ",
+            "done": self.turns == 3,
+            "scores": float(self.turns),
+            "extra_logs": {"turns": float(self.turns)},
+            **self.extra,
+        }
+
+
+async def instance_played(tokenizer: Any, **extra: Any) -> Any:
+    texts = iter(["It is 4.<|im_end|>", "It is 5.<|im_end|>", "5, as I said.<|im_end|>"])
+    (sample,) = await generate_token_batch(
+        [Prompt("2 + 3?", label="5")],
+        environment_cls=lambda: AgentInstanceEnvironment(lambda: Instance(**extra), tokenizer),
+        decode=tokenizer.decode,
+        endpoint=Endpoint(model="trained"),
+        policy=ScriptedPolicy(lambda _: tokenizer.encode(next(texts), add_special_tokens=False)),
+    )
+    return sample
+
+
+async def test_an_agent_instance_is_played() -> None:
+    """Prompt and feedback are encoded as they are; what a rollout cannot take is refused by name."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    sample = await instance_played(tokenizer)
+    assert tokenizer.decode(sample.tokens).startswith("Human: 2 + 3?\n\nAssistant: It is 4.<|im_end|><|im_end|>")
+    assert (sample.reward, sample.step_rewards) == (2.0, [0.0, 1.0, 1.0])
+    assert (sample.metrics["turns"], sample.metrics["scores"]) == (3.0, 3.0)
+    for name in ("sampling_params", "environment_images"):
+        failed = await instance_played(tokenizer, **{name: ["x"]})
+        assert failed.status is Status.FAILED
+        assert f"step()[{name!r}]: got ['x']; expected none" in failed.failure.message
+
+
+@pytest.mark.trainer
+async def test_an_agent_instance_is_played_as_by_their_executor(compared: Callable[..., None]) -> None:
+    """MultiTurnAgentExecutor on the same instance and the same replies: ids, ranges, reward and logs."""
+    agent = pytest.importorskip("openrlhf.utils.agent")
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    sample = await instance_played(tokenizer)
+    texts = iter(["It is 4.<|im_end|>", "It is 5.<|im_end|>", "5, as I said.<|im_end|>"])
+
+    class Scripted(Engine):
+        async def generate(self, *arguments: Any, **options: Any) -> Any:
+            text = next(texts)
+            self.ids = tokenizer.encode(text, add_special_tokens=False)
+            answer = await super().generate(*arguments, **options)
+            answer.outputs[0].text, answer.outputs[0].token_ids = text, self.ids
+            return answer
+
+    class Theirs(Instance, agent.AgentInstanceBase):  # type: ignore[misc]
+        """Of their base class, which their executor asks for."""
+
+    given = SimpleNamespace(max_tokens=64, logprobs=1)
+    response = await agent.MultiTurnAgentExecutor(Theirs).execute("2 + 3?", "5", given, 512, tokenizer, Scripted([]))
+    ours = to_response(sample)
+    stop = ours["action_ranges"][-1][1]
+    assert response["action_ranges"] == ours["action_ranges"]
+    assert response["observation_tokens"][:stop] == ours["observation_tokens"]
+    assert (response["reward"], response["scores"]) == (ours["reward"], sample.metrics["scores"])
+    assert response["extra_logs"] == {"turns": sample.metrics["turns"]}
+    what = "AgentInstance in our manager and in their executor: ids, ranges, reward"
+    compared("OpenRLHF 0.11.2", "c", what, 0.0, note="policy: scripted")

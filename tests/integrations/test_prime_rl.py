@@ -143,7 +143,7 @@ async def test_our_manager_takes_the_place_of_their_orchestrator(
 
 @pytest.mark.trainer
 @pytest.mark.filterwarnings("default")
-async def test_one_step_of_their_loss_follows_the_advantages(tmp_path: Path) -> None:
+async def test_one_step_of_their_loss_follows_the_advantages(tmp_path: Path, compared: Callable[..., None]) -> None:
     """compute_loss on the micro batches that the trainer reads, and a tiny model: good rollouts become likelier."""
     torch = pytest.importorskip("torch")
     filesystem = pytest.importorskip("prime_rl.transports.rollouts.filesystem")
@@ -172,6 +172,7 @@ async def test_one_step_of_their_loss_follows_the_advantages(tmp_path: Path) -> 
         ((a - b) * adv * mask).sum() for a, b, adv, mask in zip(logprobs(), before, advantages, masks, strict=True)
     ]
     assert sum(gained) > 0
+    compared("prime-rl 0.8.0", "step", "one step of compute_loss follows the advantages", 0.0, note="tiny model")
 
 
 @pytest.mark.trainer

@@ -12,7 +12,7 @@ import pytest
 from rollouts.dtypes import Limits, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
-from rollouts.errors import ConfigError, EndpointUnavailable, GenerateFailure
+from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
 from rollouts.integrations.episodes import Episodes
 from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output
 from rollouts.renderer import load_tokenizer
@@ -123,7 +123,7 @@ def test_their_checks_tensors_and_advantages(forks: bool, compared: Callable[...
 
 
 @pytest.mark.trainer
-def test_one_step_of_their_loss_follows_the_advantages() -> None:
+def test_one_step_of_their_loss_follows_the_advantages(compared: Callable[..., None]) -> None:
     """ppo_policy_loss on our batch and a tiny model: good rollouts become likelier."""
     torch = pytest.importorskip("torch")
     preprocess = pytest.importorskip("skyrl.train.dataset.preprocess")
@@ -148,6 +148,7 @@ def test_one_step_of_their_loss_follows_the_advantages() -> None:
     optimizer.step()
     after = token_logprobs(model, sequences)[:, -masks.shape[1] :]
     assert ((after - before) * advantages).sum() > 0
+    compared("SkyRL 0.3.0", "step", "one step of ppo_policy_loss follows the advantages", 0.0, note="tiny model")
 
 
 class Client:
@@ -179,7 +180,7 @@ async def test_the_inference_client_is_a_policy() -> None:
     assert request["sampling_params"]["stop_token_ids"] == [9]
     with pytest.raises(ConfigError, match=r"SamplingParams.seed: got 1"):
         await policy.complete(packed_tokens([1]), SamplingParams(seed=1))
-    with pytest.raises(EndpointUnavailable, match="no logprobs"):
+    with pytest.raises(EndpointRefused, match="no logprobs"):
         await SkyRLPolicy(Client([7], logprobs=False), version=3).complete(packed_tokens([1]), SamplingParams())
 
 

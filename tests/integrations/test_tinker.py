@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,19 @@ import attrs
 import numpy as np
 import pytest
 
-from rollouts.dtypes import SamplingParams, packed_tokens
-from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
-from rollouts.integrations.tinker import PolicyCompleter, TinkerPolicy, datum_columns, to_datums, to_trajectory_group
+from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
+from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
+from rollouts.integrations.tinker import (
+    CookbookEnvironment,
+    PolicyCompleter,
+    TinkerPolicy,
+    datum_columns,
+    to_datums,
+    to_trajectory_group,
+)
+from rollouts.integrations.token_episodes import generate_token_batch
 from rollouts.testing.policy import ScriptedPolicy
-from rollouts.training import Status
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Status
 from rollouts.training.batch import group_advantages
 from rollouts.training.rows import by_rollout
 from tests.trainer_samples import columns, scored_groups
@@ -154,11 +164,11 @@ async def test_what_the_service_cannot_take_or_give_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"SamplingParams.min_p: got 0.1; expected 0.0: tinker"):
         await policy.complete(tokens, SamplingParams(min_p=0.1))
     with pytest.raises(ConfigError, match=r"SamplingParams.stop"):
-        await policy.complete(tokens, SamplingParams(stop=("x",)), stop_token_ids=(9,))
+        await policy.complete(tokens, SamplingParams(stop=("x",), max_new_tokens=2), stop_token_ids=(9,))
     with pytest.raises(ContextOverflow, match="exceed the context of 10"):
         await policy.complete(tokens, SamplingParams(max_new_tokens=8))
-    for words in ("0 tokens", "no logprobs"):
-        with pytest.raises(EndpointUnavailable, match=words):
+    for words, error in (("0 tokens", EndpointUnavailable), ("no logprobs", EndpointRefused)):
+        with pytest.raises(error, match=words):
             await policy.complete(tokens, SamplingParams(max_new_tokens=2))
 
 
@@ -183,3 +193,93 @@ def test_a_sample_with_its_own_advantages_is_no_trajectory() -> None:
     sample = attrs.evolve(sample, advantages=[0.0] * len(sample))
     with pytest.raises(ConfigError, match="advantages"):
         to_trajectory_group([sample])
+
+
+REPLIES = {(1, 2): [5, 6], (1, 2, 5, 6, 3): [7], (9, 4): [8, 8]}
+"""The reply to each observation of the environment below: the second extends the first, the third rewrites it."""
+
+
+def counting(types: Any, tinker: Any, metrics: dict[str, float], overflow: bool = False) -> Any:
+    """An environment of the cookbook with three observations."""
+
+    class Counting(types.Env):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.actions: list[tuple[list[int], Any]] = []
+
+        async def initial_observation(self) -> Any:
+            if overflow:
+                return types.InitialObservationOverflow(reward=-1.0)
+            return tinker.ModelInput.from_ints([1, 2]), [99]
+
+        async def step(self, action: list[int], *, extra: Any = None) -> Any:
+            self.actions.append((action, extra["stop_reason"] if extra else None))
+            turn = len(self.actions)
+            shown = [*REPLIES][turn] if turn < 3 else ()
+            return types.StepResult(
+                turn / 4, turn == 3, tinker.ModelInput.from_ints([*shown]), [99], {"n": 1, **metrics}
+            )
+
+    return Counting()
+
+
+@pytest.mark.trainer
+async def test_an_environment_of_the_cookbook_is_played_by_our_manager(compared: Callable[..., None]) -> None:
+    """Its observations, replies, logprobs and rewards are those of the cookbook's own rollout loop."""
+    tinker = pytest.importorskip("tinker")
+    types = pytest.importorskip("tinker_cookbook.rl.types")
+    their_rollouts = pytest.importorskip("tinker_cookbook.rl.rollouts")
+    script = lambda tokens: REPLIES[tuple(tokens.tolist())]  # noqa: E731
+    completer = PolicyCompleter(ScriptedPolicy(script), SamplingParams())
+    theirs = await their_rollouts.do_single_rollout(completer, counting(types, tinker, {}))
+    generate = functools.partial(
+        generate_token_batch,
+        environment_cls=lambda: CookbookEnvironment(lambda prompt: counting(types, tinker, {})),
+        decode=lambda tokens: str(tokens.tolist()),
+        endpoint=Endpoint(model="trained"),
+        policy=ScriptedPolicy(script),
+    )
+    config = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate)
+    async with AsyncRolloutManager(config, DataBuffer(["a", "b"])) as manager:
+        samples = await manager.generate_batch()
+    expected = [(one.ob.to_ints(), one.ac.tokens, one.ac.logprobs) for one in theirs.transitions]
+    played = by_rollout(samples)
+    assert len(played) == 4
+    for branches in played:
+        got = []
+        for branch in branches:
+            tokens, logprobs = branch.token_column.tolist(), branch.logprob_column
+            assert logprobs is not None
+            for one in branch.completions:
+                reply = slice(one.start, one.stop)
+                got.append((tokens[: one.start], tokens[reply], logprobs[reply].tolist()))
+        assert got == expected
+        assert [reward for branch in branches for reward in branch.step_rewards] == [0.25, 0.5, 0.75]
+        assert {branch.reward for branch in branches} == {sum(one.reward for one in theirs.transitions)}
+        assert branches[-1].metrics["n"] + branches[0].metrics["n"] == 3
+    what = "Env in our manager and in do_single_rollout: observations, replies, logprobs, rewards"
+    compared("cookbook 0.6.1", "c", what, 0.0, note="policy: scripted")
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"metrics": {"parse_error_masked": 1.0}}, "parse_error_masked.*expected none: a sampled reply is trained"),
+        ({"metrics": {}, "overflow": True}, ""),
+    ],
+)
+async def test_what_of_the_cookbook_is_no_rollout(fields: dict[str, Any], words: str) -> None:
+    """A reply that it would mask fails the rollout by name; an opening beyond its budget is truncated."""
+    tinker = pytest.importorskip("tinker")
+    types = pytest.importorskip("tinker_cookbook.rl.types")
+    (sample,) = await generate_token_batch(
+        [Prompt("a")],
+        environment_cls=lambda: CookbookEnvironment(lambda prompt: counting(types, tinker, **fields)),
+        decode=str,
+        endpoint=Endpoint(model="trained"),
+        policy=ScriptedPolicy(lambda tokens: [5, 6]),
+    )
+    assert sample.status is (Status.FAILED if words else Status.TRUNCATED)
+    if words:
+        assert sample.failure is not None
+        assert re.search(words, sample.failure.message)

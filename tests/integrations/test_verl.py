@@ -26,7 +26,8 @@ from rollouts.integrations.verl import (
 )
 from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.training.rows import by_rollout, split, trimmed
-from tests.integrations.trainer_rows import grouped_samples
+from tests.integrations.verl_recipe import PLAYED
+from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="scripts/test --trainers verl runs it")
 trainer = [pytest.mark.trainer, needs_verl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -101,8 +102,8 @@ async def test_tokens_have_the_oldest_weights_that_verl_names(
     [
         (output(()), EndpointUnavailable, "returned 0 tokens"),
         (output(stop_reason="aborted"), EndpointUnavailable, "'aborted'"),
-        (output(log_probs=None), EndpointRefused, "got None logprobs"),
-        (output(log_probs=[-0.5]), EndpointRefused, "got 1 logprobs; expected 2"),
+        (output(log_probs=None), EndpointRefused, "no logprobs"),
+        (output(log_probs=[-0.5]), EndpointRefused, "2 tokens and 1 logprobs"),
         (output(log_probs=[0.5, -0.5]), EndpointRefused, "finite logprob"),
         (output(extra_fields={"global_steps": None}), EndpointRefused, "set version: in the configuration"),
     ],
@@ -116,7 +117,7 @@ async def test_a_bad_answer_is_no_reply(answer: Namespace, error: type[Exception
 @pytest.mark.parametrize("fields", [{"stop": ("x",)}, {"seed": 1}, {"min_p": 0.1}, {"min_new_tokens": 1}])
 async def test_what_verls_servers_do_not_get_is_refused(fields: dict[str, Any]) -> None:
     """Its SGLang runs without a tokenizer, so a stop string would never stop."""
-    with pytest.raises(ConfigError, match="verl's servers do not get them"):
+    with pytest.raises(ConfigError, match="verl has no field for it"):
         await ServerManagerPolicy(Servers(), P, R).complete(TOKENS, SamplingParams(**fields), session="s")
 
 
@@ -208,7 +209,7 @@ def verl_config(**rollout: Any) -> Any:
     from omegaconf import OmegaConf
 
     values = {
-        "prompt_length": 24, "response_length": 40, "n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+        "prompt_length": 24, "response_length": 64, "n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
         "calculate_log_probs": True, "val_kwargs": {"n": 1, "temperature": 0, "top_p": 1.0, "top_k": -1},
         "agent": {"default_agent_loop": "rollouts", "agent_loop_config_path": None},
     }  # fmt: skip
@@ -242,7 +243,7 @@ def v1(demo_tokenizer: Any) -> Any:
 def test_an_output_is_its_sample(compared: Callable[..., None]) -> None:
     """Prompt, response, mask, logprobs, reward and versions, without the unanswered end; the fields that V1 needs."""
     worst = 0.0
-    for sample in grouped_samples(forks=True):
+    for sample in scored_groups(forks=True):
         (made,) = to_outputs([sample])
         row = split(sample)
         assert (made.prompt_ids, made.response_ids) == (row.prompt.tolist(), row.response.tolist())
@@ -253,7 +254,7 @@ def test_an_output_is_its_sample(compared: Callable[..., None]) -> None:
         fields = made.extra_fields
         assert (fields["min_global_steps"], type(fields["max_global_steps"])) == (3, int)
         assert (fields["tool_rewards"], fields["reward_extra_info"]) == ([], {})
-    compared("verl 0.9.1", "out", "AgentLoopOutput: ids, mask, logprobs, reward", worst)
+    compared("verl 0.9.1", "b", "AgentLoopOutput: ids, mask, logprobs, reward", worst)
 
 
 @trainer_test
@@ -267,7 +268,7 @@ def test_an_output_is_its_sample(compared: Callable[..., None]) -> None:
 )
 def test_a_sample_that_verl_cannot_take_is_refused(fields: dict[str, Any], message: str) -> None:
     """By name, before it reaches the batch."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     for name, value in fields.items():
         setattr(sample, name, value)
     with pytest.raises(ConfigError, match=message):
@@ -277,7 +278,7 @@ def test_a_sample_that_verl_cannot_take_is_refused(fields: dict[str, Any], messa
 @trainer_test
 def test_a_version_that_is_no_number_needs_one() -> None:
     """A plain server says ``default``; verl computes with integers."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     sample.versions = []
     with pytest.raises(ConfigError, match="version="):
         to_outputs([sample])
@@ -293,7 +294,7 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
 
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples()
+    samples = scored_groups()
     data = await to_data_proto(samples, v0)
     halves = data.chunk(2)
     data = DataProto.concat(halves)
@@ -306,7 +307,7 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
         assert batch["response_mask"][real[24:]].tolist() == row.mask.tolist()
         worst = max(worst, float(np.abs(batch["rollout_log_probs"][real[24:]].numpy() - row.logprobs).max()))
         assert batch["rm_scores"].sum() == sample.reward == batch["rm_scores"][len(row.response) - 1]
-    compared("verl 0.9.1", "out", "DataProto (v0): ids, mask, logprobs, reward", worst)
+    compared("verl 0.9.1", "b", "DataProto (v0): ids, mask, logprobs, reward", worst)
     advantages, _ = core_algos.compute_grpo_outcome_advantage(
         token_level_rewards=data.batch["rm_scores"],
         response_mask=data.batch["response_mask"],
@@ -314,13 +315,43 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
     )
     got = [advantages[number][data.batch["response_mask"][number].bool()][0].item() for number in range(len(samples))]
     difference = float(np.abs(np.array(got, np.float32) - group_advantages(samples)).max())
-    compared("verl 0.9.1", "out", "GRPO advantages of v0 and ours", difference, within=ROUNDING)
+    compared("verl 0.9.1", "b", "GRPO advantages of v0 and ours", difference, within=ROUNDING)
+
+
+@trainer_test
+async def test_one_step_of_their_loss_follows_the_advantages(v0: Any, compared: Callable[..., None]) -> None:
+    """verl's policy loss on our DataProto and a tiny model: good rollouts become likelier."""
+    import torch
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig
+
+    data = await to_data_proto(scored_groups(), v0)
+    mask = data.batch["response_mask"].float()
+    advantages, _ = core_algos.compute_grpo_outcome_advantage(
+        data.batch["rm_scores"], mask, index=data.non_tensor_batch["uid"]
+    )
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def logprobs() -> Any:
+        return token_logprobs(model, data.batch["input_ids"])[:, -mask.shape[1] :]
+
+    before = logprobs()
+    config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_mini_batch_size=16, ppo_micro_batch_size_per_gpu=4)
+    loss, _ = core_algos.compute_policy_loss_vanilla(before.detach(), before, advantages, mask, "token-mean", config)
+    loss.backward()
+    optimizer.step()
+    gained = float(((logprobs() - before) * advantages * mask).sum())
+    assert gained > 0
+    compared(
+        "verl 0.9.1", "step", "one step of compute_policy_loss_vanilla follows the advantages", 0.0, note="tiny model"
+    )
 
 
 @trainer_test
 async def test_a_batch_that_v0_would_not_survive_is_refused(v0: Any) -> None:
     """A row longer than verl's lengths ends the step, and a fork would count as one more rollout."""
-    samples = grouped_samples(1, 4, forks=True)
+    samples = scored_groups(1, 4, forks=True)
     with pytest.raises(ConfigError, match="no forks in v0"):
         await to_data_proto(samples, v0)
     v0.rollout_config.response_length = 1
@@ -341,7 +372,7 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(compared: Callable[...
         return returns[0][weights[0].bool()]
 
     assert advantages([1, 1, 0, 0]).tolist() == [0, 0]
-    compared("verl 0.9.1", "out", "GAE returns of a trimmed row", float((advantages([1, 1]) - 1).abs().max()))
+    compared("verl 0.9.1", "b", "GAE returns of a trimmed row", float((advantages([1, 1]) - 1).abs().max()))
 
 
 class Store:
@@ -396,7 +427,7 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
 
     from rollouts.training.batch import group_advantages
 
-    samples = grouped_samples(4, 4, forks=True)
+    samples = scored_groups(4, 4, forks=True)
     for number in range(4):
         members = [sample for sample in samples if sample.group_index == number]
         await put_group(members, v1, uid=f"uid{number}", global_steps=2)
@@ -416,7 +447,7 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
         assert row["position_ids"].tolist() == [*range(len(trimmed(sample)))]
         worst = max(worst, float(np.abs(row["rollout_log_probs"].numpy() - ours.logprobs).max()))
         assert row["rm_scores"].tolist()[-1] == sample.reward == row["rm_scores"].sum()
-    compared("verl 0.9.1", "out", "TransferQueue rows (V1): ids, mask, logprobs, reward", worst, note="store: a dict")
+    compared("verl 0.9.1", "b", "TransferQueue rows (V1): ids, mask, logprobs, reward", worst, note="store: a dict")
     width = max(len(row["responses"]) for row in rows)
 
     def padded(name: str) -> Any:
@@ -433,14 +464,14 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
     first = data.batch["response_mask"].argmax(1)
     got = data.batch["advantages"][torch.arange(len(rows)), first].numpy()
     difference = float(np.abs(got - group_advantages(samples)).max())
-    compared("verl 0.9.1", "out", "GRPO advantages of V1 and ours, with forks", difference, within=ROUNDING)
+    compared("verl 0.9.1", "b", "GRPO advantages of V1 and ours, with forks", difference, within=ROUNDING)
 
 
 @trainer_test
 async def test_a_key_that_verl_would_lose_is_refused(v1: Any, store: Store) -> None:
     """It splits the keys of rows at the first underscore."""
     with pytest.raises(ConfigError, match=r"uid.*without an underscore"):
-        await put_group(grouped_samples(1, 2), v1, uid="a_b", global_steps=1)
+        await put_group(scored_groups(1, 2), v1, uid="a_b", global_steps=1)
     assert not store.tags
 
 
@@ -481,7 +512,7 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
     path = tmp_path / "loops.yaml"
     path.write_text(
         "- name: rollouts\n  _target_: rollouts.integrations.verl.RolloutsLoop\n  recipe: calculator\n"
-        "  limits: {max_turns: 3}\n"
+        "  reward: tests.integrations.verl_recipe:kept\n  limits: {max_turns: 3}\n"
     )
     for entry in OmegaConf.load(path):
         _agent_loop_registry[entry.name] = entry
@@ -489,6 +520,7 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
     of_verl = worker(AgentLoopWorker, config, demo_tokenizer)
     of_verl.hf_model_type = of_verl.dataset_cls = None
     of_verl.tools, of_verl.teacher_key = [], "data_source"
+    PLAYED.clear()
     async with SGLangPolicy(Endpoint(base_url=engine_url)) as policy:
         of_verl.llm_client = EngineServers(policy)
         columns = {
@@ -504,6 +536,16 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
             arrays[name][:] = values
         data = await of_verl.generate_sequences(DataProto(None, arrays, {"global_steps": 1}))
     assert data.batch["responses"].shape == (4, 256)
+    rows = []
+    for number in range(4):
+        batch = {name: tensor[number] for name, tensor in data.batch.items()}
+        real = batch["attention_mask"].bool()
+        columns = [batch[name][real[320:]].tolist() for name in ("response_mask", "rollout_log_probs")]
+        rows.append([batch["input_ids"][real].tolist(), *columns, batch["rm_scores"].sum().item()])
+    played = [
+        [trimmed(one).tokens, split(one).mask.tolist(), split(one).logprobs.tolist(), one.reward] for one in PLAYED
+    ]
+    assert sorted(rows) == sorted(played)
     sent = of_verl.llm_client.replies
     worst, replies = 0.0, 0
     for number in range(4):
@@ -517,7 +559,13 @@ async def test_the_calculator_recipe_through_verls_agent_loop(
             worst = max(worst, min(float(np.abs(logprobs[start:stop] - column).max()) for column in sent[seen]))
             replies += 1
     assert replies == sum(map(len, sent.values()))
-    compared("verl 0.9.1", "in", "calculator through AgentLoopWorker: ids, logprobs", worst, note="servers: our engine")
+    compared(
+        "verl 0.9.1",
+        "a",
+        "calculator through AgentLoopWorker: ids, mask, logprobs, reward",
+        worst,
+        note="servers: our engine",
+    )
 
 
 @trainer_test
@@ -533,7 +581,7 @@ async def test_a_rollout_that_failed_raises_its_cause(demo_tokenizer: Any) -> No
 @trainer_test
 async def test_a_rollout_that_forks_is_several_outputs_of_v1() -> None:
     """In order, with the reward of the rollout; v0 takes one output a rollout, so the fork is refused there."""
-    branches = grouped_samples(1, 2, forks=True)[1:]
+    branches = scored_groups(1, 2, forks=True)[1:]
 
     class Forked:
         async def play(self, *arguments: Any, **options: Any) -> list[Any]:
@@ -551,7 +599,7 @@ async def test_a_rollout_that_forks_is_several_outputs_of_v1() -> None:
 @trainer_test
 def test_a_rollout_without_a_reward_is_scored_by_verl() -> None:
     """Its score is none, and verl's reward function runs."""
-    sample = grouped_samples(1, 1)[0]
+    sample = scored_groups(1, 1)[0]
     sample.reward = None
     (made,) = to_outputs([sample], scored=False)
     assert made.reward_score is None
@@ -712,7 +760,7 @@ async def test_a_stored_run_feeds_verl(demo_tokenizer: Any, store: Store, tmp_pa
     """Its groups fill the prompts in order; a prompt for which none is left is a failure."""
     from rollouts.runs.writer import RunWriter
 
-    samples = grouped_samples(2, 2)
+    samples = scored_groups(2, 2)
     writer = RunWriter(tmp_path / "run", {"recipe": "test"})
     writer.write_batch(samples, {})
     writer.finish("finished")

@@ -24,7 +24,7 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.logprobs import check_logprobs
 from rollouts.runs.verify import verify_run
-from tests.stored_runs import edit_info, store_run
+from tests.stored_runs import edit_info, edit_line, store_run
 from tests.vllm_server import vllm_server
 
 pytest.importorskip("torch")
@@ -160,18 +160,39 @@ async def test_a_run_that_goes_on_elsewhere(
         assert main(["verify", str(run), "--model", str(other), "--tolerance", "9"]) == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
-async def test_the_temperature_is_that_of_the_record(recipe: Path, tmp_path: Path, temperature: float) -> None:
-    """Logprobs are tempered as the run names it; greedy ones are those of temperature 1."""
+async def test_greedy_logprobs_are_those_of_temperature_1(recipe: Path, tmp_path: Path) -> None:
+    """A server does not divide the logits of a greedy token."""
     async with running_server(DEMO_MODEL) as url:
-        await play(tmp_path / "run", recipe=recipe, urls=(url,), options={"temperature": str(temperature)})
+        await play(tmp_path / "run", recipe=recipe, urls=(url,), options={"temperature": "0"})
     report = check_logprobs(tmp_path / "run", {None: DEMO_MODEL})
-    assert report.ok, report.violations
+    assert (report.violations, report.temperatures) == ([], [0.0])
     assert report.versions[0].largest < 1e-4
-    if temperature:
-        edit_info(tmp_path / "run", lambda info: info["settings"]["sampling"].update(temperature=1.0))
-        shutil.rmtree(tmp_path / "run" / "journal")
-        assert not check_logprobs(tmp_path / "run", {None: DEMO_MODEL}).ok
+
+
+async def test_each_completion_has_its_own_temperature(recipe: Path, tmp_path: Path) -> None:
+    """The record of a completion goes before ``run.json``, which counts only for records that have none."""
+    run = tmp_path / "run"
+    async with running_server(DEMO_MODEL) as url:
+        await play(run, recipe=recipe, urls=(url,), options={"temperature": "0.5"})
+    shutil.rmtree(run / "journal")
+    batch = run / "batches" / "batch-000000.jsonl"
+
+    def holds(of_run: float, first: float | None = 0.5, others: float | None = 0.5, of: str = "tempered") -> bool:
+        edit_info(run, lambda info: info["settings"]["sampling"].update(temperature=of_run))
+        for number in range(4):
+            fields = {"temperature": others if number else first, "logprobs_of": of}
+            edit_line(batch, number, lambda row, fields=fields: row["completions"][0].update(fields))
+        return check_logprobs(run, {None: DEMO_MODEL}).ok
+
+    assert holds(1.0)
+    assert check_logprobs(run, {None: DEMO_MODEL}).temperatures == [0.5]
+    assert not holds(0.5, first=1.0)
+    assert check_logprobs(run, {None: DEMO_MODEL}).temperatures == [0.5, 1.0]
+    assert holds(0.5, first=None, others=None)
+    assert not holds(1.0, first=None)
+    assert not holds(0.5, of="raw")
+    with pytest.raises(ConfigError, match=r"line 1, completions\[0\]\.logprobs_of: got 'processed'; expected raw or"):
+        holds(0.5, of="processed")
 
 
 async def test_long_sequences_are_computed_in_parts() -> None:

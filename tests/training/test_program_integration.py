@@ -327,7 +327,7 @@ async def test_all_rollouts_of_a_loop_share_one_gateway() -> None:
     )
     assert [sample.prompt for sample in samples] == ["a", "b", "c"]
     assert len(set(urls)) == 1
-    assert all(shared.gateway is None for shared in gateway_server._SHARED.values())
+    assert all(shared.gateway is None for gateways in gateway_server._SHARED.values() for shared in gateways.values())
 
 
 # -- a rollout weighs once --------------------------------------------------------------------------------------------

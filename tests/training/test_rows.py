@@ -13,11 +13,14 @@ from rollouts.training import Sample
 from rollouts.training.rows import (
     by_rollout,
     check_fields,
+    check_one_branch,
     int_version,
     reward_of,
+    row_columns,
     segments,
     split,
     trimmed,
+    turn_column,
     version_column,
 )
 from rollouts.trajectory import CompletionRecord
@@ -115,6 +118,39 @@ def test_a_row_without_versions_needs_one() -> None:
     with pytest.raises(ConfigError, match="versions"):
         int_version(a_sample(versions=[]))
     assert int_version(a_sample(versions=[]), 0) == 0
+
+
+def test_turn_ids_are_the_turns_of_the_completions() -> None:
+    """-1 on context; a completion that goes on in a turn has its number; without completions the runs count."""
+    records = [
+        CompletionRecord("a", 1, 3, "stop", 0, 0, 0.1),
+        CompletionRecord("b", 4, 5, "stop", 0, 0, 0.1, continues=True),
+        CompletionRecord("c", 6, 8, "stop", 0, 0, 0.1),
+    ]
+    sample = Sample(tokens=[*range(9)], loss_mask=[0, 1, 1, 0, 1, 0, 1, 1, 0], completions=records)
+    assert turn_column(sample).tolist() == [-1, 0, 0, -1, 0, -1, 1, 1]
+    sample.completions = []
+    assert turn_column(sample).tolist() == [-1, 0, 0, -1, 1, -1, 2, 2]
+
+
+def test_the_columns_of_a_row_are_those_that_a_trainer_can_take() -> None:
+    """As wide as the row; a sample that it cannot take is refused, as by ``split`` and ``check_fields``."""
+    sample = a_sample(3)
+    row = row_columns(sample, "It", "advantages")
+    assert (row.tokens.tolist(), row.mask.tolist()) == (sample.tokens[:6], [False, False, True, True, False, True])
+    assert row.logprobs.tolist() == [0.0, 0.0, -0.5, -0.25, 0.0, -1.0]
+    assert np.shares_memory(row.tokens, sample.token_column)
+    with pytest.raises(ConfigError, match=r"status.*expected a rollout that ended"):
+        row_columns(a_sample(status="failed"), "It")
+    with pytest.raises(ConfigError, match=r"advantages.*It has no field for it"):
+        row_columns(a_sample(advantages=[0.0] * 6), "It", "advantages")
+
+
+def test_a_trainer_without_forks_refuses_branches() -> None:
+    """Each would count as a rollout of the group."""
+    check_one_branch([a_sample(rollout_id=0), a_sample(rollout_id=1), a_sample(), a_sample()], "It")
+    with pytest.raises(ConfigError, match="got '2 branches'; expected one row for each rollout: It takes no forks"):
+        check_one_branch([a_sample(rollout_id=1), a_sample(rollout_id=1)], "It")
 
 
 def test_branches_of_a_rollout_are_together_and_in_order() -> None:

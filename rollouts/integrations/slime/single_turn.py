@@ -104,7 +104,8 @@ async def _continue_text(
         completion = await policy.complete(trajectory.tokens, sampling, stop_token_ids=stops, session=uuid.uuid4().hex)
     except ContextOverflow as error:
         raise GenerateFailure(f"the prompt does not fit the model's context: {error}") from error
-    trajectory.add_reply(completion, Message("assistant", codec.decode(completion.tokens.tolist())))
+    reply = Message("assistant", codec.decode(completion.tokens.tolist()))
+    trajectory.add_reply(completion, reply, temperature=sampling.temperature)
     trajectory.count("generation_seconds", completion.seconds)
     trajectory.seal(_ENDS[completion.finish_reason])
     return trajectory_to_sample(trajectory, prompt, lambda tokens: codec.decode(tokens.tolist()))

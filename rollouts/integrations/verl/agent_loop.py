@@ -12,14 +12,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
-
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
-from rollouts.inference.base import ServerInfo
 from rollouts.integrations.episodes import Episodes, prompt_of
+from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.verl.rows import to_outputs
-from rollouts.trajectory import digest
 
 __all__ = ["RolloutsLoop", "ServerManagerPolicy", "plain", "sampling_of"]
 
@@ -27,89 +24,66 @@ _OF_VERL = {"processor", "hf_model_type", "dataset_cls", "data_config", "tools"}
 """What verl passes to an AgentLoop and this one does not need."""
 
 
-@attrs.define(eq=False)
-class ServerManagerPolicy:
+class ServerManagerPolicy(TrainerPolicy):
     """A policy over ``server_manager.generate``, for one rollout: it keeps the rollout within verl's lengths.
 
     verl resumes an aborted generation itself, and reports the oldest and the newest weights of a reply; its tokens get
-    the oldest, which is what rules of staleness compare.
+    the oldest, which is what rules of staleness compare. ``version`` is that of replies whose server does not name one.
     """
 
-    server_manager: Any
-    prompt_length: int
-    response_length: int
-    version: int | None = None
-    """The version of replies whose server does not name one."""
-    _limits: dict[str, int] = attrs.field(factory=dict, init=False)
-    """For each session the most tokens of its row."""
+    trainer = "verl"
+    unsupported = ("stop", "seed", "min_new_tokens", "min_p")
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
-        if sampling.stop or sampling.seed is not None or sampling.min_new_tokens or sampling.min_p:
-            expected = "no stop, seed, min_new_tokens or min_p: verl's servers do not get them"
-            raise ConfigError.of("SamplingParams", sampling, expected)
+    def __init__(
+        self, server_manager: Any, prompt_length: int, response_length: int, version: int | None = None
+    ) -> None:
+        self.server_manager, self.version = server_manager, version
+        self.prompt_length, self.response_length = prompt_length, response_length
+        self.max_context = prompt_length + response_length
+        self._limits: dict[str, int] = {}
+        """For each session the most tokens of its row."""
+
+    def budget(self, tokens: TokenColumn, sampling: SamplingParams, session: str) -> int:
         if not self._limits:
             if len(tokens) > self.prompt_length:
                 raise ContextOverflow(f"the prompt has {len(tokens)} tokens; prompt_length is {self.prompt_length}")
             self._limits[session] = len(tokens) + self.response_length
         # A later branch begins with the history of the rollout: a long prompt of a row of V1, which pads nothing.
         limit = self._limits.setdefault(session, self.prompt_length + self.response_length)
-        budget = min(sampling.max_new_tokens, limit - len(tokens))
-        if budget < 1:
+        if len(tokens) >= limit:
             raise ContextOverflow(f"{len(tokens)} tokens leave no room for a reply within {limit}")
+        return min(sampling.max_new_tokens, limit - len(tokens))
+
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
+        asked = {name: getattr(sampling, name) for name in _SAMPLED}
         output = await self.server_manager.generate(
-            request_id=route or session,
+            request_id=session,
             prompt_ids=tokens.tolist(),
             sampling_params={
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "repetition_penalty": sampling.repetition_penalty,
-                "max_tokens": budget,
+                **asked,
+                "max_tokens": sampling.max_new_tokens,
                 "stop_token_ids": list(stop_token_ids),
                 "logprobs": True,
             },
         )
-        ids, logprobs = output.token_ids, output.log_probs
-        if not ids or output.stop_reason in ("abort", "aborted"):
-            raise EndpointUnavailable(f"verl's server returned {len(ids)} tokens, stop reason {output.stop_reason!r}")
-        if logprobs is None or len(logprobs) != len(ids):
-            got = None if logprobs is None else len(logprobs)
-            raise EndpointRefused(f"verl's server: got {got} logprobs; expected {len(ids)}, one for each token")
-        cut = output.stop_reason == "length" or len(ids) >= budget
-        try:
-            return Completion(
-                tokens=ids,
-                logprobs=logprobs,
-                finish_reason="length" if cut else "stop",
-                versions=[VersionSpan(self._version(output.extra_fields), 0, len(ids))],
-                prompt_tokens=len(tokens),
-                prompt_digest=digest(tokens),
-                request_id=f"{session}-{len(tokens)}",
-                cached_tokens=output.extra_fields.get("num_cached_tokens") or 0,
-            )
-        except ValueError as error:
-            raise EndpointRefused(f"verl's server: {error}") from error
-
-    def _version(self, fields: Mapping[str, Any]) -> str:
-        for number in (fields.get("min_global_steps"), fields.get("global_steps"), self.version):
-            if number is not None:
-                return str(int(number))
-        expected = "the number of its weights; set version: in the configuration of the loop"
-        raise EndpointRefused(f"verl's server: got no global_steps; expected {expected}")
-
-    async def describe(self) -> ServerInfo:
-        return ServerInfo(max_context=self.prompt_length + self.response_length)
-
-    async def aclose(self) -> None:
-        return None
+        if output.stop_reason in ("abort", "aborted"):
+            ids, reason = output.token_ids, output.stop_reason
+            raise EndpointUnavailable(f"verl returned {len(ids)} tokens, stop reason {reason!r}")
+        fields = output.extra_fields
+        known = (fields.get("min_global_steps"), fields.get("global_steps"), self.version)
+        version = next((number for number in known if number is not None), None)
+        if version is None:
+            expected = "the number of its weights; set version: in the configuration of the loop"
+            raise EndpointRefused(f"verl's server: got no global_steps; expected {expected}")
+        return Reply(
+            tokens=output.token_ids,
+            logprobs=output.log_probs,
+            stopped_by=output.stop_reason,
+            version=int(version),
+            cached_tokens=fields.get("num_cached_tokens") or 0,
+        )
 
 
 class RolloutsLoop:

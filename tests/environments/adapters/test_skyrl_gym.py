@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,12 +44,13 @@ def echo() -> None:
     skyrl_gym.register(id="echo", entry_point=Echo)
 
 
-async def test_gsm8k_scores_the_last_reply() -> None:
+async def test_gsm8k_scores_the_last_reply(compared: Callable[..., None]) -> None:
     """Their reward function on our text; the label is the ground truth where the row has no reward_spec."""
     environment = partial(SkyRLGymEnvironment, "gsm8k")
     row = Prompt("6 * 7?", metadata={"reward_spec": {"ground_truth": "42", "method": "rule"}})
     assert (await play(environment(), row, ["It is #### 42"])).rewards == [1.0]
     assert (await play(environment(), Prompt("6 * 7?", label="42"), ["It is #### 41"])).rewards == [0.0]
+    compared("SkyRL, skyrl-gym 0.4.0", "c", "gsm8k as our environment: its rewards", 0.0)
 
 
 async def test_a_prompt_without_ground_truth_is_refused() -> None:
@@ -57,12 +59,13 @@ async def test_a_prompt_without_ground_truth_is_refused() -> None:
         await play(SkyRLGymEnvironment("gsm8k"), "6 * 7?", [])
 
 
-async def test_an_episode_of_several_turns_is_theirs() -> None:
+async def test_an_episode_of_several_turns_is_theirs(compared: Callable[..., None]) -> None:
     """The opening of ``init``, observations as messages, a reward for each step, metrics at the end."""
     prompt = Prompt("Hi", label="x", metadata={"topic": "Echo."})
     played = await play(SkyRLGymEnvironment("echo"), prompt, ["a", "b"])
     assert [message.content for message in played.messages] == ["Echo.", "Hi", "a", "<got>a</got>", "b"]
     assert (played.rewards, played.steps[-1].metrics) == ([0.5, 0.5], {"turns": 2.0})
+    compared("SkyRL, skyrl-gym 0.4.0", "c", "several turns: messages, rewards, metrics", 0.0)
 
 
 async def test_observations_can_go_on_in_the_turn_of_the_reply() -> None:

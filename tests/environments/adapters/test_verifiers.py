@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -88,7 +88,7 @@ def test_tasks_become_prompts() -> None:
     assert len(tasks_of(problems().take(1))[0]) == 1
 
 
-async def test_an_episode_has_their_tools_their_rewards_and_their_metrics() -> None:
+async def test_an_episode_has_their_tools_their_rewards_and_their_metrics(compared: Callable[..., None]) -> None:
     """Setup on a runtime, tools with their schemas, weighted rewards over a trace of the conversation."""
     prompts, environment = tasks_of(problems())
     played = environment()
@@ -106,6 +106,7 @@ async def test_an_episode_has_their_tools_their_rewards_and_their_metrics() -> N
     assert result.rewards == [1.5]
     assert result.steps[-1].metrics == {"turns": 3, "tools_used": 2, "reward/right": 1, "reward/ready": 0.5}
     assert [step.metrics.get("tool_errors") for step in result.steps] == [0, 1, None]
+    compared("prime-rl, verifiers 0.4.0", "c", "a task as our environment: tools, rewards, metrics", 0.0)
 
 
 async def test_each_episode_plays_the_task_of_its_prompt() -> None:

@@ -12,16 +12,17 @@ import anyio
 import attrs
 import pytest
 
-from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
+from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
-from rollouts.integrations.slime.single_turn import codec_of, prompt_ids
+from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, prompt_ids
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from rollouts.training import check_reward_nonzero_std
@@ -108,6 +109,14 @@ def test_the_response_may_leave_out_special_tokens(serve: Serve, skip: bool) -> 
     for sample in leaves(generate_rollout_batch(args, 0, Source(2)).samples):
         assert sample.tokens[-len(ids) :] == ids
         assert sample.response == ("The answer is 3." if skip else "The answer is 3.<|im_end|>")
+
+
+async def test_a_text_has_the_temperature_of_its_completion() -> None:
+    """As a conversation has it: trainers divide logits by it."""
+    sampling, endpoint = SamplingParams(temperature=0.7), Endpoint(model=str(DEMO_MODEL))
+    fields: dict[str, Any] = {"model": str(DEMO_MODEL), "sampling": sampling, "endpoint": endpoint}
+    (sample,) = await generate_single_turn([Prompt("2 + 1 =")], policy=ScriptedPolicy([[5, 6]]), **fields)
+    assert [one.temperature for one in sample.completions] == [0.7]
 
 
 class Pictures(Source):

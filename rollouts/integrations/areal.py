@@ -1,10 +1,15 @@
-"""AReaL 1.0: our agent as a ``RolloutWorkflow``, and samples as its tensors.
+"""AReaL 1.0: our agent as a ``RolloutWorkflow``, policies over its inference engine, samples as its tensors.
+
+    out: to_tensors(samples)
+    in:  RolloutsWorkflow(gconfig, tokenizer, recipe=…), for engine.submit or by its name
 
 Invariant: ids, mask, logprobs and versions of a row are those of its sample up to the last sampled token, because AReaL
 puts the reward on the token before the last and would lose it on context. All branches of a rollout are rows of one
-dict, and every dict has the same keys. A rollout that failed is ``None``, which AReaL counts as rejected.
+dict, and every dict has the same keys. A rollout that failed is ``None``, which AReaL counts as rejected. A token has
+the version that AReaL names for it.
 
-areal and torch are imported in the functions that need them.
+``RolloutsWorkflow`` is :class:`Workflow`, registered with AReaL's base class when its name is first read. areal and
+torch are imported in the functions that need them.
 """
 
 from __future__ import annotations
@@ -16,24 +21,90 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import anyio
+import attrs
 import numpy as np
-import numpy.typing as npt
 
-from rollouts.dtypes import SamplingParams
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan
+from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
 from rollouts.inference.base import Policy
 from rollouts.inference.resumable import ResumablePolicy
-from rollouts.integrations.areal.policies import EnginePolicy, ServersPolicy
+from rollouts.inference.shared import shared_policy
 from rollouts.integrations.episodes import Episodes, prompt_of
-from rollouts.training.rows import check_fields, reward_of, segments, split, trimmed, version_column
+from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.training.rows import reward_of, row_columns, turn_column, version_column
 from rollouts.training.types import Sample
 from rollouts.validators import is_int
 
-__all__ = ["Workflow", "to_tensors", "turn_column", "write_batch"]
+__all__ = ["EnginePolicy", "ServersPolicy", "Workflow", "to_tensors", "write_batch"]
 
 _LOG = logging.getLogger(__name__)
 _NO_TOP_K = 10**8 - 1
 """AReaL's default of ``top_k``, which means none."""
+_PAUSE_SECONDS = 0.5
+
+
+class EnginePolicy(TrainerPolicy):
+    """A policy over ``engine.agenerate``, which resumes a generation that an update of weights aborts."""
+
+    trainer = "AReaL"
+    unsupported = ("stop", "seed", "min_new_tokens", "repetition_penalty", "min_p")
+
+    def __init__(self, engine: Any, gconfig: Any) -> None:
+        self.engine, self.gconfig, self.max_context = engine, gconfig, gconfig.max_tokens
+
+    async def sample(
+        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+    ) -> Reply:
+        from areal.api import ModelRequest
+
+        gconfig = self.gconfig.new(
+            n_samples=1, max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            greedy=sampling.temperature == 0, stop_token_ids=list(stop_token_ids),
+        )  # fmt: skip
+        request = ModelRequest(rid=session, input_ids=tokens.tolist(), gconfig=gconfig)
+        try:
+            reply = await self.engine.agenerate(request)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise EndpointUnavailable(f"AReaL's engine: {type(error).__name__}: {error}") from error
+        return Reply(
+            tokens=reply.output_tokens,
+            logprobs=reply.output_logprobs,
+            stopped_by=reply.stop_reason,
+            version=reply.output_versions,
+            seconds=reply.latency,
+        )
+
+
+class ServersPolicy(TrainerPolicy):
+    """Our client of the engine's servers, inside a :class:`ResumablePolicy`: its tokens get the engine's version.
+
+    A part of a reply during which the version changed has the older one.
+    """
+
+    def __init__(self, engine: Any, gconfig: Any) -> None:
+        self.engine, self.max_context = engine, gconfig.max_tokens
+        urls = [address if "//" in address else f"http://{address}" for address in engine.addresses]
+        self.inner = shared_policy(Endpoint(model="trained", base_url=urls), None)
+
+    async def complete(
+        self,
+        tokens: TokenColumn,
+        sampling: SamplingParams,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        session: str = "",
+        route: str = "",
+    ) -> Completion:
+        while self.engine.workflow_executor.is_paused():  # noqa: ASYNC110 - AReaL has no event for it
+            await anyio.sleep(_PAUSE_SECONDS)
+        version = str(int(self.engine.get_version()))
+        reply = await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session, route=route)
+        spans = [VersionSpan(version, 0, len(reply.tokens))] if len(reply.tokens) else []
+        return attrs.evolve(reply, versions=spans)
+
+    async def interrupt(self) -> None:
+        await self.inner.interrupt()
 
 
 class Workflow:
@@ -121,9 +192,7 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict
         raise ConfigError.of("version", version, "an integer >= 0")
     rows = []
     for sample in samples:
-        check_fields(sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier")
-        split(sample)
-        tokens, mask, logprobs = trimmed(sample).columns
+        tokens, mask, logprobs = row_columns(sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier")
         columns = {
             "input_ids": tokens,
             "loss_mask": mask.astype(np.int32),
@@ -138,20 +207,6 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict
     return padded
 
 
-def turn_column(sample: Sample) -> npt.NDArray[np.int32]:
-    """The number of the turn that sampled each token of the row, -1 on context, int32 ``[n]``."""
-    runs = segments(sample)
-    column = np.full(runs[-1][1], -1, np.int32)
-    turn = -1
-    for record in sample.completions:
-        turn += not record.continues
-        column[record.start : record.stop] = turn
-    if not sample.completions:
-        for turn, (start, stop, _) in enumerate(run for run in runs if run[2]):
-            column[start:stop] = turn
-    return column
-
-
 def write_batch(samples: Sequence[Sample], path: Path) -> None:
     """Write a batch as a list of dicts, one for each group, with ``torch.save``.
 
@@ -163,3 +218,11 @@ def write_batch(samples: Sequence[Sample], path: Path) -> None:
 
     groups = itertools.groupby(samples, lambda sample: sample.group_index)
     torch.save([to_tensors(list(members)) for _, members in groups], path)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RolloutsWorkflow":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from areal.api import RolloutWorkflow
+
+    return RolloutWorkflow.register(Workflow)

@@ -1,0 +1,217 @@
+"""Rollouts of an environment that reads and writes tokens: it renders its prompts itself, without a renderer of ours.
+
+Invariant: the policy gets exactly the ids of the environment's observation. An observation that begins with all ids so
+far continues their sequence; another one opens a new branch, in which sampled ids are context. A failed rollout is a
+sample with status FAILED.
+
+This module knows no trainer.
+"""
+
+from __future__ import annotations
+
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.deadlines import deadline
+from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
+from rollouts.environments.base import StepResult, bad_step, sound_step
+from rollouts.errors import (
+    ConfigError,
+    ContextOverflow,
+    EndpointAway,
+    EndpointError,
+    EnvironmentFailure,
+    Failure,
+    GenerateFailure,
+)
+from rollouts.inference.base import Policy, describe_once
+from rollouts.inference.shared import shared_policy
+from rollouts.training.agent_integration import generate_all, resuming
+from rollouts.training.samples import trajectory_to_samples
+from rollouts.training.types import Sample
+from rollouts.trajectory import Trajectory
+
+__all__ = ["Observation", "TokenEnvironment", "generate_token_batch", "token_rollout_to_samples"]
+
+
+@attrs.frozen
+class Observation:
+    """What an environment shows next: the whole sequence that the next reply is sampled from."""
+
+    tokens: Sequence[int] = ()
+    stop: Sequence[int | str] = ()
+    """What ends the next reply: ids or texts."""
+    done: bool = False
+    """The episode is over; ``tokens`` are not read."""
+    reward: float | None = None
+    """Of the reply before it."""
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
+    """Finite numbers that are summed over the episode."""
+
+
+class TokenEnvironment(Protocol):
+    """One episode, created for each rollout."""
+
+    async def start(self, prompt: Prompt) -> Observation:
+        """Start the episode.
+
+        Raises:
+            ContextOverflow: its opening is longer than it allows; the rollout is truncated, not failed.
+        """
+        ...
+
+    async def step(self, reply: Completion) -> Observation:
+        """Answer one reply, which may have been cut (``finish_reason="length"``)."""
+        ...
+
+
+async def generate_token_batch(prompts: Iterable[Any], **options: Any) -> list[Sample]:
+    """Run :func:`token_rollout_to_samples` for all prompts: with its options bound, a ``generate_fn``."""
+    return await generate_all(token_rollout_to_samples, prompts, options)
+
+
+async def token_rollout_to_samples(
+    prompt: Prompt | str,
+    *,
+    environment_cls: Callable[[], TokenEnvironment],
+    decode: Callable[[Any], str],
+    endpoint: Endpoint,
+    policy: Policy | None = None,
+    sampling: SamplingParams | None = None,
+    limits: Limits | None = None,
+) -> list[Sample]:
+    """Play one episode; return its branches as samples, whose reward is the sum of the environment's rewards.
+
+    Args:
+        prompt: what the environment starts with.
+        environment_cls: called without arguments to create the environment.
+        decode: the text of ids, for the view of the conversation.
+        endpoint: the inference server and its options.
+        policy: replaces the client of ``endpoint``.
+        sampling: replaces ``endpoint.sampling``; stop texts of an observation are added.
+        limits: turns, tokens and seconds. There are no tool calls to limit; a cut reply goes to the environment.
+
+    Raises:
+        ConfigError: a limit of tool calls is set.
+        EndpointAway: no server answered for too long.
+    """
+    limits = limits or Limits()
+    for name in ("max_tool_calls", "max_parallel_calls"):
+        if getattr(limits, name) is not None:
+            raise ConfigError.of(f"limits.{name}", getattr(limits, name), "None: replies are tokens, without calls")
+    client = shared_policy(endpoint, None) if policy is None else policy
+    prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    context = (await describe_once(client)).max_context
+    episode = _Episode(prompt, resuming(client), decode, sampling or endpoint.sampling, limits, context)
+    name, reason, failure = function_name(environment_cls), StopReason.DEADLINE, None
+    try:
+        with deadline(limits.episode_seconds):
+            with boundary(EnvironmentFailure, f"{name}()"):
+                environment = environment_cls()
+            reason = await episode.play(environment, name)
+    except ContextOverflow:
+        reason = StopReason.CONTEXT_OVERFLOW
+    except EndpointAway:
+        raise
+    except (EnvironmentFailure, EndpointError, GenerateFailure) as error:
+        reason, failure = StopReason.FAILED, Failure.of(error)
+    *earlier, last = episode.branches
+    if failure is None and reason is not StopReason.CONTEXT_OVERFLOW and not episode.branches[0].completions:
+        failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {reason.value}"))
+        reason = StopReason.FAILED
+    if earlier and not last.completions:
+        last = earlier.pop()
+    for branch in earlier:
+        branch.seal(StopReason.FORKED)
+    return trajectory_to_samples([*earlier, last.seal(reason, failure)], prompt, decode)
+
+
+@attrs.define
+class _Episode:
+    prompt: Prompt
+    policy: Policy
+    decode: Callable[[Any], str]
+    sampling: SamplingParams
+    limits: Limits
+    max_context: int | None
+    branches: list[Trajectory] = attrs.field(init=False, factory=lambda: [Trajectory("fork")])
+    session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
+    sampled: int = attrs.field(init=False, default=0)
+
+    async def play(self, environment: TokenEnvironment, name: str) -> StopReason:
+        """Play until the environment or a limit ends the episode; returns which."""
+        seen = await self._call(f"{name}.start", environment.start, self.prompt)
+        if seen.done:
+            raise bad_step(f"{name}.start", "got done=True; expected an observation to sample a reply from")
+        for turn in range(self.limits.max_turns):
+            self._observe(seen, name)
+            budget, limit = self._budget()
+            if budget < 1:
+                return limit
+            reply = await self._reply(seen, turn, budget)
+            if reply.finish_reason == "abort":
+                return StopReason.ABORTED
+            seen = await self._call(f"{name}.step", environment.step, reply)
+            if seen.done:
+                return StopReason.TASK_COMPLETED
+        return StopReason.MAX_TURNS
+
+    async def _call(self, what: str, function: Callable[..., Any], argument: object) -> Observation:
+        """Call the environment, and add its reward and metrics to the trajectory of the reply."""
+        kind: Any = "environment_start" if what.endswith(".start") else "environment_step"
+        seen = await call_foreign(
+            EnvironmentFailure, what, function, argument, seconds=self.limits.step_seconds, kind=kind
+        )
+        if not isinstance(seen, Observation):
+            raise bad_step(what, f"got {type(seen).__name__}; expected an Observation")
+        step = sound_step(StepResult(done=bool(seen.done), reward=seen.reward, metrics=seen.metrics), what)
+        self.branches[-1].add_rewards(step.rewards)
+        for metric, amount in step.metrics.items():
+            self.branches[-1].count(metric, amount)
+        return seen
+
+    def _observe(self, seen: Observation, name: str) -> None:
+        """Append what the observation has after the ids so far, or open a branch with all of it."""
+        tokens, known = packed_tokens(seen.tokens), self.branches[-1].tokens
+        if not len(tokens):
+            raise bad_step(name, "got an observation without tokens and not done; expected one or the other")
+        if len(tokens) < len(known) or not np.array_equal(tokens[: len(known)], known):
+            self.branches.append(Trajectory("fork"))
+            self.branches[-1].count("forks")
+            self.session, known = uuid.uuid4().hex, known[:0]
+        if len(new := tokens[len(known) :]):
+            self.branches[-1].add_context(new, [Message("user", self.decode(new))])
+
+    def _budget(self) -> tuple[int, StopReason]:
+        """The most ids of the next reply, and the stop reason if that is none."""
+        limits, length = self.limits, len(self.branches[-1])
+        budget, limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
+        if limits.max_tokens is not None:
+            budget = min(budget, limits.max_tokens - length)
+        if limits.max_sampled_tokens is not None:
+            budget = min(budget, limits.max_sampled_tokens - self.sampled)
+        if self.max_context is not None and self.max_context - length < budget:
+            budget, limit = self.max_context - length, StopReason.CONTEXT_OVERFLOW
+        return budget, limit
+
+    async def _reply(self, seen: Observation, turn: int, budget: int) -> Completion:
+        """Sample one reply, and append it."""
+        trajectory, seed = self.branches[-1], self.sampling.seed
+        if seed is not None:
+            source = f"{seed}/{self.prompt.index}/{turn}/{self.prompt.replacement}"
+            seed = zlib.crc32(source.encode()) & 0x7FFFFFFF
+        texts = tuple(dict.fromkeys((*self.sampling.stop, *(one for one in seen.stop if isinstance(one, str)))))
+        ids = tuple(one for one in seen.stop if not isinstance(one, str))
+        asked = attrs.evolve(self.sampling, max_new_tokens=budget, stop=texts, seed=seed)
+        reply = await self.policy.complete(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
+        message = Message("assistant", self.decode(reply.tokens))
+        trajectory.add_reply(reply, message, temperature=self.sampling.temperature)
+        trajectory.count("generation_seconds", reply.seconds)
+        self.sampled += len(reply.tokens)
+        return reply
