@@ -427,6 +427,7 @@ OPTIONS = {
     "--host": "address to listen on",
     "--idle-seconds": "how long a connection stays idle",
     "--into": "the parent folder",
+    "--images": "load the image processor",
     "--json": "print the result as JSON",
     "--k": "the k of pass@k",
     "--latency": "seconds of a rollout",
