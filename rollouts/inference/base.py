@@ -6,14 +6,25 @@ A policy does not know messages, environments or samples. It raises an ``Endpoin
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, ImageSpan, SamplingParams, TokenColumn
+from rollouts.errors import ConfigError
 
-__all__ = ["ExtrasRequest", "Policy", "ServerInfo", "describe_once", "route_option"]
+__all__ = [
+    "ExtrasRequest",
+    "Policy",
+    "ServerInfo",
+    "check_takes_images",
+    "describe_once",
+    "images_option",
+    "route_option",
+    "takes_images",
+]
 
 
 @attrs.frozen
@@ -40,7 +51,11 @@ class ExtrasRequest:
 
 
 class Policy(Protocol):
-    """Samples continuations of token sequences."""
+    """Samples continuations of token sequences.
+
+    A policy with ``takes_images = True`` has one more argument of :meth:`complete`, ``images``, a sequence of
+    :class:`~rollouts.dtypes.ImageSpan`: all images of ``tokens``, in order. For any other policy, images are refused.
+    """
 
     async def complete(
         self,
@@ -79,6 +94,26 @@ class Policy(Protocol):
     async def aclose(self) -> None:
         """Close connections; no completion may be in flight."""
         ...
+
+
+def takes_images(policy: Policy) -> bool:
+    """Whether a policy accepts ``images``."""
+    return bool(getattr(policy, "takes_images", False))
+
+
+def check_takes_images(policy: Policy) -> None:
+    """Refuse images for a policy that does not accept them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not takes_images(policy):
+        raise ConfigError.of("images", policy, "none: requests of this policy have no images")
+
+
+def images_option(images: Sequence[ImageSpan]) -> dict[str, Any]:
+    """The argument ``images`` for a policy that may not know it: only sequences with images have one."""
+    return {"images": images} if images else {}
 
 
 def route_option(route: str) -> dict[str, str]:

@@ -192,7 +192,9 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict
         raise ConfigError.of("version", version, "an integer >= 0")
     rows = []
     for sample in samples:
-        tokens, mask, logprobs = row_columns(sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier")
+        tokens, mask, logprobs = row_columns(
+            sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier", "images"
+        )
         columns = {
             "input_ids": tokens,
             "loss_mask": mask.astype(np.int32),

@@ -33,7 +33,7 @@ def to_message_log(sample: Sample) -> list[dict[str, Any]]:
     """
     import torch
 
-    row = row_columns(sample, "NeMo-RL", "advantages", "teacher_log_probs")
+    row = row_columns(sample, "NeMo-RL", "advantages", "teacher_log_probs", "images")
     log = []
     for start, stop, sampled in segments(sample):
         ids = torch.from_numpy(row.tokens[start:stop].astype(np.int64))

@@ -40,7 +40,7 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
         ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, or has a
             field that OpenRLHF has no place for.
     """
-    row = row_columns(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs")
+    row = row_columns(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs", "images")
     if max_length is not None and len(row.tokens) > max_length:
         expected = f"at most max_length={max_length} tokens, where OpenRLHF cuts"
         raise ConfigError.of(f"{sample!r}.tokens", len(row.tokens), expected)

@@ -44,7 +44,7 @@ def training_columns(
     """
     if env_name == "all" or not env_name:
         raise ConfigError.of("env_name", env_name, "a name other than 'all', which prime-rl reserves")
-    row = row_columns(sample, "prime-rl", "teacher_log_probs")
+    row = row_columns(sample, "prime-rl", "teacher_log_probs", "images")
     width, own = len(row.tokens), sample.advantage_column
     advantages = np.where(row.mask, np.float32(advantage) if own is None else own[:width], np.float32(0))
     columns = {

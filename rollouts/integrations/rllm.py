@@ -49,7 +49,7 @@ def to_episodes(samples: Sequence[Sample], *, version: int | None = None) -> lis
 def _steps(sample: Sample, version: int | None) -> list[Any]:
     from rllm.types import Step
 
-    row = row_columns(sample, "rLLM", "loss_multiplier", "advantages", "teacher_log_probs")
+    row = row_columns(sample, "rLLM", "loss_multiplier", "advantages", "teacher_log_probs", "images")
     tokens = row.tokens.tolist()
     number = int_version(sample, version)
     return [

@@ -52,7 +52,7 @@ def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs, or a field that a datum has no place for.
     """
-    row = row_columns(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs")
+    row = row_columns(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs", "images")
     tokens, mask, own = row.tokens.astype(np.int64), row.mask.astype(np.float32), sample.advantage_column
     advantages = mask * (np.float32(advantage) if own is None else own[: len(mask)])
     shifted = {"logprobs": row.logprobs[1:], "advantages": advantages[1:], "mask": mask[1:]}
@@ -111,7 +111,9 @@ def _transitions(sample: Sample) -> list[Any]:
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.types import Transition
 
-    row = row_columns(sample, "the cookbook's Trajectory", "loss_multiplier", "teacher_log_probs", "advantages")
+    row = row_columns(
+        sample, "the cookbook's Trajectory", "loss_multiplier", "teacher_log_probs", "advantages", "images"
+    )
     tokens = row.tokens.tolist()
     transitions = []
     for one in sample.completions:
