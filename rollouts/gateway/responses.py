@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.gateway.chat import PING, error
 from rollouts.gateway.types import ApiError, CallReply, CallRequest
 from rollouts.gateway.wire import (
@@ -21,10 +21,12 @@ from rollouts.gateway.wire import (
     ReplyOf,
     arguments_text,
     call_of,
-    content_text,
+    content_of,
     count_fields,
     event,
+    image_of,
     no_reply,
+    text_of,
     tool_of,
     with_tool_names,
 )
@@ -33,7 +35,7 @@ __all__ = ["PING", "answer", "error", "error_event", "events", "read"]
 
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_MEDIA = {"input_image": "image", "input_audio": "audio", "input_file": "file"}
+_MEDIA = {"input_audio": "audio", "input_file": "file"}
 _RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", "reasoning", "item_reference", *_CALLS, *_RESULTS)
@@ -142,20 +144,20 @@ class _Conversation:
             self.calls.append(_call(item, kind))
         elif kind in _RESULTS:
             call_id = item.text("call_id") or item.required("id")  # local_shell_call_output has its id here
-            self.add(Message("tool", content_text(item, "output", self._part), tool_call_id=call_id))
+            self.add(Message("tool", content_of(item, "output", self._part), tool_call_id=call_id))
         elif kind == "item_reference":
             self._reference(item)
         else:
             raise item.wrong("type", f"one of {_ITEMS}")
 
     def _message(self, item: Fields) -> None:
-        role, content = item.text("role"), content_text(item, "content", self._part)
+        role = item.text("role")
         if role == "assistant":
-            self._open(content=content)
+            self._open(content=text_of(item, "content", self._part))
         elif role in ("system", "developer"):
-            self.add(Message("system", content))
+            self.add(Message("system", text_of(item, "content", self._part)))
         elif role == "user":
-            self.add(Message("user", content))
+            self.add(Message("user", content_of(item, "content", self._part)))
         else:
             raise item.wrong("role", f"one of {_ROLES}")
 
@@ -184,8 +186,14 @@ class _Conversation:
         else:
             raise ApiError("not_found", f"{item.at('id')}: got {item_id!r}; expected the id of an item of this session")
 
-    def _part(self, fields: Fields) -> str:
+    def _part(self, fields: Fields) -> Content:
         kind = fields.text("type")
+        if kind == "input_image":
+            if fields.text("detail") == "low":
+                self.counts["not_enforced/image_detail"] += 1
+            if fields.value.get("file_id") is not None:
+                raise fields.wrong("file_id", "an image_url; this server keeps no files")
+            return (image_of(fields, "image_url", fields.required("image_url")),)
         if kind in _TEXTS:
             return fields.required("text")
         if kind == "refusal":
@@ -193,7 +201,7 @@ class _Conversation:
         if kind in _MEDIA:
             self.counts[_MEDIA[kind]] += 1
             return f"[{_MEDIA[kind]}]"
-        raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', *_MEDIA)}")
+        raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', 'input_image', *_MEDIA)}")
 
 
 def _reasoning(item: Fields) -> str:

@@ -258,6 +258,7 @@ class ProgramSession:
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
+        self._check_images(request)
         messages = self._normal(request.messages)
         return len(await self._opening(self._with_own_ids(messages), request.tools))
 
@@ -275,6 +276,7 @@ class ProgramSession:
         self._check_open()
         for name, amount in request.counts.items():
             self.count(name, amount)
+        self._check_images(request)
         work = self._work_of(request, dict(lineage))
         running = self._works.get(work.retry_key)
         if running is not None and not running.scope.cancel_called:
@@ -324,6 +326,14 @@ class ProgramSession:
             self.end(StopReason.MAX_TOKENS)
         if self.ended:
             raise ApiError("conflict", f"the session has ended: {self.stop_reason}")
+
+    def _check_images(self, request: CallRequest) -> None:
+        """Refuse images that the model does not see."""
+        try:
+            self._renderer.check_images(request.messages)
+        except ConfigError as error:
+            self.count("refused/image")
+            raise ApiError("invalid_request", f"messages: {error}") from None
 
     def _work_of(self, request: CallRequest, lineage: dict[str, str]) -> _Work:
         if not self._calls and not self._works and lineage:

@@ -61,7 +61,7 @@ class CallRequest:
     """Of the Responses API: the text of the first of the messages, a system message. It replaces the instructions of
     the reply that ``previous_response_id`` names."""
     counts: Mapping[str, float] = attrs.field(factory=dict)
-    """What the gateway does not honour, by name, such as ``image`` or ``not_enforced/tool_choice``."""
+    """What the gateway does not honour, by name, such as ``file`` or ``not_enforced/tool_choice``."""
     model: str = ""
     """The name of the request, which the answer repeats."""
     include_usage: bool = False

@@ -128,7 +128,7 @@ def test_what_is_not_honoured_is_counted(fields: dict[str, Any], counts: list[st
     assert read(**fields).counts == dict.fromkeys(names, 1)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("image_url", "image"), ("input_audio", "audio"), ("file", "file")])
+@pytest.mark.parametrize(("kind", "name"), [("video_url", "video"), ("input_audio", "audio"), ("file", "file")])
 def test_media_are_named_in_the_text_and_counted(kind: str, name: str) -> None:
     """A model of text sees that there was something."""
     request = read(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": kind, kind: {}}]}])
