@@ -37,6 +37,7 @@ __all__ = [
     "Fault",
     "FinishReason",
     "Image",
+    "ImageSpan",
     "Limits",
     "LogprobsOf",
     "Message",
@@ -252,6 +253,19 @@ def _png_of(value: Any) -> bytes:
         image = image.convert("RGBA")  # the same colours; Pillow warns of the direct way
     (image if image.mode == "RGB" else image.convert("RGB")).save(out, format="PNG")
     return out.getvalue()
+
+
+@attrs.frozen
+class ImageSpan:
+    """An image of a token sequence: its placeholder ids are positions ``start`` to ``stop`` (half open)."""
+
+    image: Image
+    start: int
+    stop: int
+
+    def shifted(self, by: int) -> ImageSpan:
+        """The span in a sequence with ``by`` more ids before it."""
+        return ImageSpan(self.image, self.start + by, self.stop + by)
 
 
 Content: TypeAlias = str | tuple[str | Image, ...]

@@ -24,7 +24,7 @@ from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.gateway.session import SessionLimits
 from rollouts.gateway.tree import Training
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import ServerInfo, check_takes_images
 from rollouts.inference.shared import shared_policy
 from rollouts.programs import Program
 from rollouts.programs.workspace import Workspace
@@ -406,6 +406,8 @@ def _tested_renderer(recipe: Recipe, tools: tuple[Tool, ...]) -> Renderer:
     """The renderer of the run; it is tested, and so is each variant that prompts ask for."""
     renderer = recipe.renderer()
     renderer.self_test(tools).raise_if_refused()
+    if renderer.images is not None:
+        renderer.images.check_repeats()
     for prompt in recipe.data_buffer.prompts:
         if not isinstance(prompt.prompt, str):
             renderer.check_images(prompt.prompt)
@@ -424,14 +426,16 @@ async def preflight(recipe: Recipe) -> ServerInfo:
         ConfigError: the generate function is bound to ``max_turns`` and to other ``limits``, the environment lacks a
             method, the tokenizer does not load, or its template fails the self-test: a bridge is wrong, or tool calls
             would not be parsed; also with the ``template_kwargs`` of a prompt. Or a prompt has an image, and the model
-            reads text only. Or the server would report logprobs of
-            another distribution for the endpoint's sampling parameters.
+            reads text only; or the requests to the server, or its ids, cannot have images. Or the server would report
+            logprobs of another distribution for the endpoint's sampling parameters.
         EnvironmentFailure: the environment cannot be created or closed.
         EndpointUnavailable: no server responds at the URL.
         EndpointRefused: the server at the URL does not have the protocol of the endpoint.
     """
     renderer = await check_recipe(recipe)
     policy = shared_policy(recipe.endpoint, renderer.vocab_size)
+    if renderer.images is not None:
+        check_takes_images(policy)
     server = await policy.describe()
     await policy.check_sampling(recipe.endpoint.sampling)
     if recipe.endpoint.provider == "sglang":

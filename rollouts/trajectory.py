@@ -27,6 +27,7 @@ from rollouts.dtypes import (
     Completion,
     Extras,
     FinishReason,
+    ImageSpan,
     LogprobColumn,
     LogprobsOf,
     Message,
@@ -107,6 +108,7 @@ class Trajectory:
     Attributes:
         history: the policy for a history that the template rewrites.
         messages: the conversation as text; a view, never the record.
+        images: the images of the tokens, in order, with the positions of their placeholder ids.
         segments: adjacent tokens of equal origin, covering all tokens.
         completions: records of the completions, in order.
         step_rewards: rewards of the environment's steps.
@@ -120,6 +122,7 @@ class Trajectory:
     def __init__(self, history: OnRewrite = "append") -> None:
         self.history: OnRewrite = history
         self.messages: list[Message] = []
+        self.images: list[ImageSpan] = []
         self.segments: list[Segment] = []
         self.completions: list[CompletionRecord] = []
         self.step_rewards: list[float] = []
@@ -185,8 +188,14 @@ class Trajectory:
             if segment.version is not None
         )
 
-    def add_context(self, tokens: TokenColumn, messages: Sequence[Message] = ()) -> None:
-        """Append tokens that are shown to the policy and never trained: an opening or a bridge."""
+    def add_context(
+        self, tokens: TokenColumn, messages: Sequence[Message] = (), images: Sequence[ImageSpan] = ()
+    ) -> None:
+        """Append tokens that are shown to the policy and never trained: an opening or a bridge.
+
+        ``images`` are those of ``tokens``, with positions in them.
+        """
+        self.images += [span.shifted(self._length) for span in images]
         self._append(tokens)
         self._close_segment(len(tokens), None)
         self.messages.extend(messages)

@@ -117,6 +117,7 @@ LAW_BOOKS = {
     "test_fuzz.py",
     "test_manager_semantics.py",
     "test_token_exactness.py",
+    "agent/test_images.py",
     "agent/test_raw_continuation.py",
     "environments/test_returned_values.py",
     "gateway/test_laws.py",

@@ -53,9 +53,9 @@ from rollouts.errors import (
     TokenMismatchError,
     shortened,
 )
-from rollouts.inference.base import Policy
+from rollouts.inference.base import Policy, check_takes_images, images_option
 from rollouts.renderer import BridgeMemory, Renderer
-from rollouts.renderer.in_threads import bridged, rendered
+from rollouts.renderer.in_threads import bridged, in_thread, rendered
 from rollouts.trajectory import Trajectory
 
 __all__ = ["Episode", "OnStep", "Past"]
@@ -153,7 +153,10 @@ class Episode:
             past: a conversation to continue.
         """
         resumable = environment if is_resumable(environment) else None
-        _refuse_images(self.prompt.messages)
+        self.renderer.check_images(self.prompt.messages)
+        if self.renderer.images is not None:
+            check_takes_images(self.policy)
+            await in_thread(self.renderer.images.check_repeats)
         turn, reply = 0, None
         # 1. Start the environment, and 2. open the conversation: a past one, an interrupted one, or a new one.
         if past is not None:
@@ -201,7 +204,11 @@ class Episode:
         sampling = self._begin_reply(budget)
         began = now()
         completion = await self.policy.complete(
-            self.trajectory.tokens, sampling, stop_token_ids=self.renderer.stop_token_ids, session=self.session
+            self.trajectory.tokens,
+            sampling,
+            stop_token_ids=self.renderer.stop_token_ids,
+            session=self.session,
+            **images_option(self.trajectory.images),
         )
         self._add_times(completion, began)
         # 4. Parse the reply.
@@ -302,7 +309,6 @@ class Episode:
 
         If the last message is an assistant message, the first reply goes on in its turn, and is parsed with its text.
         """
-        _refuse_images(messages)
         opening = await rendered(messages, self.renderer.opening, list(messages), tools)
         before = messages
         if messages and messages[-1].role == "assistant":
@@ -311,7 +317,7 @@ class Episode:
             self.part_start = self.reply_start
             self.continues_reply = True
             self.replies += 1
-        self.trajectory.add_context(opening, before)
+        self.trajectory.add_context(opening, before, self.renderer.image_spans(opening, messages))
         if self.history != "append":
             self.rendered = await rendered(before, self.renderer.render, list(before), tools)
 
@@ -525,12 +531,11 @@ class Episode:
             HistoryRewritten: the template rewrites the history, and ``history`` is ``"error"``.
         """
         try:
-            _refuse_images(new)
             if self.history == "append" or not await self._fork_if_rewritten(new, tools):
                 history = self.trajectory.messages
                 tail = self.trajectory.tokens[self.reply_start :]
                 bridge = await bridged(self.renderer, history, new, tools=tools, tail=tail, memory=self.memory)
-                self.trajectory.add_context(bridge, new)
+                self.trajectory.add_context(bridge, new, self.renderer.image_spans(bridge, new))
         except ConfigError as error:
             raise GenerateFailure(f"the template cannot render the next turn: {error}") from error
         self._observe()
@@ -580,7 +585,7 @@ class Episode:
             encode = functools.partial(self.renderer.encode_conversation, rendered=self.rendered)
             tokens = await rendered(whole, encode, whole, tools)
             branch = Trajectory(self.history)
-            branch.add_context(tokens, whole)
+            branch.add_context(tokens, whole, self.renderer.image_spans(tokens, whole))
             branch.count("forks")
             branch.count("duplicated_tokens", len(tokens) - added)
             self.branches.append(branch)
@@ -641,11 +646,6 @@ class Episode:
         messages = len(self.trajectory.messages) - self.continues_reply  # the last one still grows
         trajectory = self.trajectory
         self.logged = (len(trajectory), len(trajectory.completions), messages, len(trajectory.times))
-
-
-def _refuse_images(messages: Sequence[Message]) -> None:
-    for message in messages:
-        message.only_text("a request to the server")
 
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:

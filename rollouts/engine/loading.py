@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers.utils.logging import disable_progress_bar
 
+from rollouts.engine.images import PROCESSOR, Expander
 from rollouts.errors import ConfigError
 
 __all__ = ["DTYPES", "Loaded", "load_folder", "load_weights"]
@@ -47,6 +48,8 @@ class Loaded:
     architecture: str
     model_type: str
     dtype: str = "float32"
+    images: Expander | None = None
+    """Expands the placeholders of images; ``None`` if the folder has no processor."""
 
     @property
     def max_input(self) -> int:
@@ -89,6 +92,7 @@ def load_folder(path: Path, max_context: int | None = None, dtype: str = "float3
         architecture=type(model).__name__,
         model_type=str(config.model_type),
         dtype=dtype,
+        images=Expander(path) if (path / PROCESSOR).is_file() else None,
     )
 
 

@@ -20,7 +20,7 @@ import msgspec
 from rollouts.engine.answers import Answers, TextForm
 from rollouts.engine.loading import Loaded
 from rollouts.engine.requests import Request, Rules
-from rollouts.errors import RolloutsError, shortened
+from rollouts.errors import ConfigError, RolloutsError, shortened
 
 __all__ = ["GenerateBody", "Refusal", "check_ids", "decoded", "read_generate"]
 
@@ -71,6 +71,7 @@ class GenerateBody(msgspec.Struct, gc=False):
     return_prompt_token_ids: bool = False
     stream: bool = False
     extra_key: str | None = None
+    image_data: Any = None
 
     top_logprobs_num: Any = None
     token_ids_logprob: Any = None
@@ -78,7 +79,6 @@ class GenerateBody(msgspec.Struct, gc=False):
     return_sampling_mask: Any = None
     sampling_logprobs_mode: Any = None
     input_embeds: Any = None
-    image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
     lora_path: Any = None
@@ -191,6 +191,8 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
             raise Refusal(f"{name}: got {shortened(value)}; this engine does not support it")
     prompts, single = _prompts(body, loaded.tokenizer)
     count = len(prompts)
+    if body.image_data:
+        prompts = _with_images(body.image_data, prompts, single, loaded)
     samplings = [_sampling(one or {}) for one in _each("sampling_params", body.sampling_params, count)]
     if count > _MOST_SEQUENCES:
         raise Refusal(f"input_ids: got {count} prompts; expected at most {_MOST_SEQUENCES}")
@@ -246,6 +248,20 @@ def _prompts(body: GenerateBody, tokenizer: Any) -> tuple[list[list[int]], bool]
     if not prompts or not all(prompts):
         raise Refusal("The prompt is empty.")
     return prompts, single
+
+
+def _with_images(image_data: Any, prompts: list[list[int]], single: bool, loaded: Loaded) -> list[list[int]]:
+    """The prompts with the placeholders of their images expanded."""
+    if loaded.images is None:
+        raise Refusal(f"image_data: got {shortened(image_data)}; the model folder has no processor")
+    if single:
+        rows = [image_data if isinstance(image_data, list) else [image_data]]
+    else:
+        rows = [row if isinstance(row, list) else [row] for row in _each("image_data", image_data, len(prompts))]
+    try:
+        return [loaded.images.expanded(ids, row) for ids, row in zip(prompts, rows, strict=True)]
+    except ConfigError as error:
+        raise Refusal(str(error)) from error
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:

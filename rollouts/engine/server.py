@@ -139,7 +139,7 @@ class _Generate:
         return _response(answers)
 
     async def _read(self, body: GenerateBody, updates: _Updates) -> Answers:
-        if body.text is None:
+        if body.text is None and not body.image_data:
             return read_generate(body, self._frontend.loaded, updates)
         return await anyio.to_thread.run_sync(read_generate, body, self._frontend.loaded, updates)
 

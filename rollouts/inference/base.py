@@ -6,14 +6,25 @@ A policy does not know messages, environments or samples. It raises an ``Endpoin
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, ImageSpan, SamplingParams, TokenColumn
+from rollouts.errors import ConfigError
 
-__all__ = ["ExtrasRequest", "Policy", "ServerInfo", "describe_once", "route_option"]
+__all__ = [
+    "ExtrasRequest",
+    "Policy",
+    "ServerInfo",
+    "check_takes_images",
+    "describe_once",
+    "images_option",
+    "route_option",
+    "takes_images",
+]
 
 
 @attrs.frozen
@@ -40,7 +51,11 @@ class ExtrasRequest:
 
 
 class Policy(Protocol):
-    """Samples continuations of token sequences."""
+    """Samples continuations of token sequences.
+
+    A policy that has ``takes_images = True`` accepts ``images`` in :meth:`complete`; it needs ``takes_images`` and
+    ``images`` only if there are any.
+    """
 
     async def complete(
         self,
@@ -50,6 +65,7 @@ class Policy(Protocol):
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """Sample one continuation of ``tokens``.
 
@@ -59,6 +75,7 @@ class Policy(Protocol):
             stop_token_ids: ids that end the reply, in addition to the model's own.
             session: name of the sequence; each call of a session extends its tokens.
             route: name of sequences that share a beginning; their calls go to one worker. By default the session.
+            images: all images of ``tokens``, in order, with the positions of their placeholder ids.
 
         Raises:
             EndpointUnavailable: no valid response after all retries.
@@ -79,6 +96,26 @@ class Policy(Protocol):
     async def aclose(self) -> None:
         """Close connections; no completion may be in flight."""
         ...
+
+
+def takes_images(policy: Policy) -> bool:
+    """Whether a policy accepts ``images``."""
+    return bool(getattr(policy, "takes_images", False))
+
+
+def check_takes_images(policy: Policy) -> None:
+    """Refuse images for a policy that does not accept them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not takes_images(policy):
+        raise ConfigError.of("images", policy, "none: requests of this policy have no images")
+
+
+def images_option(images: Sequence[ImageSpan]) -> dict[str, Any]:
+    """The argument ``images`` for a policy that may not know it: only sequences with images have one."""
+    return {"images": images} if images else {}
 
 
 def route_option(route: str) -> dict[str, str]:

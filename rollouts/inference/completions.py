@@ -71,6 +71,10 @@ class SentRequest:
     """Upper bound of ids; ``None`` if unknown."""
     extras: ExtrasRequest | None = None
     """What was requested beyond tokens and logprobs."""
+    images: int = 0
+    """Number of images of the prompt."""
+    expanded: TokenColumn | None = None
+    """If there are images, all ids of the prompt; ``ids`` counts them, but has one placeholder for each image."""
 
 
 class Span(msgspec.Struct, gc=False):
@@ -82,19 +86,27 @@ class Span(msgspec.Struct, gc=False):
 
 
 _RESPONSE_BYTES, _BYTES_PER_TOKEN, _BYTES_PER_REQUEST_BYTE = 1 << 18, 512, 32
-_BYTES_PER_EXPERT, _BYTES_PER_SET = 6, 1 << 16
-"""An int32 in base64; the ids that ``top_p`` kept for one token, some 12,000."""
+_BYTES_PER_ID, _BYTES_PER_EXPERT, _BYTES_PER_SET = 12, 6, 1 << 16
+"""An int32 as text; one in base64; the ids that ``top_p`` kept for one token, some 12,000."""
 
 
 def most_response_bytes(
-    request_bytes: int, sampling: SamplingParams, prompt_tokens: int = 0, extras: ExtrasRequest | None = None
+    request_bytes: int,
+    sampling: SamplingParams,
+    prompt_tokens: int = 0,
+    extras: ExtrasRequest | None = None,
+    *,
+    images: int = 0,
 ) -> int:
-    """Upper bound of a sound response to a request of this size.
+    """Upper bound of a sound response to a request of this size, that of its images not counted.
 
     Each new token is an id, a logprob and at most a short text in two places. A server that ignores
-    ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request.
+    ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request. With images,
+    the response has the ids of the prompt.
     """
     most = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
+    if images:
+        most += _BYTES_PER_ID * prompt_tokens
     if extras is not None:
         rows = prompt_tokens + sampling.max_new_tokens
         most += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)

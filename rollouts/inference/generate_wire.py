@@ -117,6 +117,8 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
     output_ids: msgspec.Raw = msgspec.Raw(b"null")
     """Decoded only if their JSON text differs from that of the ids in ``output_token_logprobs``."""
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    """The ids of the prompt with its images expanded; decoded only if there are images."""
     error: Any = None
 
 
@@ -166,16 +168,23 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
 
 
 def request_body(
-    rid: str, ids: EncodedIds, options: bytes, namespace: str = "", extras: ExtrasRequest | None = None
+    rid: str,
+    ids: EncodedIds,
+    options: bytes,
+    namespace: str = "",
+    extras: ExtrasRequest | None = None,
+    images: Sequence[bytes] = (),
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
-    ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`.
+    ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`. ``images`` are JSON texts.
     """
     extra = b'"extra_key":%b,' % msgspec.json.encode(namespace) if namespace else b""
     if extras is not None and extras.experts_width is not None:
         start = b'"routed_experts_start_len":%d,' % extras.experts_start if extras.experts_start else b""
         extra = b'%b"return_routed_experts":true,%b' % (extra, start)
+    if images:
+        extra = b'%b"return_prompt_token_ids":true,"image_data":[%b],' % (extra, b",".join(images))
     head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 
@@ -222,6 +231,8 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
     check_values(tokens, logprobs, request.vocab_size, names=("output_ids", "output_token_logprobs"))
     # A request that was aborted in the queue may have no counts, or zeros.
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
+    if request.images and (len(tokens) or finish.type != "abort"):
+        _check_images(meta.prompt_tokens, reply.prompt_token_ids, request)
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
         hint = ". Does it truncate prompts? Start it without --allow-auto-truncate" if prompt_tokens < ids.count else ""
         raise EndpointRefused(f"{ids.count} ids were sent; the server counts {prompt_tokens}{hint}")
@@ -243,6 +254,28 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         )
     except ValueError as error:  # everything but the versions was checked above
         raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+
+
+def _check_images(counted: int | None, prompt_token_ids: msgspec.Raw, sent: SentRequest) -> None:
+    """Compare the ids of a prompt with images: their number, and where the server sends them, the ids."""
+    count, images = sent.ids.count, f"{sent.images} image{'s' * (sent.images != 1)}"
+    if counted != count:
+        raise EndpointRefused(
+            f"meta_info.prompt_tokens: got {counted}; expected {count}, the ids of the prompt with {images}: the"
+            " server's processor expands images otherwise. Is it of another version, or has it other settings?"
+        )
+    try:
+        own = _IDS.decode(prompt_token_ids)
+    except UNREADABLE as error:
+        raise EndpointRefused(f"prompt_token_ids are not a list of ids: {error}") from None
+    if own is None:
+        return  # an older server
+    assert sent.expanded is not None, "a prompt with images has its ids"
+    if not np.array_equal(own, sent.expanded):
+        raise EndpointRefused(
+            f"prompt_token_ids: got {len(own)} other ids; expected the {count} ids of the prompt with {images}: the"
+            " server encodes its text again"
+        )
 
 
 def _extras(meta: _Meta, sent: SentRequest, sampled: int, wanted: ExtrasRequest) -> Extras:

@@ -16,7 +16,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 from urllib.parse import quote
@@ -25,16 +26,26 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import attrs
+import numpy as np
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, TokenColumn, without_password
+from rollouts.dtypes import (
+    Completion,
+    Concurrency,
+    Endpoint,
+    ImageSpan,
+    SamplingParams,
+    TokenColumn,
+    without_password,
+)
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient
 from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until_idle, headers_of
-from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.base import ExtrasRequest, ServerInfo, check_takes_images
 from rollouts.inference.completions import BrokenNumbers, SentRequest, check_obeyed, most_response_bytes
 from rollouts.inference.discovery import merged
+from rollouts.inference.image_json import ImageTexts, collapsed
 from rollouts.inference.limiter import AdaptiveLimit
 from rollouts.inference.outages import Outage, ServedWeights, ServerAway
 from rollouts.inference.pauses import POLL_SECONDS
@@ -84,6 +95,8 @@ class Totals:
     sampled_tokens: int = 0
     encoded_tokens: int = 0
     """Prompt ids encoded as JSON: those that were new since the last call of their session."""
+    encoded_images: int = 0
+    """Images encoded as JSON: each once."""
 
 
 @attrs.define(eq=False)
@@ -98,6 +111,10 @@ class _Call:
     stop_token_ids: tuple[int, ...]
     namespace: str
     extras: ExtrasRequest | None
+    images: Sequence[bytes]
+    """The JSON texts of the images."""
+    expanded: TokenColumn | None
+    """If there are images, all ids of the prompt."""
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
     """Worker and rid of a generation that may be running; no attempt is sent while this is set."""
@@ -131,6 +148,8 @@ class ServerPolicy(abc.ABC):
     ROUTE: ClassVar[str]
     """Path to which requests for a completion are sent."""
     ABORTS: ClassVar[AbortRoutes]
+    takes_images: ClassVar[bool] = False
+    """Whether requests may have images."""
 
     def __init__(
         self,
@@ -156,6 +175,7 @@ class ServerPolicy(abc.ABC):
         self._unread_vocab_size = vocab_size if callable(vocab_size) else None
         self._reading_lock = anyio.Lock()
         self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
+        self._images = ImageTexts()
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._checked_stops: set[tuple[int, ...]] = set()
@@ -209,6 +229,7 @@ class ServerPolicy(abc.ABC):
         session: str = "",
         route: str = "",
         extras: ExtrasRequest | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """Sample one continuation of ``tokens``.
 
@@ -219,13 +240,16 @@ class ServerPolicy(abc.ABC):
             session: name of the sequence; only new ids are encoded.
             route: name of sequences that share a beginning; their calls go to one worker. By default the session.
             extras: what the completion needs beyond tokens and logprobs; a reply without it is refused.
+            images: all images of ``tokens``, in order. Each is encoded once; see :mod:`rollouts.inference.image_json`.
 
         Raises:
             EndpointUnavailable: no valid response within ``request_seconds`` and ``max_retries``.
             EndpointRefused: the server refuses this request, or its reply cannot be trained or is not about these ids.
             ContextOverflow: prompt and ``max_new_tokens`` exceed the model's context.
-            ConfigError: an id is outside the vocabulary; nothing was sent.
+            ConfigError: an id is outside the vocabulary, or the protocol has no images; nothing was sent.
         """
+        if images:
+            check_takes_images(self)
         if self._unread_vocab_size is not None:
             await self._read_vocab_size(self._unread_vocab_size)
         if stop_token_ids not in self._checked_stops:
@@ -233,7 +257,7 @@ class ServerPolicy(abc.ABC):
             self._checked_stops = {tuple(stop_token_ids)}
         route = route or session
         call = _Call(
-            ids=self._sequences.encode(tokens, session),  # not kept in a variable: see move_into
+            ids=self._encode(tokens, session, images),  # not kept in a variable: see move_into
             options=self._options(sampling, stop_token_ids, top_p_sets=extras is not None and extras.top_p_sets),
             headers={**self._headers, **self._session_headers(_header_safe(route))} if route else self._headers,
             route=route,
@@ -241,8 +265,11 @@ class ServerPolicy(abc.ABC):
             stop_token_ids=stop_token_ids,
             namespace=self._namespaces.of(session, self._workers.all[0].url),
             extras=extras,
+            images=self._images.of([span.image for span in images]),
+            expanded=tokens if images else None,
         )
         self.totals.encoded_tokens = self._sequences.encoded
+        self.totals.encoded_images = self._images.encoded
         worker = self._workers.worker_for(route)
         try:
             what, seconds = f"POST {worker.name}{self.ROUTE}", self.endpoint.request_seconds
@@ -254,6 +281,14 @@ class ServerPolicy(abc.ABC):
             raise
         finally:
             call.last_error = None  # breaks the reference cycle through its traceback
+
+    def _encode(self, tokens: TokenColumn, session: str, images: Sequence[ImageSpan]) -> EncodedIds:
+        """The ids as JSON; with images, count and digest are those of all ids, and one placeholder an image is sent."""
+        if not images:
+            return self._sequences.encode(tokens, session)
+        ids = self._sequences.encode(collapsed(tokens, images), session)
+        digest = zlib.crc32(np.ascontiguousarray(tokens, "<i4").data)
+        return EncodedIds(ids.pieces, len(tokens), digest)
 
     async def _read_vocab_size(self, read: Callable[[], int]) -> None:
         async with self._reading_lock:
@@ -514,7 +549,7 @@ class ServerPolicy(abc.ABC):
 
     async def _send(self, call: _Call, worker: Worker, *, fresh: bool) -> Completion:
         rid = os.urandom(16).hex()  # fixed width, so that none is a prefix of another: SGLang aborts by prefix
-        body, start = self._request_body(rid, call.ids, call.options, call.namespace, call.extras)
+        body, start = self._request_body(rid, call.ids, call.options, call.namespace, call.extras, call.images)
         call.ids.move_into(body, start)
         self.totals.requests += 1
         worker.in_flight += 1
@@ -524,7 +559,8 @@ class ServerPolicy(abc.ABC):
         try:
             await self._check_server(worker, call.sampling)
             call.running = (worker, rid)
-            most = most_response_bytes(len(body), call.sampling, call.ids.count, call.extras)
+            size = len(body) - sum(map(len, call.images))
+            most = most_response_bytes(size, call.sampling, call.ids.count, call.extras, images=len(call.images))
             url = f"{worker.url}{self.ROUTE}"
             status, payload = await self._transport.post(url, body, call.headers, fresh=fresh, most=most)
         except ConnectFailed:
@@ -569,6 +605,8 @@ class ServerPolicy(abc.ABC):
                 server=worker.name,
                 vocab_size=self._sequences.vocab_size,
                 extras=call.extras,
+                images=len(call.images),
+                expanded=call.expanded,
             )
             read = functools.partial(self._read_completion, payload, request)
             large = call.extras is not None and len(payload) >= _LARGE_REPLY
@@ -639,7 +677,13 @@ class ServerPolicy(abc.ABC):
 
     @abc.abstractmethod
     def _request_body(
-        self, rid: str, ids: EncodedIds, options: bytes, namespace: str, extras: ExtrasRequest | None
+        self,
+        rid: str,
+        ids: EncodedIds,
+        options: bytes,
+        namespace: str,
+        extras: ExtrasRequest | None,
+        images: Sequence[bytes],
     ) -> tuple[bytes, int]:
         """The body of one attempt, and the offset of the ids in it."""
 

@@ -10,7 +10,7 @@ It does not know trainers, messages or samples.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -20,9 +20,17 @@ import numpy as np
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.dtypes import Completion, Extras, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import Completion, Extras, ImageSpan, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import EndpointUnavailable
-from rollouts.inference.base import ExtrasRequest, Policy, ServerInfo, describe_once, route_option
+from rollouts.inference.base import (
+    ExtrasRequest,
+    Policy,
+    ServerInfo,
+    describe_once,
+    images_option,
+    route_option,
+    takes_images,
+)
 
 __all__ = ["InterruptiblePolicy", "ResumablePolicy", "SessionRecorder"]
 
@@ -54,14 +62,18 @@ class SessionRecorder:
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """See :class:`rollouts.inference.base.Policy`."""
         name = route or session
         if name not in self.sessions:
             self.sessions.append(name)
-        return await self.inner.complete(
-            tokens, sampling, stop_token_ids=stop_token_ids, session=session, **route_option(route)
-        )
+        options = {**route_option(route), **images_option(images)}
+        return await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session, **options)
+
+    @property
+    def takes_images(self) -> bool:
+        return takes_images(self.inner)
 
     async def describe(self) -> ServerInfo:
         return await describe_once(self.inner)
@@ -109,6 +121,10 @@ class ResumablePolicy:
         return f"<ResumablePolicy {state}: {self.in_flight} in flight, {self.resumed} resumed>"
 
     @property
+    def takes_images(self) -> bool:
+        return takes_images(self.inner)
+
+    @property
     def paused(self) -> bool:
         return self._opened is not None
 
@@ -142,6 +158,7 @@ class ResumablePolicy:
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``."""
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
@@ -156,7 +173,7 @@ class ResumablePolicy:
                     min_new_tokens=max(0, sampling.min_new_tokens - sampled),
                 )
             ids = np.concatenate([tokens, *(part.tokens for part in parts)]) if parts else tokens
-            part = await self._send(ids, rest, stop_token_ids, session, route)
+            part = await self._send(ids, rest, stop_token_ids, session, route, images)
             parts.append(part)
             sampled += len(part.tokens)
             if part.finish_reason != "abort":
@@ -170,12 +187,18 @@ class ResumablePolicy:
         return parts[0] if len(parts) == 1 and parts[0].finish_reason != "abort" else _joined(parts)
 
     async def _send(
-        self, ids: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str, route: str
+        self,
+        ids: TokenColumn,
+        sampling: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        session: str,
+        route: str,
+        images: Sequence[ImageSpan],
     ) -> Completion:
         async with self.slot():
             self.in_flight += 1
             options: dict[str, Any] = {} if self._extras is None else {"extras": self._extras_of(session)}
-            options |= route_option(route)
+            options |= route_option(route) | images_option(images)
             try:
                 part = await self.inner.complete(
                     ids, sampling, stop_token_ids=stop_token_ids, session=session, **options

@@ -5,6 +5,8 @@ This module knows which routes of SGLang a policy needs; ``generate_wire.py`` kn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollouts.dtypes import Completion, SamplingParams
 from rollouts.inference import generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
@@ -24,14 +26,21 @@ class SGLangPolicy(ServerPolicy):
 
     ROUTE = "/generate"
     ABORTS = SGLANG_ABORTS
+    takes_images = True
 
     def _request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
     def _request_body(
-        self, rid: str, ids: EncodedIds, options: bytes, namespace: str, extras: ExtrasRequest | None
+        self,
+        rid: str,
+        ids: EncodedIds,
+        options: bytes,
+        namespace: str,
+        extras: ExtrasRequest | None,
+        images: Sequence[bytes],
     ) -> tuple[bytes, int]:
-        return generate_wire.request_body(rid, ids, options, namespace, extras)
+        return generate_wire.request_body(rid, ids, options, namespace, extras, images)
 
     def _session_headers(self, session: str) -> dict[str, str]:
         return {"X-SMG-Routing-Key": session}

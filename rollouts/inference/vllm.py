@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -76,8 +76,15 @@ class VLLMPolicy(ServerPolicy):
         return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
     def _request_body(
-        self, rid: str, ids: EncodedIds, options: bytes, namespace: str, extras: ExtrasRequest | None
+        self,
+        rid: str,
+        ids: EncodedIds,
+        options: bytes,
+        namespace: str,
+        extras: ExtrasRequest | None,
+        images: Sequence[bytes],
     ) -> tuple[bytes, int]:
+        assert not images, "complete refuses them"
         return vllm_wire.request_body(rid, ids, options, namespace, extras)
 
     def _session_headers(self, session: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ This module does not know conversations or chat templates.
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
 import threading
 import zlib
@@ -20,7 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.dtypes import Image, TokenColumn, frozen
+from rollouts.dtypes import Image, ImageSpan, TokenColumn, frozen
 from rollouts.errors import ConfigError, shortened
 from rollouts.extras import install_command
 
@@ -37,6 +38,8 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 @attrs.frozen
 class _Processed:
     expansion: str
+    fills: int
+    """Number of ids of the expansion that stand for the image itself."""
     inputs: Inputs
 
     @property
@@ -44,6 +47,7 @@ class _Processed:
         return len(self.expansion) + sum(array.nbytes for array in self.inputs.values())
 
 
+@functools.lru_cache(maxsize=8)
 def load_processor(path_or_name: str) -> Any:
     """Load the processor of a model with transformers, from its folder or its name on the Hugging Face Hub.
 
@@ -102,7 +106,12 @@ class ImageProcessor:
         self._kept: collections.OrderedDict[str, _Processed] = collections.OrderedDict()
         self._kept_bytes = 0
         self._tensors = "pt" if importlib.util.find_spec("torch") else "np"  # some processors make torch tensors only
-        self._ids: frozenset[int] = frozenset(encode(self.placeholder).tolist())
+        fill = encode(names[0] if names[0] in candidates else self.placeholder).tolist()
+        if len(fill) != 1:
+            raise ConfigError.of("images", names[0], f"an image token that is one id of the tokenizer; it is {fill}")
+        self._fill: int = fill[0]
+        """The id that stands for the image, as often as it has patches."""
+        self._ids = frozenset([*encode(self.placeholder).tolist(), self._fill])
 
     def fingerprint(self) -> int:
         """The CRC-32 of the processor's configuration."""
@@ -126,6 +135,36 @@ class ImageProcessor:
         for image, piece in zip(images, pieces[1:], strict=True):
             parts += [self._of(image).expansion, piece]
         return "".join(parts)
+
+    def check_repeats(self) -> None:
+        """Refuse a processor whose expansions are more than their placeholder, repeated.
+
+        Servers keep the other ids of a prompt only for such processors; see :mod:`rollouts.inference.image_json`.
+
+        Raises:
+            ConfigError: it writes something else.
+        """
+        expansion = self._of(next(example_images())).expansion
+        if expansion.replace(self.placeholder, ""):
+            expected = f"a run of {self.placeholder}: for other expansions, servers encode the prompt again"
+            raise ConfigError.of("the processor's expansion of an image", shortened(expansion), expected)
+
+    def spans(self, tokens: TokenColumn, images: Sequence[Image]) -> tuple[ImageSpan, ...]:
+        """The positions of images in ids that were encoded for them.
+
+        Raises:
+            ConfigError: the ids have another number of image tokens than these images.
+        """
+        positions = np.flatnonzero(tokens == self._fill)
+        counts = [self._of(image).fills for image in images]
+        if sum(counts) != len(positions):
+            expected = f"{sum(counts)}, those of {len(counts)} images: a text contains the token of an image"
+            raise ConfigError.of("image tokens of the prompt", len(positions), expected)
+        ends = np.cumsum(counts).tolist()
+        return tuple(
+            ImageSpan(image, int(positions[end - count]), int(positions[end - 1]) + 1)
+            for image, count, end in zip(images, counts, ends, strict=True)
+        )
 
     def check_sampled(self, tokens: Sequence[int] | TokenColumn) -> None:
         """Refuse a placeholder that the model sampled: the server would count it as an image.
@@ -168,7 +207,9 @@ class ImageProcessor:
         expansion = self._decode(ids)
         if self._encode(expansion).tolist() != ids:
             raise ConfigError.of("images", expansion, "an expansion whose text has the ids of the processor")
-        return _Processed(expansion, inputs)
+        if self._fill not in ids:
+            raise ConfigError.of("images", expansion, f"an expansion with the image token of id {self._fill}")
+        return _Processed(expansion, ids.count(self._fill), inputs)
 
     def _call(self, text: str, images: Sequence[Image]) -> tuple[list[int], dict[str, npt.NDArray[Any]]]:
         pictures = [image.to_pil() for image in images]

@@ -32,6 +32,9 @@ class RendererOptions(TypedDict, total=False):
     """Ids that end a turn."""
     special_text: SpecialText
     """What happens to special tokens in the text of user and tool messages."""
+    images: Any
+    """The model's processor for messages with images: ``True`` for that of the tokenizer's folder, the folder of
+    another one, or a processor. By default images are refused."""
 
 
 def with_prompt_options(options: RendererOptions, metadata: Mapping[str, Any]) -> RendererOptions:

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 import attrs
 
-from rollouts.dtypes import Image, Message, TokenColumn, Tool, packed_tokens
+from rollouts.dtypes import Image, ImageSpan, Message, TokenColumn, Tool, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
@@ -68,7 +68,8 @@ class Renderer:
             plain text, each apart, so that a web page or a user cannot write the marks of a turn. ``"error"``: they
             are refused.
         images: the model's processor, which transformers' ``AutoProcessor`` loads: messages may have images.
-            ``True`` loads it from where the tokenizer comes from. By default images are refused.
+            ``True`` loads it from where the tokenizer comes from, a path or a name from there. By default images are
+            refused.
 
     Raises:
         ConfigError: there is no template or no stop token, the dialect or the strategy is unknown, the template
@@ -130,7 +131,8 @@ class Renderer:
         self.images: ImageProcessor | None = None
         """The image processor; ``None`` if messages must not have images."""
         if images:
-            processor = load_processor(self.name) if images is True else images
+            source = self.name if images is True else images
+            processor = load_processor(str(source)) if isinstance(source, str | Path) else source
             encode = functools.partial(self._codec.encode, counted=False)
             self.images = ImageProcessor(processor, self._written_for_an_image(), encode, self._codec.decode)
 
@@ -222,6 +224,15 @@ class Renderer:
         """
         for message in messages if self.images is None else ():
             message.only_text(f"the renderer of chat template {self._template.name}")
+
+    def image_spans(self, tokens: TokenColumn, messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
+        """The positions of the images of messages in the ids that :meth:`opening`, :meth:`bridge` or
+        :meth:`encode_conversation` returned for them.
+
+        Raises:
+            ConfigError: the ids have another number of image tokens.
+        """
+        return () if self.images is None else self.images.spans(tokens, images_of(messages))
 
     def reply_start(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return the number of ids of an opening before the first reply's turn.

@@ -23,7 +23,7 @@ import numpy as np
 
 from rollouts.agent.turn_log import message_from_dict, message_to_dict
 from rollouts.concurrency.boundary import call_foreign, function_name
-from rollouts.dtypes import Completion, Message, Prompt, SamplingParams, TokenColumn, Tool, VersionSpan
+from rollouts.dtypes import Completion, ImageSpan, Message, Prompt, SamplingParams, TokenColumn, Tool, VersionSpan
 from rollouts.environments.base import (
     Environment,
     EnvironmentFactory,
@@ -42,7 +42,7 @@ from rollouts.errors import (
     Kind,
     ReplayDiverged,
 )
-from rollouts.inference.base import Policy, ServerInfo, describe_once, route_option
+from rollouts.inference.base import Policy, ServerInfo, describe_once, images_option, route_option, takes_images
 from rollouts.runs.folder import RECORDING
 from rollouts.runs.journal import Columns, Entry, Journal, Offset, read_entry, read_journal
 from rollouts.runs.plain_data import to_msgpack
@@ -194,6 +194,10 @@ class _RecordingPolicy:
     def __repr__(self) -> str:
         return f"<recorded {self.inner!r}>"
 
+    @property
+    def takes_images(self) -> bool:
+        return takes_images(self.inner)
+
     async def complete(
         self,
         tokens: TokenColumn,
@@ -202,11 +206,13 @@ class _RecordingPolicy:
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         request: dict[str, Any] = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
         try:
+            options = {**route_option(route), **images_option(images)}
             reply = await self.inner.complete(
-                tokens, sampling, stop_token_ids=stop_token_ids, session=session, **route_option(route)
+                tokens, sampling, stop_token_ids=stop_token_ids, session=session, **options
             )
         except EndpointError as error:
             kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
@@ -413,6 +419,8 @@ class _ReplayedEnvironment:
 
 
 class _ReplayedPolicy:
+    takes_images = True
+
     def __init__(self, info: ServerInfo, tape: Tape) -> None:
         self._info = info
         self._tape = tape
@@ -425,6 +433,7 @@ class _ReplayedPolicy:
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         await anyio.lowlevel.checkpoint()
         tape = self._tape

@@ -12,7 +12,15 @@ import anyio.lowlevel
 import attrs
 import numpy as np
 
-from rollouts.dtypes import Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan, packed_tokens
+from rollouts.dtypes import (
+    Completion,
+    FinishReason,
+    ImageSpan,
+    SamplingParams,
+    TokenColumn,
+    VersionSpan,
+    packed_tokens,
+)
 from rollouts.errors import EndpointRefused
 from rollouts.inference.base import ServerInfo
 from rollouts.trajectory import digest
@@ -41,13 +49,17 @@ class ScriptedPolicy:
     Attributes:
         requests: the prompt tokens of every call, in order.
         sessions: the session and the route of every call, in order.
+        images: the images of every call, in order.
     """
+
+    takes_images = True
 
     def __init__(self, script: Script, *, max_context: int | None = None) -> None:
         self._next = script if callable(script) else _in_order(script)
         self._max_context = max_context
         self.requests: list[TokenColumn] = []
         self.sessions: list[tuple[str, str]] = []
+        self.images: list[tuple[ImageSpan, ...]] = []
         self.closed = False
 
     def __repr__(self) -> str:
@@ -61,10 +73,12 @@ class ScriptedPolicy:
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         await anyio.lowlevel.checkpoint()
         self.requests.append(tokens)
         self.sessions.append((session, route))
+        self.images.append(tuple(images))
         answer = self._next(tokens)
         reply = answer if isinstance(answer, Reply) else Reply(answer)
         sampled = packed_tokens(reply.tokens)[: sampling.max_new_tokens]

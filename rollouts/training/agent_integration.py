@@ -92,7 +92,8 @@ async def agent_rollout_to_samples(
         past: a conversation to continue; see :func:`continue_rollout`.
         **options: options of the renderer: ``template_kwargs``, ``chat_template``, ``stop_token_ids``, and ``dialect``,
             the notation of tool calls (by default that of the chat template; ``"plain"`` parses no tool calls, and
-            allows environments with tools nevertheless).
+            allows environments with tools nevertheless). ``images=True`` loads the model's processor, so that messages
+            may have images.
 
     Returns:
         The rollout's branches as samples: one unless ``history`` is ``"fork"``. In each, ``tokens``, ``loss_mask`` and

@@ -75,7 +75,6 @@ async def test_an_unknown_sampling_key_is_an_error_that_is_a_string(client: Any)
         ("token_ids_logprob", None, [1]),
         ("return_hidden_states", False, True),
         ("return_sampling_mask", False, True),
-        ("image_data", None, "data:"),
         ("input_embeds", None, [[0.5]]),
         ("lora_path", None, "adapter"),
         ("session_params", {}, {"id": "a"}),
