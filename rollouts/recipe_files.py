@@ -56,6 +56,7 @@ GENERATE_OPTIONS: Mapping[str, Any] = {
     "dialect": str,
     "stop_token_ids": tuple[int, ...],
     "special_text": SpecialText,
+    "images": bool,
 }
 """Options of every recipe with their types: arguments of its generate function, unless the recipe has its own."""
 

@@ -380,6 +380,7 @@ def test_every_recipe_takes_the_options_of_the_renderer(name: str, tmp_path: Pat
         "dialect": "plain",
         "stop_token_ids": "[3]",
         "special_text": "as_text",
+        "images": "false",
     }
     assert texts.keys() == GENERATE_OPTIONS.keys()
     recipe = build(load_recipe(CALCULATOR.with_stem(name)), ENDPOINT, texts)

@@ -196,6 +196,12 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
         choices=get_args(SpecialText),
         help="special tokens in the text of users and tools: their ids, plain text, or refused (default: as_ids)",
     )
+    verb.add_argument(
+        "--images",
+        action="store_const",
+        const="true",
+        help="messages may have images: the processor of the model is loaded (default: images are refused)",
+    )
 
 
 def add_output(verb: argparse.ArgumentParser) -> None:
@@ -236,7 +242,7 @@ def all_options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def generate_options_of(args: argparse.Namespace) -> dict[str, str]:
     """The recipe options of :func:`add_generate_options`."""
-    names = ("history", "template_kwargs", "chat_template", "dialect", "special_text")
+    names = ("history", "template_kwargs", "chat_template", "dialect", "special_text", "images")
     given = {name: getattr(args, name, None) for name in names}
     given["stop_token_ids"] = getattr(args, "stop", None)
     return {name: str(value) for name, value in given.items() if value is not None}

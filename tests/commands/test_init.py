@@ -426,6 +426,7 @@ OPTIONS = {
     "--history": "what to do where the template rewrites the history",
     "--host": "address to listen on",
     "--idle-seconds": "how long a connection stays idle",
+    "--images": "messages may have images",
     "--into": "the parent folder",
     "--json": "print the result as JSON",
     "--k": "the k of pass@k",

@@ -6,17 +6,23 @@ import base64
 import io
 from typing import Any
 
+import aiohttp
 import attrs
+import numpy as np
 import PIL.Image
 import pytest
 
 from rollouts.dtypes import Image, Message, ToolCall
+from rollouts.engine import DEMO_MODEL
 from rollouts.gateway import chat, messages, responses
 from rollouts.gateway.normal import MessageRules, path_keys
+from rollouts.gateway.server import Gateway
+from rollouts.gateway.session import ProgramSession
 from rollouts.gateway.types import ApiError
 from rollouts.gateway.wire import Wire
+from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
-from tests.gateway.programs import ask, replies, session_of
+from tests.gateway.programs import LOOK, SAMPLING, ask, asks, calling, check_laws, replies, result, session_of
 
 pytestmark = pytest.mark.anyio
 
@@ -300,3 +306,111 @@ async def test_a_model_of_texts_refuses_an_image() -> None:
         await ask(session, "Look!")
     assert session.counts["refused/image"] == 2
     assert len(policy.requests) == 1
+
+
+# -- a model that sees ------------------------------------------------------------------------------------------------
+
+PAD = 500
+"""The demo model's placeholder of an image, nine for each."""
+SHOW = Message("user", ("Look: ", RED, "?"))
+
+
+def seeing(policy: ScriptedPolicy) -> ProgramSession:
+    return ProgramSession(policy, renderer_for(DEMO_MODEL, images=True), SAMPLING)
+
+
+async def test_a_call_has_the_images_of_its_path() -> None:
+    """Those of the opening, of results and of new messages, in order; a kept image is not sent anew in the history."""
+    policy = ScriptedPolicy(replies(calling("sun"), "It is hot.", "Both."))
+    async with seeing(policy) as session:
+        first = await ask(session, SHOW)
+        shown = attrs.evolve(result(first, ""), content=("Seen:", BLUE))
+        second = await ask(session, SHOW, first.message, shown)
+        await ask(session, SHOW, first.message, shown, second.message, Message("user", (RED, "and", BLUE)))
+    assert [[span.image for span in images] for images in policy.images] == [
+        [RED],
+        [RED, BLUE],
+        [RED, BLUE, RED, BLUE],
+    ]
+    for tokens, images in zip(policy.requests, policy.images, strict=True):
+        inside = np.concatenate([tokens[span.start : span.stop] for span in images])
+        assert (inside == PAD).all()
+        assert len(inside) == np.count_nonzero(tokens == PAD) == 9 * len(images)
+    (branch,) = session.branches()
+    check_laws(session, [branch], policy)
+    assert branch.images == list(policy.images[-1])
+
+
+async def test_branches_have_the_images_of_their_own_tokens() -> None:
+    """A reply that was given twice, and a conversation that goes on from an earlier call, have their own images."""
+    policy = ScriptedPolicy(replies())
+    async with seeing(policy) as session:
+        (first, second) = await session.call(asks(SHOW, n=2), lineage={})
+        session.delivered([first, second])
+        await ask(session, SHOW, first.message, Message("user", (BLUE,)))
+        await ask(session, SHOW, first.message, Message("user", "No image."))
+        await ask(session, Message("user", (BLUE, "?")))
+    branches = session.branches()
+    check_laws(session, branches, policy)
+    shown = sorted("".join("R" if span.image == RED else "B" for span in branch.images) for branch in branches)
+    assert shown == ["B", "R", "RB"]
+    for branch in branches:
+        assert all((branch.tokens[span.start : span.stop] == PAD).all() for span in branch.images)
+
+
+async def test_another_image_is_another_conversation() -> None:
+    """A history whose image was replaced, e.g. compressed again, does not go on from the kept ids."""
+    policy = ScriptedPolicy(replies())
+    async with seeing(policy) as session:
+        first = await ask(session, SHOW)
+        await ask(session, Message("user", ("Look: ", BLUE, "?")), first.message, "And?")
+        await ask(session, SHOW, first.message, "And?")
+    assert session.metrics()["roots"] == 2
+    assert [[span.image for span in images] for images in policy.images] == [[RED], [BLUE], [RED]]
+
+
+async def test_a_text_with_the_token_of_an_image_is_refused() -> None:
+    """The server would take it for an image: the request is invalid, and nothing is sampled."""
+    policy = ScriptedPolicy(replies())
+    async with seeing(policy) as session:
+        with pytest.raises(ApiError, match=r"placeholders .*: got 2; expected 1") as caught:
+            await ask(session, Message("user", (RED, "<|endoftext|>")))
+        assert await session.count_tokens(asks(SHOW)) == len(
+            renderer_for(DEMO_MODEL, images=True).opening([SHOW], (LOOK,))
+        )
+    assert (caught.value.error_kind, policy.requests) == ("invalid_request", [])
+
+
+class TextPolicy(ScriptedPolicy):
+    takes_images = False
+
+
+async def test_a_policy_without_images_refuses_them() -> None:
+    """By the name of the policy; text is served."""
+    async with seeing(TextPolicy(replies())) as session:
+        with pytest.raises(ApiError, match=r"messages: images: got <ScriptedPolicy.*requests of this policy have no"):
+            await ask(session, SHOW)
+        await ask(session, "Hi")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "form"),
+    [
+        ("/v1/chat/completions", BODIES["chat"][1], {"error": {"type": "invalid_request_error"}}),
+        ("/v1/responses", BODIES["responses"][1], {"error": {"type": "invalid_request_error"}}),
+        ("/v1/messages", BODIES["messages"][1], {"type": "error", "error": {"type": "invalid_request_error"}}),
+    ],
+)
+async def test_a_server_of_a_text_model_answers_in_the_form_of_the_api(
+    path: str, body: dict[str, Any], form: dict[str, Any]
+) -> None:
+    """Status 400, which no client retries, with the type that the SDK of the API raises an error for."""
+    async with session_of(ScriptedPolicy(replies())) as session, Gateway() as gateway:
+        url = gateway.open(session)
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {session.key}"}) as http:
+            async with http.post(f"{url}{path}", json={"model": "m", **body}) as response:
+                answer = await response.json()
+    assert (response.status, response.headers["x-should-retry"]) == (400, "false")
+    assert answer["error"]["type"] == form["error"]["type"]
+    assert answer.get("type") == form.get("type")
+    assert "text: the renderer of chat template" in answer["error"]["message"]
