@@ -360,7 +360,7 @@ SWITCHED = (
 )
 """A template with the switch of Qwen3."""
 ENDPOINT = Endpoint(model=str(DEMO_MODEL))
-WITHOUT_DATA = ("calculator", "calculator_grpo", "countdown", "guess", "mixed", "search")
+WITHOUT_DATA = ("calculator", "calculator_grpo", "countdown", "guess", "mixed", "search", "visual")
 
 
 def rendered(recipe: Recipe) -> str:
