@@ -39,6 +39,7 @@ __all__ = [
     "Image",
     "ImageSpan",
     "Limits",
+    "LoadImage",
     "LogprobsOf",
     "Message",
     "OnRewrite",
@@ -51,12 +52,16 @@ __all__ = [
     "VersionSpan",
     "are_logprobs",
     "as_messages",
+    "as_record",
     "chat_text",
     "frozen",
+    "hashes_in",
+    "images_in",
     "is_frozen",
     "json_object",
     "packed_logprobs",
     "packed_tokens",
+    "with_images",
     "without_password",
 ]
 
@@ -189,6 +194,11 @@ class Image:
         return int(struct.unpack(">I", self.data[20:24])[0])
 
     @property
+    def label(self) -> str:
+        """The image for people: ``[image 97x61 ab12cd34]``, its size and the start of its hash."""
+        return _label(self.width, self.height, self.sha256)
+
+    @property
     def url(self) -> str:
         """The image as a ``data:`` URL."""
         return _DATA_URL + base64.b64encode(self.data).decode()
@@ -203,6 +213,10 @@ class Image:
 
     def __repr__(self) -> str:
         return f"<Image {self.width}x{self.height} {self.sha256}>"
+
+
+def _label(width: Any, height: Any, sha256: str) -> str:
+    return f"[image {width}x{height} {sha256[:8]}]"
 
 
 def _bytes_of_url(url: str) -> bytes:
@@ -435,6 +449,12 @@ class Message:
             chat["name"] = self.name
         return chat
 
+    def to_record(self) -> ChatDict:
+        """As :meth:`to_chat`, with hash and size in the place of each image; :func:`with_images` restores them."""
+        if not self.images:
+            return self.to_chat()
+        return {**attrs.evolve(self, content="").to_chat(), "content": [_part_to_record(part) for part in self.content]}
+
     @classmethod
     def from_chat(cls, chat: Mapping[str, Any]) -> Message:
         """Read a chat dict. Content is a string or a list of parts; arguments are an object or its JSON text.
@@ -478,6 +498,66 @@ def _part_to_chat(part: str | Image) -> ChatDict:
     return {"type": "image_url", "image_url": {"url": part.url}}
 
 
+LoadImage: TypeAlias = Callable[[str], Image]
+"""Returns the image with this SHA-256."""
+
+
+def _part_to_record(part: Any) -> Any:
+    if isinstance(part, str):
+        return _part_to_chat(part)
+    if not isinstance(part, Image):
+        return part
+    return {"type": "image", "sha256": part.sha256, "width": part.width, "height": part.height}
+
+
+def _is_record(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("sha256"), str)
+
+
+def as_record(entry: Message | ChatDict) -> ChatDict:
+    """A message or a chat dict with hashes in the place of its images."""
+    if isinstance(entry, Message):
+        return entry.to_record()
+    if not images_in(entry):
+        return dict(entry)
+    parts = [_part_from_chat(part) if _has_image(part) else part for part in entry["content"]]
+    return {**entry, "content": [_part_to_record(part) for part in parts]}
+
+
+def images_in(entry: Message | ChatDict) -> Sequence[Image]:
+    """The images of a message or of a chat dict, without those that are named by their hashes."""
+    if isinstance(entry, Message):
+        return entry.images
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    parts = content if isinstance(content, list | tuple) else ()
+    found = [_part_from_chat(part) for part in parts if _has_image(part)]
+    return [part for part in found if isinstance(part, Image)]
+
+
+def _has_image(part: Any) -> bool:
+    if isinstance(part, Mapping):
+        return part.get("type") in _IMAGE_PARTS and not _is_record(part)
+    return isinstance(part, Image)
+
+
+def hashes_in(chats: Iterable[Any]) -> list[str]:
+    """The SHA-256 of each image of records, in order."""
+    contents = [chat.get("content") for chat in chats if isinstance(chat, Mapping)]
+    return [part["sha256"] for content in contents if isinstance(content, list) for part in content if _is_record(part)]
+
+
+def with_images(chats: Iterable[ChatDict], load_image: LoadImage) -> list[ChatDict]:
+    """Chat dicts with images in the place of their hashes."""
+
+    def restored(part: Any) -> Any:
+        return {"type": "image", "image": load_image(part["sha256"])} if _is_record(part) else part
+
+    return [
+        {**chat, "content": [restored(part) for part in chat["content"]]} if hashes_in([chat]) else chat
+        for chat in chats
+    ]
+
+
 _IMAGE_PARTS: dict[Any, str] = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
 """The kinds of image parts, and the key of each that has the image."""
 
@@ -503,13 +583,24 @@ def _part_from_chat(part: Any) -> str | Image:
 
 
 def chat_text(content: Any) -> str:
-    """The content of a chat dict as text for people, with ``[image]`` in the place of each image."""
+    """The content of a chat dict as text for people, with ``[image]`` in the place of each image.
+
+    An image of a record has its :attr:`Image.label`.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         return "" if content is None else str(content)
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    return "".join(text if isinstance(text, str) else "[image]" for text in texts)
+    return "".join(
+        text if isinstance(text, str) else _image_text(part) for text, part in zip(texts, content, strict=True)
+    )
+
+
+def _image_text(part: Any) -> str:
+    if not _is_record(part):
+        return "[image]"
+    return _label(part.get("width"), part.get("height"), part["sha256"])
 
 
 def _call_from_chat(call: Any) -> ToolCall:

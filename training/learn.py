@@ -267,7 +267,7 @@ def _spend(trainer: GrpoTrainer, samples: Sequence[Sample], lesson: Lesson, step
 
 def _broken(samples: Sequence[Sample], ablation: Ablation, rng: random.Random) -> list[Sample]:
     """Copies of the samples with one law broken."""
-    copies = [Sample.from_dict(sample.to_dict()) for sample in samples]
+    copies = [Sample.from_dict(sample.to_dict(), sample.named_images.__getitem__) for sample in samples]
     if ablation == "advantages":
         rewards = [sample.reward for sample in samples]
         rng.shuffle(rewards)

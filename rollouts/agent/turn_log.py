@@ -22,12 +22,16 @@ from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ChatDict,
     Completion,
+    Image,
+    ImageSpan,
+    LoadImage,
     LogprobColumn,
     Message,
     Prompt,
     TokenColumn,
     ToolCall,
     VersionSpan,
+    with_images,
 )
 from rollouts.trajectory import CompletionRecord, Trajectory
 from rollouts.validators import finite
@@ -54,7 +58,10 @@ class Turn:
     fields: Mapping[str, Any]
     """Plain values: the new ``completions``, ``messages`` and ``times``; ``versions``, ``metrics``,
     ``step_rewards`` and ``step_completions`` so far; fields that the loop adds, among them ``open_turn``, the position
-    of an assistant turn that goes on; the environment's ``snapshot`` if it returned one."""
+    of an assistant turn that goes on; the environment's ``snapshot`` if it returned one. Images are named by their
+    hashes."""
+    images: Mapping[str, Image] = attrs.field(factory=dict)
+    """The images that the fields name, by their hashes."""
 
     @classmethod
     def since(
@@ -62,6 +69,10 @@ class Turn:
     ) -> Turn:
         """The turn that began when the trajectory had these numbers of tokens, completions, messages and times."""
         mask, logprobs = trajectory.sampled(start)
+        spans = [span for span in trajectory.images if span.start >= start]
+        shown = [image for message in trajectory.messages[messages:] for image in message.images]
+        if spans:
+            fields["images"] = [[span.image.sha256, span.start, span.stop] for span in spans]
         return cls(
             number=len(trajectory.completions),
             tokens=trajectory.tokens[start:],
@@ -77,6 +88,7 @@ class Turn:
                 "times": trajectory.times.to_list(times),
                 **fields,
             },
+            images={image.sha256: image for image in [*shown, *(span.image for span in spans)]},
         )
 
     @property
@@ -141,7 +153,9 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
         start = turn.fields.get("open_turn")
         if start is not None and not 0 <= start < len(trajectory):
             raise ValueError(f"turns: got open_turn {start}; expected a position below {len(trajectory)}")
-        messages += [message_from_dict(fields) for fields in turn.fields["messages"]]
+        messages += [message_from_dict(fields, turn.images.__getitem__) for fields in turn.fields["messages"]]
+        spans_of_turn = turn.fields.get("images", ())
+        trajectory.images += [ImageSpan(turn.images[sha256], first, stop) for sha256, first, stop in spans_of_turn]
         if start is not None and turn is not turns[-1]:
             messages.pop()  # the next turn has the whole message
     trajectory.messages[:] = messages
@@ -158,18 +172,23 @@ def prompt_digest(prompt: Prompt) -> int:
 
 
 def message_to_dict(message: Message) -> ChatDict:
-    """A message as plain data, all fields included."""
+    """A message as plain data, all fields included; images are named by their hashes."""
     calls = [dict(zip(_CALL_FIELDS, _of_call(call), strict=True)) for call in message.tool_calls]
-    return {**dict(zip(_MESSAGE_FIELDS, _of_message(message), strict=True)), "tool_calls": calls}
+    fields = {**dict(zip(_MESSAGE_FIELDS, _of_message(message), strict=True)), "tool_calls": calls}
+    return {**fields, "content": message.to_record()["content"]} if message.images else fields
 
 
 _MESSAGE_FIELDS, _CALL_FIELDS = ([field.name for field in attrs.fields(cls)] for cls in (Message, ToolCall))
 _of_message, _of_call = operator.attrgetter(*_MESSAGE_FIELDS), operator.attrgetter(*_CALL_FIELDS)
 
 
-def message_from_dict(fields: ChatDict) -> Message:
+def message_from_dict(fields: ChatDict, load_image: LoadImage) -> Message:
     """The message of a dict from :func:`message_to_dict`."""
     calls = tuple(ToolCall(**call) for call in fields["tool_calls"])
+    if not isinstance(fields["content"], str):
+        (restored,) = with_images([fields], load_image)
+        content = Message.from_chat({"role": "user", "content": restored["content"]}).content
+        fields = {**fields, "content": content}
     return Message(**{**fields, "tool_calls": calls})
 
 

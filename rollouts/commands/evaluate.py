@@ -34,6 +34,7 @@ from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
 from rollouts.runs.folder import check_outside
+from rollouts.runs.images import ImageFolder
 from rollouts.runs.run import observe
 from rollouts.training.evaluation import (
     TaskScore,
@@ -182,6 +183,7 @@ class _Writer:
 
     def __init__(self, path: Path, done: int, wanted: int) -> None:
         self._path = path
+        self._images = ImageFolder(path.parent)
         self._lock = threading.Lock()
         self._count, self._wanted = done, max(done, wanted)
         self._rewards: list[float] = []
@@ -189,6 +191,8 @@ class _Writer:
     def add(self, group: Group) -> None:
         with self._lock, self._path.open("ab") as file:
             # Numbered by position in the file: the ids of a resumed evaluation start at 0 again.
+            for sample in group.samples:
+                self._images.write(sample.named_images)
             rows = [{**sample.to_dict(), "rollout_id": self._count} for sample in group.samples]
             file.write(b"".join(msgspec.json.encode(row, enc_hook=repr) + b"\n" for row in rows))
             self._count += 1
@@ -211,7 +215,7 @@ def _stored(file: Path) -> Iterator[Sample]:
         os.truncate(file, whole)
     for number, line in enumerate(text[:whole].splitlines(), 1):
         try:
-            yield Sample.from_dict(msgspec.json.decode(line, type=dict[str, Any]))
+            yield Sample.from_dict(msgspec.json.decode(line, type=dict[str, Any]), ImageFolder(file.parent).load)
         except (msgspec.DecodeError, ConfigError, TypeError, ValueError) as error:
             raise ConfigError(f"{file}, line {number}: not a rollout ({error})") from None
 

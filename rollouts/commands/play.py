@@ -69,7 +69,7 @@ async def _play_rollout(recipe: Recipe, prompt: Prompt, console: Console) -> Sam
             watched, shown = trajectory, 0
         pieces = [piece for piece in pieces_of(trajectory.completions, len(trajectory)) if piece.start >= shown]
         columns = (trajectory.tokens, trajectory.logprobs, trajectory.versions)
-        console.print(pieces_table(pieces, *columns, decode))
+        console.print(pieces_table(pieces, *columns, decode, trajectory.images))
         shown = len(trajectory)
 
     parameters = inspect.signature(generate_fn).parameters.values()

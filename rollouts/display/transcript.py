@@ -20,7 +20,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollouts.dtypes import VersionSpan, chat_text
+from rollouts.dtypes import ImageSpan, VersionSpan, chat_text
 from rollouts.renderer.token_text import TokenTexts
 from rollouts.terminal import visible
 from rollouts.training.types import Sample
@@ -62,7 +62,7 @@ def transcript(sample: Sample, decode: Decode | None) -> RenderableType:
     if logprobs is None:
         logprobs = np.zeros(len(sample), np.float32)
     pieces = list(pieces_of(sample.completions, len(sample)))
-    table = pieces_table(pieces, sample.token_column, logprobs, sample.versions, decode)
+    table = pieces_table(pieces, sample.token_column, logprobs, sample.versions, decode, sample.images)
     return Lines(heading(sample), table, _failure(sample))
 
 
@@ -72,8 +72,9 @@ def pieces_table(
     logprobs: npt.NDArray[np.float32],
     versions: Sequence[VersionSpan],
     decode: Decode,
+    images: Sequence[ImageSpan] = (),
 ) -> Table:
-    """One row per piece: origin, text, metrics."""
+    """One row per piece: origin, text, metrics. An image is ``[image 97x61 ab12cd34]`` in the place of its ids."""
     table = Table.grid(padding=(0, 2, 1, 0), expand=True)
     table.add_column(width=8)
     table.add_column(ratio=1)
@@ -83,12 +84,23 @@ def pieces_table(
         ids = tokens[piece.start : piece.stop]
         if piece.completion is None:
             origin = "prompt" if piece.start == 0 else "context"
-            table.add_row(Text(origin, "dim"), Text(visible(decode(ids)), "dim"), Text(f"{len(ids)} tokens", "dim"))
+            shown = _context(tokens, piece, images, decode)
+            table.add_row(Text(origin, "dim"), Text(visible(shown), "dim"), Text(f"{len(ids)} tokens", "dim"))
             continue
         own = logprobs[piece.start : piece.stop]
         text = _coloured(ids, own, texts)
         table.add_row(Text("sampled", "bold green"), text, _completion_metrics(piece.completion, own, versions))
     return table
+
+
+def _context(tokens: npt.NDArray[np.int32], piece: Piece, images: Sequence[ImageSpan], decode: Decode) -> str:
+    """The text of a piece that was not sampled."""
+    texts, position = [], piece.start
+    for span in images:
+        if piece.start <= span.start and span.stop <= piece.stop:
+            texts += [decode(tokens[position : span.start]), span.image.label]
+            position = span.stop
+    return "".join([*texts, decode(tokens[position : piece.stop])])
 
 
 def heading(sample: Sample) -> Text:

@@ -26,10 +26,10 @@ import attrs
 from anyio.abc import TaskGroup
 
 from rollouts.agent.turn_log import TurnLog
-from rollouts.distributed.messages import Request, order, read_records, received_sample
+from rollouts.distributed.messages import Request, order, read_records, received_sample, received_turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMismatchError
-from rollouts.runs.record_bytes import Columns, turn_of
+from rollouts.runs.record_bytes import Columns
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 from rollouts.validators import is_int
@@ -410,7 +410,7 @@ async def _receive_samples(pending: _PendingRequest, prompt: Prompt, log: TurnLo
         fields, columns = await pending.next()
         match fields["kind"]:
             case "turn" if log is not None and columns is not None:
-                await log.save(turn_of(fields["of"], columns))
+                await log.save(received_turn(fields["of"], columns))
             case "reset" if log is not None:
                 await log.claim()  # a second claim ends the logging of this rollout
             case "broken":

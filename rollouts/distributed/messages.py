@@ -10,15 +10,15 @@ them. A label may be any value that pickle accepts. A message contains any numbe
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from rollouts.agent.turn_log import Turn
-from rollouts.dtypes import Prompt
+from rollouts.dtypes import Image, LoadImage, Prompt
 from rollouts.errors import ConfigError
-from rollouts.runs.record_bytes import LENGTH, Columns, packed, sample_of, unpacked
+from rollouts.runs.record_bytes import LENGTH, Columns, packed, sample_of, turn_of, unpacked
 from rollouts.training.types import Sample
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "read_order",
     "read_records",
     "received_sample",
+    "received_turn",
     "reset_record",
     "sample_records",
     "turn_record",
@@ -82,8 +83,10 @@ def sample_records(number: int, prompt: Prompt, samples: Sequence[Sample]) -> by
 
 def turn_record(number: int, turn: Turn) -> bytes:
     """The record of a turn that has ended."""
-    fields = {"number": number, "kind": "turn", "of": {"number": turn.number, "turn": turn.fields}}
-    return _record(fields, Columns.of(turn))
+    fields: dict[str, Any] = {"number": turn.number, "turn": turn.fields}
+    if turn.images:
+        fields[_IMAGES] = _data_of(turn.images)
+    return _record({"number": number, "kind": "turn", "of": fields}, Columns.of(turn))
 
 
 def reset_record(number: int) -> bytes:
@@ -110,7 +113,29 @@ def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) ->
     own = {"prompt": prompt.prompt, "label": prompt.label}
     if "metadata" not in fields:
         own["metadata"] = dict(prompt.metadata)
-    return sample_of({**own, **fields}, columns)
+    known = {image.sha256: image for message in prompt.messages for image in message.images}
+    load_image = _received(fields.get(_IMAGES, {}), known)
+    own |= {name: value for name, value in fields.items() if name != _IMAGES}
+    return sample_of(own, columns, load_image)
+
+
+def received_turn(fields: dict[str, Any], columns: Columns) -> Turn:
+    """The turn of a record."""
+    return turn_of(fields, columns, _received(fields.get(_IMAGES, {}), {}))
+
+
+_IMAGES = "image_data"
+"""The field of a record with the bytes of its images, by their hashes."""
+
+
+def _data_of(images: Mapping[str, Image]) -> dict[str, bytes]:
+    return {sha256: image.data for sha256, image in images.items()}
+
+
+def _received(data: Mapping[str, bytes], known: Mapping[str, Image]) -> LoadImage:
+    """The images of a record: those that are known, and those that came with it."""
+    images = {**known, **{sha256: Image(content) for sha256, content in data.items()}}
+    return images.__getitem__
 
 
 def _fields(sample: Sample, prompt: Prompt) -> dict[str, Any]:
@@ -121,7 +146,9 @@ def _fields(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     before, now = prompt.metadata, sample.metadata
     if len(before) == len(now) and all(key in before and before[key] is value for key, value in now.items()):
         del fields["metadata"]
-    return fields
+    known = {image.sha256 for message in prompt.messages for image in message.images}
+    new = {sha256: image for sha256, image in sample.named_images.items() if sha256 not in known}
+    return {**fields, _IMAGES: _data_of(new)} if new else fields
 
 
 def _record(fields: dict[str, Any], columns: Columns | None) -> bytes:

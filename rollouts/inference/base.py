@@ -53,8 +53,8 @@ class ExtrasRequest:
 class Policy(Protocol):
     """Samples continuations of token sequences.
 
-    A policy that has ``takes_images = True`` accepts ``images`` in :meth:`complete`; it needs ``takes_images`` and
-    ``images`` only if there are any.
+    A policy with ``takes_images = True`` has one more argument of :meth:`complete`, ``images``, a sequence of
+    :class:`~rollouts.dtypes.ImageSpan`: all images of ``tokens``, in order. For any other policy, images are refused.
     """
 
     async def complete(
@@ -65,7 +65,6 @@ class Policy(Protocol):
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
-        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """Sample one continuation of ``tokens``.
 
@@ -75,7 +74,6 @@ class Policy(Protocol):
             stop_token_ids: ids that end the reply, in addition to the model's own.
             session: name of the sequence; each call of a session extends its tokens.
             route: name of sequences that share a beginning; their calls go to one worker. By default the session.
-            images: all images of ``tokens``, in order, with the positions of their placeholder ids.
 
         Raises:
             EndpointUnavailable: no valid response after all retries.

@@ -145,7 +145,7 @@ class Episodes:
         raise GenerateFailure(f"the rollout failed in {self.attempts} attempts: {why}")
 
 
-_RENDERER = {"template_kwargs", "chat_template", "dialect", "stop_token_ids", "special_text"}
+_RENDERER = {"template_kwargs", "chat_template", "dialect", "stop_token_ids", "special_text", "images"}
 
 
 def prompt_of(messages: Any, *, label: Any = None, metadata: Mapping[str, Any] | None = None) -> Prompt:

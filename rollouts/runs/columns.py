@@ -16,7 +16,7 @@ import attrs
 from rollouts.errors import Failure
 from rollouts.runs.plain_data import to_json, to_plain
 
-__all__ = ["COLUMNS", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
+__all__ = ["COLUMNS", "IMAGE", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
 
 Type: TypeAlias = "str | Sequence[Type] | Mapping[str, Type]"
 """The name of an Arrow type; a list of one type; or a struct by its fields."""
@@ -42,6 +42,7 @@ _COMPLETION: Mapping[str, Type] = {
     "temperature": "float64",
     "logprobs_of": "string",
 }
+IMAGE: Mapping[str, Type] = {"sha256": "string", "start": "int32", "stop": "int32"}
 _DIGESTS: Mapping[str, Type] = {"tokens": "int64", "loss_mask": "int64", "rollout_log_probs": "int64"}
 _FAILURE: Mapping[str, Type] = {field.name: "string" for field in attrs.fields(Failure)}
 
@@ -78,6 +79,7 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "response_length": Column("int32", "tokens from the first sampled one to the end"),
         "versions": Column([SPAN], "the policy version of each range of sampled tokens"),
         "completions": Column([_COMPLETION], "one entry for each request: its reply is `tokens[start:stop]`"),
+        "images": Column([IMAGE], "the images of the tokens: `images/<sha256>.png` has ids `tokens[start:stop]`"),
         "times": Column([TIME], "what the rollout did when; `began` is in seconds since 1970"),
         "group_index": Column("int64", "the number of the group in the run"),
         "index": Column("int64", "the number of the rollout in the run"),
@@ -113,6 +115,7 @@ def plain_row(stored: Mapping[str, Any]) -> dict[str, Any]:
         "metadata": to_json(stored["metadata"]).decode(),
         "metrics": [{"name": str(name), "value": float(value)} for name, value in stored["metrics"].items()],
         "versions": [dict(zip(SPAN, span, strict=True)) for span in stored["versions"]],
+        "images": [dict(zip(IMAGE, span, strict=True)) for span in stored.get("images") or ()],
         "times": [dict(zip(TIME, span, strict=True)) for span in stored.get("times") or ()],
         "completions": [_struct(completion, _COMPLETION) for completion in stored["completions"]],
         "failure": stored["failure"] and _struct(stored["failure"], _FAILURE),

@@ -4,6 +4,8 @@
     parquet    one file
     hf         a folder: data/train-00000.parquet, … and a README.md that lists them; ``datasets.load_dataset(OUT)``
 
+The images of the samples are copied to a folder ``images``: next to the file, or in the folder.
+
 Invariant: rows are streamed, so memory does not grow with the run. The output appears complete or not at all. The
 columns are those of ``columns.py``, with the same values in each format. An active or killed run is exported as far as
 it is stored. This module knows no trainer.
@@ -25,6 +27,7 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
+from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
 from rollouts.runs.plain_data import to_json
 
 __all__ = ["Kind", "export_rows"]
@@ -33,7 +36,7 @@ Kind: TypeAlias = Literal["jsonl", "parquet", "hf"]
 
 _SHARD_BYTES = 256 << 20
 _EXPORTED = {"README.md", "data"}
-"""The content of an exported folder."""
+"""The content of an exported folder without images."""
 
 
 def export_rows(
@@ -74,6 +77,7 @@ def export_rows(
         raise ConfigError.of("run", str(run), f"a run with at least one sample of outcome {outcome!r}")
     rows = itertools.chain([head], rows)
     with _replacing(out) as temporary:
+        rows = _copying_images(rows, Path(run), temporary if kind == "hf" else out.parent)
         if kind == "jsonl":
             _write_lines(temporary, rows)
         elif kind == "parquet":
@@ -83,14 +87,23 @@ def export_rows(
     return [out]
 
 
+def _copying_images(rows: Iterator[Row], run: Path, folder: Path) -> Iterator[Row]:
+    """Copy the images that the rows name to a folder, each before its row."""
+    source, target = ImageFolder(run), ImageFolder(folder)
+    for row in rows:
+        source.copy_to(target, hashes_of_row(row.data))
+        yield row
+
+
 def _check_folder(out: Path, *, overwrite: bool) -> None:
     """Check that a folder is new, empty, or an earlier export that may be replaced."""
     check_outside(out, "OUT")
     if out.exists() and not out.is_dir():
         raise ConfigError.of("OUT", str(out), "a folder; a file is there")
     present = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if present and not (overwrite and present == _EXPORTED):
-        found = ". --overwrite replaces it" if present == _EXPORTED else ""
+    exported = present in (_EXPORTED, _EXPORTED | {IMAGES})
+    if present and not (overwrite and exported):
+        found = ". --overwrite replaces it" if exported else ""
         raise ConfigError.of("OUT", str(out), f"a folder that is new or empty{found}")
 
 

@@ -8,6 +8,7 @@
     metrics.jsonl     one line a batch
     journal/          the append-only log from which a stopped or killed run resumes
     recording/        server replies and environment results of a run with --record, for replay
+    images/           the images that samples, turns and recordings name, <sha256>.png, each once
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` plus ``outcome``, ``reason``, ``batch`` and the ``digests`` of its
 columns; float32 logprobs are read back bit for bit. Every line, ``run.json`` and every batch has a checksum; a line
@@ -26,6 +27,7 @@ import msgspec
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
+from rollouts.runs.images import IMAGES, ImageFolder
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import column_digests
 from rollouts.training.types import Sample, with_current_names
@@ -66,6 +68,7 @@ RUN_FILES = (
     "metrics.jsonl",
     "journal",
     "recording",
+    IMAGES,
 )
 """Files and folders of a run; any of them makes a folder a run."""
 
@@ -105,7 +108,8 @@ class Row:
             ConfigError: the row is no sample; the message names file and line.
         """
         try:
-            return Sample.from_dict({key: value for key, value in self.data.items() if key not in _ADDED})
+            fields = {key: value for key, value in self.data.items() if key not in _ADDED}
+            return Sample.from_dict(fields, ImageFolder(self.run).load)
         except (ConfigError, TypeError, ValueError) as error:
             raise ConfigError(f"{self}: not a sample ({error})") from None
 

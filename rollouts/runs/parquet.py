@@ -23,7 +23,7 @@ import msgspec
 
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
-from rollouts.runs.columns import COLUMNS, SPAN, TIME, Type
+from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
 
 __all__ = [
     "RowWriter",
@@ -121,7 +121,8 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
             texts = {name: to_json(row[name]).decode() for name in _JSON_COLUMNS}
             spans = [dict(zip(SPAN, span, strict=True)) for span in row["versions"]]
             times = [dict(zip(TIME, span, strict=True)) for span in row["times"]]
-            writer.write({**row, **texts, "versions": spans, "times": times})
+            images = [dict(zip(IMAGE, span, strict=True)) for span in row["images"]]
+            writer.write({**row, **texts, "versions": spans, "times": times, "images": images})
     start, crc = _sealed_at(buffer.getvalue())
     buffer.seek(start)
     buffer.write(b"%08x" % crc)
@@ -231,6 +232,7 @@ def _rows(path: Path, tables: Callable[[Any], Iterable[Any]]) -> Iterator[dict[s
                 row["versions"] = [[span["version"], span["start"], span["stop"]] for span in row["versions"]]
                 if row.get("times") is not None:  # earlier versions have none
                     row["times"] = [[span[name] for name in TIME] for span in row["times"]]
+                row["images"] = [[span[name] for name in IMAGE] for span in row.get("images") or ()]
                 for completion in row.get("completions") or ():  # version 0.1 has another name
                     for name in ("continues", "temperature", "logprobs_of"):
                         if completion.get(name) in (None, False):

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.agent.turn_log import Turn
+from rollouts.dtypes import LoadImage, hashes_in
 from rollouts.runs.plain_data import to_msgpack
 from rollouts.training.types import Sample, with_current_names
 
@@ -71,13 +72,16 @@ def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
     return fields, Columns(tokens, mask, logprobs)
 
 
-def sample_of(fields: Mapping[str, Any], columns: Columns) -> Sample:
+def sample_of(fields: Mapping[str, Any], columns: Columns, load_image: LoadImage) -> Sample:
     """Build a sample from the fields of :meth:`Sample.fields_to_dict` and its columns."""
     arrays = {"tokens": columns.tokens, "loss_mask": columns.mask, "rollout_log_probs": columns.logprobs}
-    return Sample.from_dict({**fields, **arrays})
+    return Sample.from_dict({**fields, **arrays}, load_image)
 
 
-def turn_of(fields: Mapping[str, Any], columns: Columns) -> Turn:
+def turn_of(fields: Mapping[str, Any], columns: Columns, load_image: LoadImage) -> Turn:
     """Build a turn from its ``number``, its fields under ``turn``, and its columns."""
     assert columns.logprobs is not None, "a turn has logprobs"
-    return Turn(fields["number"], columns.tokens, columns.mask, columns.logprobs, with_current_names(fields["turn"]))
+    turn = with_current_names(fields["turn"])
+    hashes = [*hashes_in(turn["messages"]), *(sha256 for sha256, _, _ in turn.get("images", ()))]
+    images = {sha256: load_image(sha256) for sha256 in dict.fromkeys(hashes)}
+    return Turn(fields["number"], columns.tokens, columns.mask, columns.logprobs, turn, images)

@@ -23,7 +23,17 @@ import numpy as np
 
 from rollouts.agent.turn_log import message_from_dict, message_to_dict
 from rollouts.concurrency.boundary import call_foreign, function_name
-from rollouts.dtypes import Completion, ImageSpan, Message, Prompt, SamplingParams, TokenColumn, Tool, VersionSpan
+from rollouts.dtypes import (
+    Completion,
+    ImageSpan,
+    LoadImage,
+    Message,
+    Prompt,
+    SamplingParams,
+    TokenColumn,
+    Tool,
+    VersionSpan,
+)
 from rollouts.environments.base import (
     Environment,
     EnvironmentFactory,
@@ -44,6 +54,7 @@ from rollouts.errors import (
 )
 from rollouts.inference.base import Policy, ServerInfo, describe_once, images_option, route_option, takes_images
 from rollouts.runs.folder import RECORDING
+from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Columns, Entry, Journal, Offset, read_entry, read_journal
 from rollouts.runs.plain_data import to_msgpack
 from rollouts.training.types import GenerateFn, Sample
@@ -63,6 +74,7 @@ class _AttemptRecorder:
 
     journal: Journal
     index: int | None
+    images: ImageFolder
 
     def record(self, what: str, columns: Columns | None = None, **fields: Any) -> None:
         self.journal.append("event", {"index": self.index, "what": what, **fields}, columns)
@@ -82,11 +94,11 @@ def recorded(
     Raises:
         ConfigError: as :func:`check_recordable`.
     """
-    inner = _accepting_both(generate_fn)
+    inner, images = _accepting_both(generate_fn), ImageFolder(journal.path.parent)
 
     async def generate(prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
-        recorder = _AttemptRecorder(journal, prompt.index)
+        recorder = _AttemptRecorder(journal, prompt.index, images)
         recorder.record("begin")
         environments = _Named(environment_cls, functools.partial(_recording_environment, recorder))
         samples = await inner(prompts, environment_cls=environments, policy=_RecordingPolicy(policy, recorder))
@@ -148,6 +160,7 @@ class _RecordingEnvironment:
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         messages = sound_opening(await self._call("start", prompt), f"{self._name}.start")
+        await self._store(messages)
         self._record("start", messages=[message_to_dict(message) for message in messages])
         return messages
 
@@ -155,6 +168,7 @@ class _RecordingEnvironment:
         result = sound_step(await self._call("step", reply), f"{self._name}.step", max_bytes=sys.maxsize)
         fields: dict[str, Any] = {"done": result.done, "reward": result.reward, "metrics": dict(result.metrics)}
         messages = [message_to_dict(message) for message in result.messages]
+        await self._store(result.messages)
         if result.continuation:
             fields["continuation"] = result.continuation
         self._record("step", reply=_checksum(reply), messages=messages, **fields)
@@ -171,6 +185,10 @@ class _RecordingEnvironment:
         function = getattr(self._inner, method)
         kind: Kind = "environment_start" if method in ("start", "restore") else "environment_step"
         return await call_foreign(EnvironmentFailure, f"{self._name}.{method}", function, *arguments, kind=kind)
+
+    async def _store(self, messages: Sequence[Message]) -> None:
+        images = [image for message in messages for image in message.images]
+        await self._recorder.images.store({image.sha256: image for image in images})
 
     def _record(self, what: str, **fields: Any) -> None:
         self._recorder.record(what, tools=[attrs.asdict(tool) for tool in self.tools], **fields)
@@ -268,6 +286,7 @@ class Recording:
 
     def __init__(self, run: str | Path) -> None:
         self.path = Path(run) / RECORDING
+        self.images = ImageFolder(run)
         if not self.path.is_dir():
             raise ConfigError.of("run", str(run), "a recorded run: rollouts run --record")
         self._events: dict[int, list[_Event]] = {}
@@ -299,7 +318,8 @@ class Recording:
 
     def tape(self, index: int) -> Tape:
         """The tape of the rollout with this index."""
-        return Tape(index, (read_entry(self.path, event.offset) for event in self._events.get(index, ())))
+        entries = (read_entry(self.path, event.offset) for event in self._events.get(index, ()))
+        return Tape(index, entries, self.images.load)
 
 
 def _drop_from(events: list[_Event], length: int) -> None:
@@ -317,8 +337,9 @@ class Tape:
         diverged: the first request that differs from the recorded one.
     """
 
-    def __init__(self, index: int | None, entries: Iterator[Entry]) -> None:
+    def __init__(self, index: int | None, entries: Iterator[Entry], load_image: LoadImage) -> None:
         self.index = index
+        self.load_image = load_image
         self.diverged: ReplayDiverged | None = None
         self._entries = entries
         self._next = next(entries, None)
@@ -402,13 +423,14 @@ class _ReplayedEnvironment:
         self.tools = tape.tools()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        return [message_from_dict(fields) for fields in self._tape.take("start").fields["messages"]]
+        stored = self._tape.take("start").fields["messages"]
+        return [message_from_dict(fields, self._tape.load_image) for fields in stored]
 
     async def step(self, reply: Message) -> StepResult:
         fields = self._tape.take("step").fields
         if fields["reply"] != _checksum(reply):
             raise self._tape.divergence(f"the environment receives {reply!r}; expected the recorded reply")
-        messages = [message_from_dict(message) for message in fields["messages"]]
+        messages = [message_from_dict(message, self._tape.load_image) for message in fields["messages"]]
         continuation = fields.get("continuation", "")
         return StepResult(messages, fields["done"], fields["reward"], fields["metrics"], continuation)
 

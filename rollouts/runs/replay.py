@@ -17,6 +17,7 @@ import msgspec
 from rollouts.errors import ConfigError, ReplayDiverged
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import JOURNAL, check_output, read_info
+from rollouts.runs.images import ImageFolder
 from rollouts.runs.plain_data import to_json
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import Recording, Tape, replayed_from
@@ -99,6 +100,9 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None, *, overwrit
             for tape in tapes.values():
                 tape.check()
             _compare(before, group.samples)
+            if out is not None:
+                for sample in group.samples:
+                    ImageFolder(out.parent).write(sample.named_images)
             file.writelines(to_json(sample.to_dict()) + b"\n" for sample in group.samples)
             groups, samples = groups + 1, samples + len(before)
     return Replayed(groups, samples, len(indices) - groups)

@@ -141,7 +141,7 @@ def _unscored(samples: Sequence[Sample]) -> list[Sample]:
     rewards = [reward for sample in samples for reward in sample.step_rewards]
     copies = []
     for sample in samples:
-        sample = Sample.from_dict(sample.to_dict())
+        sample = Sample.from_dict(sample.to_dict(), sample.named_images.__getitem__)
         sample.reward = sum(rewards) if rewards else None
         if sample.failure is not None and sample.failure.kind in _OF_SCORING:
             sample.failure, sample.status = None, status_of(sample.stop_reason)

@@ -1,8 +1,8 @@
 """The events of a run in its journal: written as they happen, and read to resume the run.
 
-Invariant: a rollout is stored before the manager counts it as finished. One record settles a group, one record seals a
-batch, and both follow the samples that they refer to; so every prefix of the journal is a past state of the run. Tokens
-in records of turns are not written again with the sample.
+Invariant: a rollout is stored before the manager counts it as finished, and its images before it. One record settles a
+group, one record seals a batch, and both follow the samples that they refer to; so every prefix of the journal is a
+past state of the run. Tokens in records of turns are not written again with the sample.
 
 Reading keeps offsets, not samples, so memory does not grow with the tokens. This module knows the records and the
 journal's folder, not the scheduler and not the other files of the run.
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.dtypes import Prompt
 from rollouts.errors import JournalError
+from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, Offset, read_entry, read_journal
 from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
@@ -81,6 +82,11 @@ class RunHistory:
     sealed: list[SealedBatch] = attrs.field(factory=list)
     totals: RunMetrics = attrs.field(factory=RunMetrics)
 
+    @property
+    def images(self) -> ImageFolder:
+        """The images of the run that the journal is of."""
+        return ImageFolder(self.path.parent)
+
     @classmethod
     def read(cls, path: Path) -> RunHistory:
         """Read a whole journal.
@@ -116,7 +122,7 @@ class RunHistory:
 
     def read_turns(self, index: int) -> list[Turn]:
         """The turns of one unfinished rollout, by its index."""
-        return [_turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
+        return [self._turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
 
     def _add(self, entry: Entry) -> None:
         fields = entry.fields
@@ -162,12 +168,11 @@ class RunHistory:
         if len(columns.tokens) != entry.fields["length"]:
             where = f"segment {entry.offset.segment}, offset {entry.offset.offset}"
             raise JournalError(f"{self.path}, {where}: {len(columns.tokens)} tokens of {entry.fields['length']}")
-        return sample_of(entry.fields["sample"], columns)
+        return sample_of(entry.fields["sample"], columns, self.images.load)
 
-
-def _turn(entry: Entry) -> Turn:
-    assert entry.columns is not None, "a turn has columns"
-    return turn_of(entry.fields, entry.columns)
+    def _turn(self, entry: Entry) -> Turn:
+        assert entry.columns is not None, "a turn has columns"
+        return turn_of(entry.fields, entry.columns, self.images.load)
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
@@ -234,6 +239,7 @@ class RunJournal:
 
     def __init__(self, journal: Journal, turns: Mapping[int, Sequence[Turn]] | None = None) -> None:
         self.journal = journal
+        self.images = ImageFolder(journal.path.parent)
         self._earlier = dict(turns or {})
         self._stored_turns: dict[int, _StoredTurns] = {}
         self._written: dict[int, list[_Written]] = {}
@@ -261,6 +267,7 @@ class RunJournal:
                 self._stored_turns[index] = _StoredTurns()
                 self.journal.append("turn", {"index": index, "first": True})
             else:
+                await self.images.store(turn.images)
                 columns, first = Columns.of(turn), turn.number == 1
                 stored = _StoredTurns() if first else self._stored_turns[index]
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
@@ -280,6 +287,8 @@ class RunJournal:
     async def finished(self, samples: Sequence[Sample]) -> None:
         """Record a finished and scored rollout; returns when it is committed."""
         assert samples[0].index is not None, "the manager numbers its rollouts"
+        for sample in samples:
+            await self.images.store(sample.named_images)
         self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
         await self.journal.commit()
 
@@ -291,6 +300,8 @@ class RunJournal:
             rollouts.setdefault(sample.index, []).append(sample)
         for index, samples in rollouts.items():
             if self._written.pop(index, None) != [_Written.of(sample) for sample in samples]:
+                for sample in samples:
+                    await self.images.store(sample.named_images)
                 self._append(samples)
             self._stored_turns.pop(index, None)
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}

@@ -34,6 +34,7 @@ from rollouts.runs.folder import (
     read_info,
     run_files,
 )
+from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.plain_data import to_json, to_plain
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
@@ -128,6 +129,9 @@ class _Verification:
         self.groups: dict[int, str] = {}
         self.counts: Counter[StoredOutcome] = Counter()
         self.batches = 0
+        self.folder = ImageFolder(run)
+        self.images: set[str] = set()
+        """The hashes of the images that were checked."""
         self._check_bits()
         self.history = self._read_journal()
         rewards: dict[StoredOutcome, list[list[float]]] = {}
@@ -321,7 +325,7 @@ class _Verification:
             return
         try:
             copies = self.history.group_samples(number)
-        except (JournalError, KeyError) as error:
+        except (ConfigError, JournalError, KeyError) as error:
             self._broken(4, str(self.run / JOURNAL), f"group {number}: {error!r}", "the samples of each settled group")
             return
         self.report.checked[4]["samples equal to the journal's"] += len(group)
@@ -371,6 +375,7 @@ class _Verification:
         checked[4].update(samples=1)
         checked[5].update(samples=1)
         self.report.violations += check_stored(stored, entry.place, self.vocab_size)
+        self._check_images(entry)
         for call in stored.completions:
             if call.request_id in self.requests:
                 expected = f"one sample for each request, and {self.requests[call.request_id]} has it"
@@ -379,6 +384,17 @@ class _Verification:
         if (stored.outcome, stored.batch) != (outcome, batch):
             got = f"outcome {stored.outcome!r}, batch {stored.batch}"
             self._broken(4, entry.place, got, f"outcome {outcome!r}, batch {batch}, as the file is named")
+
+    def _check_images(self, entry: _Entry) -> None:
+        """Check law 4: the file of each image that a sample names has the bytes of its hash; each file once."""
+        for sha256 in hashes_of_row(entry.row.data):
+            if sha256 in self.images:
+                continue
+            self.images.add(sha256)
+            self.report.checked[4]["images"] += 1
+            problem = self.folder.problem(sha256)
+            if problem is not None:
+                self._broken(4, entry.place, problem, "every bit as it was written")
 
 
 def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:

@@ -41,6 +41,7 @@ from rollouts.runs.folder import (
     read_info,
     run_files,
 )
+from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import LOCK
 from rollouts.runs.locks import is_locked, take_lock
 from rollouts.runs.plain_data import to_json
@@ -130,6 +131,7 @@ class RunWriter:
         """Whether :meth:`finish` has written the end of the run."""
         self._lock = threading.RLock()
         self._accepted: dict[int, Group] = {}
+        self._images = ImageFolder(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock("--out")
@@ -163,6 +165,7 @@ class RunWriter:
         writer.finished = False
         writer._lock = threading.RLock()
         writer._accepted = {}
+        writer._images = ImageFolder(path)
         writer._info = {CHECKED: False} | {
             name: value for name, value in info.items() if name not in ("error", "ended", CHECKSUM)
         }
@@ -192,7 +195,7 @@ class RunWriter:
                 self._accepted[group.group_index] = group
                 return
             self._accepted.pop(group.group_index, None)  # accepted before, then dropped as stale
-            rows = [_row(sample, group.outcome, group.reason, None) for sample in group.samples]
+            rows = self._rows(group.samples, group.outcome, group.reason, None)
             _append(self.path / f"{group.outcome}.jsonl", _lines(rows))
 
     def write_batch(
@@ -220,7 +223,7 @@ class RunWriter:
 
     def write_samples(self, number: int, samples: Sequence[Sample]) -> Path:
         """Write the file of a batch, and nothing else; returns the file."""
-        rows = [_row(sample, "kept", "", number) for sample in samples]
+        rows = self._rows(samples, "kept", "", number)
         path = self.path / "batches" / f"{batch_name(number)}.{self.format}"
         path.parent.mkdir(exist_ok=True)
         _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
@@ -241,7 +244,8 @@ class RunWriter:
         with self._lock, contextlib.ExitStack() as stack:
             stack.callback(self._release)
             groups = [self._accepted[number] for number in sorted(self._accepted)]
-            rows = [_row(sample, "kept", "in no batch", None) for group in groups for sample in group.samples]
+            samples = [sample for group in groups for sample in group.samples]
+            rows = self._rows(samples, "kept", "in no batch", None)
             if rows:
                 _append(self.path / "unbatched.jsonl", _lines(rows))
             self._accepted.clear()
@@ -256,6 +260,14 @@ class RunWriter:
                 self._info["accounting"] = attrs.asdict(accounting)
             self._write_info()
             self.finished = True
+
+    def _rows(
+        self, samples: Sequence[Sample], outcome: Outcome, reason: str, batch: int | None
+    ) -> list[dict[str, Any]]:
+        """The rows of samples, whose images are written first."""
+        for sample in samples:
+            self._images.write(sample.named_images)
+        return [_row(sample, outcome, reason, batch) for sample in samples]
 
     def _take_lock(self, option: str) -> None:
         lock = take_lock(self.path / _LOCK)

@@ -81,6 +81,11 @@ class _Episode:
     seconds: dict[str, list[float]] = attrs.field(factory=lambda: {"start": [], "step": [], "close": []})
 
     @property
+    def messages(self) -> list[Message]:
+        """What the model would read."""
+        return [*self.opening, *(message for result in self.results for message in result.messages)]
+
+    @property
     def outputs(self) -> list[Any]:
         """The opening and every step result as plain data, for comparison."""
         return [self.opening, *(_plain(result) for result in self.results)]
@@ -104,7 +109,7 @@ async def examine(
     async with StallWatch(options.stall_seconds) as watch:
         episodes = await check.run()
     if episodes:
-        await check.agent()
+        await check.agent(episodes)
         check.times(episodes)
     stalls = [
         f"{stall.seconds * 1000:.0f} ms, {stall.times} times, at {stall.place}"
@@ -324,9 +329,11 @@ class _Check:
         else:
             self.add("close on cancel", "good", f"a cancelled step ended after {took * 1000:.0f} ms, close worked")
 
-    async def agent(self) -> None:
-        """Play one episode through the agent loop, with the demo model's template and tokens."""
-        renderer = await anyio.to_thread.run_sync(renderer_for, str(DEMO_MODEL))
+    async def agent(self, played: Sequence[_Episode]) -> None:
+        """Play one episode through the agent loop, with the demo model's template and tokens, and its processor."""
+        shown = any(message.images for episode in played for message in episode.messages)
+        options: dict[str, Any] = {"images": True} if shown else {}
+        renderer = await anyio.to_thread.run_sync(lambda: renderer_for(str(DEMO_MODEL), **options))
         model = RandomModel(self.options.seed)
         tools: list[Any] = []
         factory = self.factory
@@ -379,7 +386,7 @@ def _reply_tokens(renderer: Renderer, reply: Message) -> list[int]:
 
 
 def _plain(result: StepResult) -> tuple[Any, ...]:
-    messages = tuple(message.to_chat() for message in result.messages)
+    messages = tuple(message.to_record() for message in result.messages)
     return messages, result.done, result.reward, dict(result.metrics), result.continuation
 
 

@@ -39,7 +39,7 @@ class Played:
     @property
     def chat(self) -> list[ChatDict]:
         """The conversation in a sample's form: ``Sample(messages=played.chat, label=…)`` can be scored."""
-        return [message.to_chat() for message in self.messages]
+        return [message.to_record() for message in self.messages]
 
 
 def calling(name: str, /, **arguments: Any) -> Message:

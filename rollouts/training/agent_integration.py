@@ -121,7 +121,8 @@ async def agent_rollout_to_samples(
         history=history,
         past=past,
     )
-    return trajectory_to_samples(branches, prompt, renderer.decode)
+    image_inputs = None if renderer.images is None else renderer.images.inputs
+    return trajectory_to_samples(branches, prompt, renderer.decode, image_inputs)
 
 
 async def generate_rollout_batch(

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollouts.agent.episode import Past
 from rollouts.concurrency.times import Timeline
-from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages
+from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages, with_images
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError
@@ -74,7 +74,7 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     Raises:
         ConfigError: as :func:`continue_rollout`.
     """
-    messages = list(as_messages(sample.messages))
+    messages = list(as_messages(with_images(sample.messages, sample.named_images.__getitem__)))
     if not len(sample) or not messages:
         raise ConfigError.of("sample", sample, "a sample with tokens and messages")
     unanswered = len(sample) - (sample.completions[-1].stop if sample.completions else 0)
@@ -102,6 +102,7 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     else:
         trajectory.add_context(sample.token_column)
     trajectory.messages = messages
+    trajectory.images += sample.images
     if unanswered and not (sample.completions and messages[-1].role == "assistant"):
         return Past(trajectory, len(sample), state="asked")
     turn_start, part_start = _starts(sample.completions)

@@ -245,13 +245,13 @@ class DataBuffer:
         """Checksum of the seed and the prompts."""
         crc = zlib.crc32(repr(self.seed).encode())
         for prompt in self._prompts:
-            texts = [message.to_chat() for message in prompt.messages]
+            texts = [message.to_record() for message in prompt.messages]
             crc = zlib.crc32(json.dumps([texts, repr(prompt.label)], sort_keys=True, default=repr).encode(), crc)
         return crc
 
 
 def _key(prompt: Prompt) -> str:
-    messages = [message.to_chat() for message in prompt.messages]
+    messages = [message.to_record() for message in prompt.messages]
     return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
 

@@ -132,7 +132,7 @@ def _estimate(values: Sequence[float]) -> Estimate:
 def task_key(prompt: object, label: object) -> str:
     """Identify a task across runs: 12 hex digits of a hash of its messages and its label."""
     messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is no prompt
-    text = json.dumps([[message.to_chat() for message in messages], label], sort_keys=True, default=repr)
+    text = json.dumps([[message.to_record() for message in messages], label], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 
 

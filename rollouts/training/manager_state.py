@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import msgspec
 
+from rollouts.dtypes import Image
 from rollouts.errors import ConfigError
 from rollouts.training.data_buffer import BufferState, DataBuffer
 from rollouts.training.metrics import Accounting
@@ -88,8 +89,21 @@ class ManagerState:
 
 
 def _plain(samples: list[Sample]) -> list[dict[str, Any]]:
-    return [sample.to_dict() for sample in samples]
+    return [{**sample.to_dict(), **_urls_of(sample)} for sample in samples]
+
+
+def _urls_of(sample: Sample) -> dict[str, Any]:
+    """The images of a sample: a state has no folder."""
+    return {_URLS: [image.url for image in sample.named_images.values()]} if sample.named_images else {}
 
 
 def _samples(rows: list[dict[str, Any]]) -> list[Sample]:
-    return [Sample.from_dict(row) for row in rows]
+    samples = []
+    for row in rows:
+        images = [Image.of(url) for url in row.get(_URLS, ())]
+        fields = {name: value for name, value in row.items() if name != _URLS}
+        samples.append(Sample.from_dict(fields, {image.sha256: image for image in images}.__getitem__))
+    return samples
+
+
+_URLS = "image_urls"

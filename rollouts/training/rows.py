@@ -87,6 +87,7 @@ def trimmed(sample: Sample) -> Sample:
         rollout_log_probs=None if logprobs is None else logprobs[:stop],
         advantages=None if advantages is None else advantages[:stop],
         teacher_log_probs=None if teacher is None else teacher[:stop],
+        images=[span for span in sample.images if span.stop <= stop],
     )
 
 

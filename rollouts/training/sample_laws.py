@@ -76,6 +76,7 @@ class Stored(msgspec.Struct):
     advantages: list[float | None] | None = None
     teacher_log_probs: list[float | None] | None = None
     loss_multiplier: float | None = 1.0
+    images: list[tuple[str, int, int]] = []
 
 
 def check_sample(sample: Sample) -> list[Violation]:
@@ -103,6 +104,7 @@ def check_stored(stored: Stored, place: str, vocab_size: int | None = None) -> l
     mask, logprobs = columns
     violations += _check_mask(stored, place, mask)
     violations += _check_logprobs(place, mask, logprobs)
+    violations += _check_images(stored, place, mask)
     if violations:
         return violations
     actual = column_digests(tokens, mask, None if stored.rollout_log_probs is None else logprobs)
@@ -165,6 +167,23 @@ def _check_logprobs(sample: str, mask: npt.NDArray[np.bool_], logprobs: npt.NDAr
         place = f"{sample}, rollout_log_probs, position {position}"
         expected = "a finite number <= 0, since the mask is 1" if mask[position] else "0, since the mask is 0"
         yield Violation(2, place, str(logprobs[position]), expected)
+
+
+def _check_images(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iterator[Violation]:
+    """Law 1: the ids of images follow each other, are of one id each, and were not sampled."""
+    end = 0
+    for number, (_, start, stop) in enumerate(stored.images):
+        where = f"{place}, images[{number}]"
+        if not end <= start < stop <= len(mask):
+            expected = f"a range between {end}, where the last one ended, and {len(mask)}"
+            yield Violation(1, where, f"positions {start} to {stop}", expected)
+            return
+        if mask[start:stop].any():
+            yield Violation(2, where, f"a sampled token in positions {start} to {stop}", "ids of the prompt")
+        elif len(set(stored.tokens[start:stop])) > 1:
+            got = f"several ids in positions {start} to {stop}"
+            yield Violation(1, where, got, "one id, as often as the image has tokens")
+        end = stop
 
 
 def _check_numbers(stored: Stored, place: str) -> Iterator[Violation]:

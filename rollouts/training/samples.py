@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rollouts.dtypes import Prompt, StopReason, TokenColumn
-from rollouts.training.types import Sample, Status
+from rollouts.training.types import ImageInputs, Sample, Status
 from rollouts.trajectory import Trajectory
 
 __all__ = ["status_of", "trajectory_to_sample", "trajectory_to_samples"]
@@ -29,11 +29,17 @@ def status_of(stop_reason: StopReason | None) -> Status:
     return Status.FAILED if stop_reason is None else _STATUS.get(stop_reason, Status.TRUNCATED)
 
 
-def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callable[[TokenColumn], str]) -> Sample:
+def trajectory_to_sample(
+    trajectory: Trajectory,
+    prompt: Prompt,
+    decode: Callable[[TokenColumn], str],
+    image_inputs: ImageInputs | None = None,
+) -> Sample:
     """Convert one sealed trajectory to a sample.
 
     The reward is the sum of the environment's step rewards, ``None`` if there are none. The sample keeps a reference to
-    ``decode``, which must be deterministic, and decodes its response at each read.
+    ``decode``, which must be deterministic, and decodes its response at each read; and to ``image_inputs``, which makes
+    the tensors of its images.
     """
     assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
     first = trajectory.completions[0].start if trajectory.completions else len(trajectory)
@@ -53,7 +59,9 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         status=status_of(trajectory.stop_reason),
         stop_reason=trajectory.stop_reason,
         failure=trajectory.failure,
-        messages=[message.to_chat() for message in trajectory.messages],
+        messages=[message.to_record() for message in trajectory.messages],
+        images=trajectory.images,
+        named_images={image.sha256: image for message in trajectory.messages for image in message.images},
         completions=list(trajectory.completions),
         metrics=dict(trajectory.metrics),
         history=trajectory.history,
@@ -61,17 +69,21 @@ def trajectory_to_sample(trajectory: Trajectory, prompt: Prompt, decode: Callabl
         step_completions=np.array(trajectory.step_completions, np.int32) if trajectory.step_completions else None,
         times=trajectory.times,
     )
+    sample.image_inputs = image_inputs
     return sample.compact_records(first, decode)
 
 
 def trajectory_to_samples(
-    trajectories: Sequence[Trajectory], prompt: Prompt, decode: Callable[[TokenColumn], str]
+    trajectories: Sequence[Trajectory],
+    prompt: Prompt,
+    decode: Callable[[TokenColumn], str],
+    image_inputs: ImageInputs | None = None,
 ) -> list[Sample]:
     """Convert all branches of one rollout to samples with its ``rollout_id``.
 
     Each sample has the sum of the step rewards of all branches, and the status of the last branch.
     """
-    samples = [trajectory_to_sample(trajectory, prompt, decode) for trajectory in trajectories]
+    samples = [trajectory_to_sample(trajectory, prompt, decode, image_inputs) for trajectory in trajectories]
     rewards = [reward for trajectory in trajectories for reward in trajectory.step_rewards]
     for sample in samples:
         sample.reward = sum(rewards) if rewards else None

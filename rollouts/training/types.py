@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -18,14 +18,21 @@ import numpy.typing as npt
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ChatDict,
+    Image,
+    ImageSpan,
+    LoadImage,
     Message,
     OnRewrite,
     Prompt,
     StopReason,
     TokenColumn,
     VersionSpan,
+    as_record,
     frozen,
+    hashes_in,
+    images_in,
     is_frozen,
+    with_images,
 )
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
@@ -40,6 +47,7 @@ __all__ = [
     "Group",
     "GroupRewardFn",
     "Identity",
+    "ImageInputs",
     "Outcome",
     "Prompt",
     "RewardFn",
@@ -135,6 +143,14 @@ Identity: TypeAlias = tuple[int | None, int | None, int | None, Any, tuple[Any, 
 """Value of :attr:`Sample.identity`."""
 
 
+ImageInputs: TypeAlias = Callable[[Sequence[Image]], dict[str, npt.NDArray[Any]]]
+"""Makes what a model computes with of images, as :meth:`rollouts.renderer.images.ImageProcessor.inputs` does."""
+
+
+def _spans(images: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
+    return tuple(images)
+
+
 def _status_of(value: Status | str) -> Status:
     try:
         return Status(value)
@@ -191,11 +207,17 @@ class Sample:
     _teacher_log_probs: Any = attrs.field(default=None, alias="teacher_log_probs")
     loss_multiplier: float = 1.0
     """Factor of the sample's loss; 0 leaves it out of the loss and in its group's advantages."""
+    images: tuple[ImageSpan, ...] = attrs.field(default=(), converter=_spans)
+    """The images of its tokens, in order, with the positions of their placeholder ids."""
+    named_images: dict[str, Image] = attrs.field(factory=dict)
+    """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
 
     _compact: CompactRecord | None = attrs.field(default=None, init=False)
     """Compact storage of the text and the records; a record that has changed since has its value in its own slot."""
     trainer_record: Any = attrs.field(default=None, init=False)
     """The trainer's own record of this rollout, where an integration needs that object; never written to disk."""
+    image_inputs: ImageInputs | None = attrs.field(default=None, init=False)
+    """Makes the tensors of the images; a sample that was read from disk or copied has none until it is set."""
 
     @property
     def status(self) -> Status:
@@ -232,6 +254,10 @@ class Sample:
         self._step_completions = _as_column(self._step_completions)
         if self._loss_mask is None:
             self._loss_mask = [0] * len(self._tokens)
+        prompt = () if isinstance(self.prompt, str) else self.prompt
+        named = [*(image for entry in prompt for image in images_in(entry)), *(span.image for span in self.images)]
+        if named:
+            self.named_images = {**self.named_images, **{image.sha256: image for image in named}}
         self.check()
 
     def __repr__(self) -> str:
@@ -290,6 +316,27 @@ class Sample:
         if self._compact is not None and self._is_unchanged():
             return self._compact.columns
         return self.token_column, self.mask_column, self.logprob_column
+
+    @property
+    def multimodal_inputs(self) -> dict[str, list[Any]] | None:
+        """The images of its tokens as ``{"images": [PIL image, …]}``, decoded at each read; ``None`` without images."""
+        return {"images": [span.image.to_pil() for span in self.images]} if self.images else None
+
+    @property
+    def multimodal_train_inputs(self) -> dict[str, npt.NDArray[Any]] | None:
+        """What the model computes with for its images, such as ``pixel_values``: arrays, joined along dimension 0.
+
+        Computed at each read, because it may be a thousand times larger than the images. The processor keeps what it
+        made of an image for a while, so that samples with the same image share the work. ``None`` without images.
+
+        Raises:
+            ConfigError: there are images, and the sample has no ``image_inputs``.
+        """
+        if not self.images:
+            return None
+        if self.image_inputs is None:
+            raise ConfigError.of("Sample.image_inputs", None, "ImageProcessor.inputs, e.g. renderer.images.inputs")
+        return self.image_inputs([span.image for span in self.images])
 
     @property
     def response_length(self) -> int:
@@ -369,7 +416,8 @@ class Sample:
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles, without compact storage."""
         state = {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
-        return {**state, **{f"_{name}": self.read_record(name) for name in RECORDED}, "_compact": None}
+        state |= {f"_{name}": self.read_record(name) for name in RECORDED}
+        return {**state, "_compact": None, "image_inputs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -463,9 +511,7 @@ class Sample:
         """As :meth:`to_dict`, without the columns; ``records=False`` leaves the fields of :attr:`compact` empty."""
         prompt, read = self.prompt, self.read_record if records else _nothing
         return {
-            "prompt": prompt
-            if isinstance(prompt, str)
-            else [entry.to_chat() if isinstance(entry, Message) else dict(entry) for entry in prompt],
+            "prompt": prompt if isinstance(prompt, str) else [as_record(entry) for entry in prompt],
             "response": read("response"),
             "response_length": self.response_length,
             "reward": self.reward,
@@ -488,14 +534,21 @@ class Sample:
             "advantages": None if self.advantage_column is None else self.advantage_column.tolist(),
             "teacher_log_probs": None if self.teacher_column is None else self.teacher_column.tolist(),
             "loss_multiplier": self.loss_multiplier,
+            "images": [[span.image.sha256, span.start, span.stop] for span in self.images],
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+    def from_dict(cls, data: Mapping[str, Any], load_image: LoadImage | None = None) -> Sample:
         """Create a sample from the output of :meth:`to_dict`.
 
+        Args:
+            data: the fields; images are named by their hashes.
+            load_image: returns an image by its hash: ``named_images.__getitem__`` of the sample, or
+                ``rollouts.runs.images.ImageFolder(run).load``.
+
         Raises:
-            ConfigError: an unknown field, or a value that :meth:`to_dict` does not write.
+            ConfigError: an unknown field, a value that :meth:`to_dict` does not write, or there are images and no
+                ``load_image``.
         """
         values = {key: value for key, value in with_current_names(data).items() if key != "response_length"}
         unknown = values.keys() - {field.alias for field in attrs.fields(cls) if field.init}
@@ -507,7 +560,26 @@ class Sample:
                     values[name] = read(values[name])
                 except (TypeError, ValueError):
                     raise ConfigError.of(f"Sample.{name}", values[name], "what to_dict wrote") from None
+        _restore_images(values, load_image)
         return cls(**values)
+
+
+def _restore_images(values: dict[str, Any], load_image: LoadImage | None) -> None:
+    """Load the images that fields of a stored sample name."""
+    spans, prompt = values.get("images") or (), values.get("prompt") or ""
+    chats = [*(() if isinstance(prompt, str) else prompt), *(values.get("messages") or ())]
+    hashes = dict.fromkeys([*hashes_in(chats), *(sha256 for sha256, _, _ in spans)])
+    if not hashes:
+        values["images"] = ()
+        return
+    if load_image is None:
+        expected = "load_image, which returns an image by its hash"
+        raise ConfigError.of("Sample.from_dict(load_image)", None, f"{expected}: the sample has images")
+    loaded = {sha256: load_image(sha256) for sha256 in hashes}
+    values["named_images"] = loaded
+    values["images"] = [ImageSpan(loaded[sha256], start, stop) for sha256, start, stop in spans]
+    if not isinstance(prompt, str):
+        values["prompt"] = with_images(prompt, loaded.__getitem__)
 
 
 def _nothing(name: str) -> tuple[()]:
@@ -542,6 +614,7 @@ _RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: all(isinstance(completion, CompletionRecord) for completion in value),
         "a list of CompletionRecord",
     ),
+    ("images", lambda value: all(isinstance(span, ImageSpan) for span in value), "ImageSpans"),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0"),
 ]
 

@@ -1,8 +1,8 @@
 """The HTML files of a view: one file, or several if the tokens of a run make it larger than a limit.
 
-Invariant: a page loads nothing: its policy (CSP) allows its own script and style by their hashes and nothing else, so
-that no text of a model can become script or send a request. Each page of several has the numbers of all groups, and the
-tokens of some.
+Invariant: a page loads nothing: its policy (CSP) allows its own script and style by their hashes, the images that are
+in the page, and nothing else, so that no text of a model can become script or send a request. Each page of several has
+the numbers of all groups, and the tokens of some.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def html_page(payloads: Sequence[Payload], *, pages: Sequence[Sequence[str | int
         data += [_data(f"chunk-{number}-{chunk.first}", chunk.data) for chunk in payload.chunks]
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
     policy += "form-action 'none'" + ("; connect-src 'self'" if live else "")
+    policy += "; img-src data:" if any(payload.has_images for payload in payloads) else ""
     settings = msgspec.json.encode({"runs": len(payloads), "pages": pages, "live": live})
     return string.Template(_asset("page.html")).substitute(
         policy=html.escape(policy, quote=True),

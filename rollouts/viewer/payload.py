@@ -3,6 +3,8 @@
 Invariant: tokens, masks, versions and the places of completions are exact. Logprobs have the upper 16 bits of float32
 (a relative error below 0.4 %). Groups are read one at a time; only their packed form is held.
 
+Images are in the text of a chunk as ``data:`` URLs, each once.
+
 Format. The head is JSON. A chunk is the length of a JSON text (uint32, little endian), the text, and columns over all
 tokens of its samples, in order: the index of each token in the vocabulary of the head (uint16 or uint32), then for each
 trained token the upper and then the lower byte of its logprob. Head and chunks are compressed with zlib.
@@ -57,6 +59,7 @@ class Payload:
     tokens: int
     times: bytes = b""
     """The spans of all samples."""
+    has_images: bool = False
 
 
 def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payload:
@@ -86,7 +89,8 @@ def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payloa
         tokens, held = tokens + size, held + size
     close()
     spans = [[chunk.first, chunk.groups] for chunk in chunks]
-    return Payload(_packed(head.content(source) | {"chunks": spans}), chunks, tokens, _packed(head.times()))
+    content, times = _packed(head.content(source) | {"chunks": spans}), _packed(head.times())
+    return Payload(content, chunks, tokens, times, head.has_images)
 
 
 class _Names:
@@ -127,6 +131,7 @@ class _Head:
                 "failure",
             )
         }
+        self.has_images = False
         self._failures = FailureKinds()
         self._batches = Batches()
         self._spans: list[tuple[int, int, float, float]] = []
@@ -212,12 +217,18 @@ class _Head:
     def chunk(self, entries: Sequence[Entry]) -> bytes:
         samples = [sample for entry in entries for sample in entry.samples]
         logprobs = [_trained_logprobs(sample) for sample in samples]
+        images = _Names()
         described = [
-            self._described(sample, column is not None) for sample, column in zip(samples, logprobs, strict=True)
+            self._described(sample, images, has_logprobs=column is not None)
+            for sample, column in zip(samples, logprobs, strict=True)
         ]
         numbers = [self._vocabulary(token) for sample in samples for token in sample.token_column.tolist()]
         wide = len(self._vocabulary.numbers) > 0xFFFF
-        text = msgspec.json.encode({"samples": described, "wide": wide}, enc_hook=str)
+        content = {"samples": described, "wide": wide}
+        if images.numbers:
+            content["images"] = [image.url for image in images.values]
+            self.has_images = True
+        text = msgspec.json.encode(content, enc_hook=str)
         present = [column for column in logprobs if column is not None]
         upper = (np.concatenate([np.empty(0, np.float32), *present]).view(np.uint32) >> 16).astype("<u2")
         columns = np.asarray(numbers, "<u4" if wide else "<u2").tobytes()
@@ -225,7 +236,7 @@ class _Head:
         padding = b" " * (-(len(text) + 4) % 4)
         return zlib.compress(struct.pack("<I", len(text + padding)) + text + padding + columns + planes, 9)
 
-    def _described(self, sample: Sample, has_logprobs: bool) -> dict[str, Any]:
+    def _described(self, sample: Sample, images: _Names, *, has_logprobs: bool) -> dict[str, Any]:
         ids = sample.token_column.tolist()
         exceptions = self._texts.exceptions(ids)
         texts = [exceptions.get(place, self._texts.alone(token)) for place, token in enumerate(ids)]
@@ -241,6 +252,8 @@ class _Head:
             "steps": [_finite(reward) for reward in sample.step_rewards],
             "metrics": {name: _finite(value) for name, value in sample.metrics.items()},
         }
+        if sample.images:
+            described["images"] = [[images(span.image), span.start, span.stop] for span in sample.images]
         if exceptions:
             described["texts"] = [[place, text] for place, text in exceptions.items()]
         if not has_logprobs:

@@ -68,7 +68,7 @@ class Run {
   unpackedSamples(bytes) {
     const view = new DataView(bytes.buffer);
     const length = view.getUint32(0, true);
-    const { samples, wide } = JSON.parse(asText(bytes.subarray(4, 4 + length)));
+    const { samples, wide, images } = JSON.parse(asText(bytes.subarray(4, 4 + length)));
     const total = samples.reduce((sum, sample) => sum + sample.n, 0);
     const Column = wide ? Uint32Array : Uint16Array;
     const numbers = new Column(bytes.buffer, 4 + length, total);
@@ -82,7 +82,7 @@ class Run {
     let token = 0;
     let next = 0;
     return samples.map((sample) => {
-      const unpackedSample = new Tokens(sample, numbers.subarray(token, token + sample.n), this.vocabulary);
+      const unpackedSample = new Tokens(sample, numbers.subarray(token, token + sample.n), this.vocabulary, images || []);
       token += sample.n;
       if (sample.logprobs !== false) {
         unpackedSample.mask.forEach((sampled, place) => {
@@ -96,7 +96,7 @@ class Run {
 
 /** The tokens of one sample, with a value of each layer for each of them. */
 class Tokens {
-  constructor(described, numbers, vocabulary) {
+  constructor(described, numbers, vocabulary, images) {
     Object.assign(this, { completions: described.completions, steps: described.steps, metrics: described.metrics });
     this.length = described.n;
     this.ids = Array.from(numbers, (number) => vocabulary.ids[number]);
@@ -107,6 +107,7 @@ class Tokens {
     this.logprobs = new Float32Array(described.n).fill(NaN);
     this.versions = new Array(described.n).fill(null);
     for (const [version, start, stop] of described.versions) this.versions.fill(version, start, stop);
+    this.images = (described.images || []).map(([image, start, stop]) => ({ url: images[image], start, stop }));
     const whole = this.texts.join("");
     this.messages = described.messages.map(([role, text, calls]) => ({
       role,

@@ -76,7 +76,9 @@ function pieceView(run, sample, { start, stop, completion, layer, forked, turns 
     more.textContent = `${stop - drawn} more tokens`;
   };
   draw();
+  const images = sample.images.filter((image) => image.start >= start && image.stop <= stop);
   return el(record ? "article.piece.reply" : "article.piece", {}, el("header", {}, heading), text, more,
+    images.map((image) => el("img.image", { src: image.url, alt: `image of tokens ${image.start} to ${image.stop}`, title: `tokens ${image.start} to ${image.stop}` })),
     turn && turn.reply.calls.length ? turn.reply.calls.map(([name, given]) => el("div.card.call", {}, el("b", {}, visibleText(name)), el("code", {}, visibleText(given)))) : null,
     turn ? turn.answers.filter((message) => message.role === "tool").map((message) => el("div.card.result", {}, el("b", {}, "result"), el("pre", {}, visibleText(message.text)))) : null);
 }
