@@ -254,6 +254,9 @@ class Pipeline:
                 if self.settings.sample_hooks:
                     samples[branch] = await self._hooked(sample, prompt, branch, data)
                 if self.teacher is not None and data is None:
+                    if has_images(self._numbered_record(samples[branch], prompt, data)):
+                        expected = "none for samples with images: its requests have token ids only"
+                        raise ConfigError.of("args.rollouts_teacher_url", self.settings.teacher_url, expected)
                     await self.teacher.score(self._numbered_record(samples[branch], prompt, data))
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
@@ -289,6 +292,9 @@ class Pipeline:
             record.reward = None
             if data is not None:
                 record.group_index = None  # as in slime; the rows of a data set are in order
+                if self.rows:
+                    given = self._row(sample.group_index, data).multimodal_inputs
+                    record.multimodal_inputs = {**(given or {}), **(record.multimodal_inputs or {})}
                 for name, path in _functions_of(data).items():
                     setattr(record, name, path)
             if (self.settings.params if data is None else data.params)["skip_special_tokens"]:
@@ -341,7 +347,7 @@ class Pipeline:
         if taken is not None:
             return taken.group[number]
         if self.rows and data is not None:
-            row = copy.copy(self.rows[(prompt.group_index or 0) // data.n_samples])
+            row = copy.copy(self._row(prompt.group_index, data))
             row.index, row.metadata = prompt.index, dict(prompt.metadata)
             for name, path in _functions_of(data).items():
                 setattr(row, name, path)
@@ -354,6 +360,10 @@ class Pipeline:
             index=prompt.index,
             **_functions_of(data),
         )
+
+    def _row(self, group_index: int | None, data: EvalSet) -> Any:
+        """slime's sample of the row that a rollout of an evaluation with images plays."""
+        return self.rows[(group_index or 0) // data.n_samples]
 
     def _generator(self, data: EvalSet | None, number: int, policy: Policy) -> GenerateFn:
         """The generate function: the recipe's, a custom one, or a single reply to the prompt."""
