@@ -28,9 +28,13 @@ from rollouts.dtypes import (
     ToolCall,
     VersionSpan,
     as_messages,
+    as_record,
     chat_text,
+    hashes_in,
+    images_in,
     packed_logprobs,
     packed_tokens,
+    with_images,
 )
 from rollouts.errors import ConfigError
 
@@ -407,6 +411,23 @@ def test_a_part_that_cannot_be_shown_is_refused(part: Any) -> None:
     """A path or an address in a chat dict reads no file, and an option of a part is not dropped."""
     with pytest.raises(ConfigError, match=r"message\.content: got"):
         Message.from_chat({"role": "user", "content": [part]})
+
+
+def test_a_record_names_an_image_by_its_hash() -> None:
+    """Without its bytes; what loads images by hash restores the message, and people read size and hash."""
+    image = Image.of(PIL.Image.new("RGB", (3, 2)))
+    message = Message("tool", ("a", image), tool_call_id="c", name="plot")
+    part = {"type": "image", "sha256": image.sha256, "width": 3, "height": 2}
+    record = {"role": "tool", "content": [{"type": "text", "text": "a"}, part], "tool_call_id": "c", "name": "plot"}
+    assert message.to_record() == record
+    for form in (message, message.to_chat(), {**record, "content": ["a", image]}, record):
+        assert as_record(form)["content"][-1] == part
+        assert list(images_in(form)) == ([] if form is record else [image])
+    assert hashes_in([record, {"role": "user", "content": "text"}]) == [image.sha256]
+    assert as_messages(with_images([record], {image.sha256: image}.__getitem__)) == (message,)
+    assert chat_text(record["content"]) == f"a[image 3x2 {image.sha256[:8]}]" == f"a{image.label}"
+    with pytest.raises(ConfigError, match=r"message.content: got .*expected an image part with type and image alone"):
+        Message.from_chat(record)
 
 
 def test_content_without_images_is_text() -> None:

@@ -557,6 +557,16 @@ async def test_preflight_refuses_a_prompt_with_an_image_for_a_model_of_text() ->
         await preflight(a_recipe(data_buffer=DataBuffer(["question", prompt])))
 
 
+async def test_preflight_loads_the_processor_and_refuses_servers_without_images() -> None:
+    """``images=True`` of the recipe; vLLM's requests have none, which is an error before the server is asked."""
+    prompts = [Prompt([Message("user", [Image.of(PIL.Image.new("RGB", (4, 4))), "What?"])])]
+    endpoint = Endpoint(model=str(DEMO_MODEL), provider="vllm")
+    recipe = agent_recipe("mine", endpoint, CalculatorEnvironment, prompts, images=True)
+    assert (await check_recipe(recipe)).images is not None
+    with pytest.raises(ConfigError, match=r"images: got <VLLMPolicy .*expected none: requests of this policy"):
+        await preflight(recipe)
+
+
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 

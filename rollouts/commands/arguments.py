@@ -199,8 +199,8 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--images",
         action="store_const",
-        const=True,
-        help="load the model's image processor, so that messages may have images (default: they are refused)",
+        const="true",
+        help="messages may have images: the processor of the model is loaded (default: images are refused)",
     )
 
 

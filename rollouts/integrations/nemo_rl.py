@@ -33,7 +33,7 @@ def to_message_log(sample: Sample) -> list[dict[str, Any]]:
     """
     import torch
 
-    check_fields(sample, "NeMo-RL", "advantages", "teacher_log_probs")
+    check_fields(sample, "NeMo-RL", "advantages", "teacher_log_probs", "images")
     split(sample)
     row = trimmed(sample)
     assert row.logprob_column is not None  # split has checked it

@@ -38,7 +38,7 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
         ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, or has a
             field that OpenRLHF has no place for.
     """
-    check_fields(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs")
+    check_fields(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs", "images")
     split(sample)
     row = trimmed(sample)
     if max_length is not None and len(row) > max_length:

@@ -44,7 +44,7 @@ def training_columns(
     """
     if env_name == "all" or not env_name:
         raise ConfigError.of("env_name", env_name, "a name other than 'all', which prime-rl reserves")
-    check_fields(sample, "prime-rl", "teacher_log_probs")
+    check_fields(sample, "prime-rl", "teacher_log_probs", "images")
     split(sample)
     row = trimmed(sample)
     assert row.logprob_column is not None  # split has checked it

@@ -49,7 +49,7 @@ def to_episodes(samples: Sequence[Sample], *, version: int | None = None) -> lis
 def _steps(sample: Sample, version: int | None) -> list[Any]:
     from rllm.types import Step
 
-    check_fields(sample, "rLLM", "loss_multiplier", "advantages", "teacher_log_probs")
+    check_fields(sample, "rLLM", "loss_multiplier", "advantages", "teacher_log_probs", "images")
     split(sample)
     tokens, logprobs = sample.token_column.tolist(), sample.logprob_column
     assert logprobs is not None  # split has checked it

@@ -59,7 +59,7 @@ def to_generator_output(
             expected = "one row each; generator.step_wise_trajectories takes rollouts that fork"
             raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
         for branch in branches:
-            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs")
+            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs", "images")
             row = split(branch)
             output["prompt_token_ids"].append(row.prompt.tolist())
             output["response_ids"].append(row.response.tolist())

@@ -43,7 +43,7 @@ def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs, or a field that a datum has no place for.
     """
-    check_fields(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs")
+    check_fields(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs", "images")
     row = split(sample)
     p, n = len(row.prompt), len(row.prompt) + len(row.response)
     mask = np.zeros(n, np.float32)
@@ -108,7 +108,7 @@ def _transitions(sample: Sample) -> list[Any]:
     from tinker_cookbook.completers import TokensWithLogprobs
     from tinker_cookbook.rl.types import Transition
 
-    check_fields(sample, "the cookbook's Trajectory", "loss_multiplier", "teacher_log_probs", "advantages")
+    check_fields(sample, "the cookbook's Trajectory", "loss_multiplier", "teacher_log_probs", "advantages", "images")
     split(sample)
     tokens, logprobs = sample.token_column.tolist(), sample.logprob_column
     assert logprobs is not None  # split has checked it

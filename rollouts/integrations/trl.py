@@ -202,7 +202,7 @@ def to_row(sample: Sample, advantage: float) -> RolloutRow:
     """
     if sample.logprob_column is None or sample.group_index is None:
         raise ConfigError.of("to_row(sample)", sample, "a sample with logprobs and a group")
-    check_fields(sample, "TRL", "advantages", "teacher_log_probs", "loss_multiplier")
+    check_fields(sample, "TRL", "advantages", "teacher_log_probs", "loss_multiplier", "images")
     messages = sample.read_record("messages")
     first = next((n for n, message in enumerate(messages) if message.get("role") == "assistant"), 0)
     return RolloutRow(

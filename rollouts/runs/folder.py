@@ -68,9 +68,8 @@ RUN_FILES = (
     "metrics.jsonl",
     "journal",
     "recording",
-    IMAGES,
 )
-"""Files and folders of a run; any of them makes a folder a run."""
+"""Files and folders of a run but its images; any of them makes a folder a run."""
 
 JOURNAL = "journal"
 METRICS = "metrics.jsonl"
@@ -182,7 +181,7 @@ def check_outside(path: str | Path, option: str) -> None:
     """
     whole = Path(path).resolve()
     for run in whole.parents:
-        if whole.relative_to(run).parts[0] in RUN_FILES and (run / "run.json").is_file():
+        if whole.relative_to(run).parts[0] in (*RUN_FILES, IMAGES) and (run / "run.json").is_file():
             raise ConfigError.of(option, str(path), f"a place outside the files of the run in {str(run)!r}")
 
 

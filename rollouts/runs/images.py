@@ -24,6 +24,8 @@ __all__ = ["IMAGES", "ImageFolder", "hashes_of_row"]
 IMAGES = "images"
 """The folder of a run with its images."""
 
+_HASH, _DIGITS = 64, set("0123456789abcdef")
+
 _LOADED: weakref.WeakValueDictionary[str, Image] = weakref.WeakValueDictionary()
 """Images in use, by hash: samples of one image share its bytes."""
 
@@ -103,6 +105,14 @@ class ImageFolder:
         """The hashes that the folder has files of, sorted."""
         return sorted(file.stem for file in self.path.glob("*.png"))
 
+    def clear(self) -> None:
+        """Remove the images; files with other names stay, since a folder of this name may be another's."""
+        with self._lock:
+            for file in self.path.glob("*.png"):
+                if len(file.stem) == _HASH and set(file.stem) <= _DIGITS:
+                    file.unlink(missing_ok=True)
+            self._written.clear()
+
     def copy_to(self, other: ImageFolder, hashes: Collection[str]) -> None:
         """Write the images with these hashes to another folder."""
         for sha256 in hashes:
@@ -114,7 +124,7 @@ class ImageFolder:
     def _bytes(self, sha256: str) -> bytes:
         file = self._file(sha256)
         expected = f"the image with the SHA-256 {sha256}"
-        if not sha256.isalnum():
+        if len(sha256) != _HASH or not set(sha256) <= _DIGITS:
             raise ConfigError.of("image", sha256[:80], "a SHA-256 in hexadecimal digits")
         try:
             data = file.read_bytes()

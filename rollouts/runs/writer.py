@@ -137,6 +137,7 @@ class RunWriter:
             self._take_lock("--out")
             for name in RUN_FILES:
                 _remove(self.path / name)
+            self._images.clear()
             (self.path / "run.json").touch()
         except OSError as error:
             raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error

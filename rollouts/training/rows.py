@@ -177,15 +177,15 @@ def check_fields(sample: Sample, trainer: str, *lacking: str) -> None:
     Args:
         sample: any sample.
         trainer: its name, for the message.
-        lacking: ``loss_multiplier``, ``advantages``, ``teacher_log_probs``.
+        lacking: ``loss_multiplier``, ``advantages``, ``teacher_log_probs``, ``images``.
 
     Raises:
         ConfigError: one of them is set, so its effect would be lost.
     """
     for name in lacking:
-        value, unset = getattr(sample, name), 1.0 if name == "loss_multiplier" else None
+        value, unset = getattr(sample, name), {"loss_multiplier": 1.0, "images": ()}.get(name)
         if value != unset:
-            got = value if name == "loss_multiplier" else f"{len(value)} numbers"
+            got = value if name == "loss_multiplier" else f"{len(value)} {'images' if name == 'images' else 'numbers'}"
             raise ConfigError.of(f"{sample!r}.{name}", got, f"{unset}: {trainer} has no field for it")
 
 

@@ -448,3 +448,15 @@ async def test_a_stored_rollout_continues_with_its_images(stored: Path, renderer
     assert [span.image for span in policy.images[0]] == shown
     assert [span.image for span in continued.images] == shown
     assert check_sample(continued) == []
+
+
+def test_overwriting_a_run_removes_its_images_and_no_other_file(stored: Path, tmp_path: Path) -> None:
+    """A folder that has a folder of this name is no run."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "holiday.png").write_bytes(b"mine")
+    RunWriter(tmp_path).finish("finished")
+    ImageFolder(tmp_path).write({image_of(0, 0).sha256: image_of(0, 0)})
+    RunWriter(tmp_path, overwrite=True).finish("finished")
+    assert [file.name for file in (tmp_path / "images").iterdir()] == ["holiday.png"]
+    with pytest.raises(ConfigError, match="a place outside the files of the run"):
+        export_rows(stored, stored / "images" / "out.jsonl", "jsonl")

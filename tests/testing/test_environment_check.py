@@ -197,3 +197,21 @@ async def test_the_ready_made_ones_pass(name: str) -> None:
         CheckOptions(stall_seconds=PATIENT),
     )
     assert [finding for finding in found if finding.verdict == "bad"] == []
+
+
+async def test_an_environment_that_shows_images_is_checked_with_a_processor(tmp_path: Path) -> None:
+    """Its episode runs through the agent loop; images that differ are named by their hashes."""
+    body = """\
+    @tool
+    async def draw(self, size: int) -> str:
+        '''Draw.'''
+        return str(size)
+    async def step(self, reply: Message) -> StepResult:
+        from rollouts.dtypes import Image
+        import PIL.Image
+        picture = Image.of(PIL.Image.new("RGB", (8, 8)))
+        return StepResult([Message("tool", ("drawn", picture), tool_call_id=c.id) for c in reply.tool_calls] or
+            [Message("user", (picture,))])
+"""
+    found = await findings(body, tmp_path)
+    assert (found["agent"].verdict, found["determinism"].verdict) == ("good", "good"), found["agent"]

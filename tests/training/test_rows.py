@@ -22,6 +22,7 @@ from rollouts.training.rows import (
     version_column,
 )
 from rollouts.trajectory import CompletionRecord
+from tests.processors import picture
 
 
 def a_sample(tail: int = 0, **fields: Any) -> Sample:
@@ -143,10 +144,11 @@ def test_a_row_without_a_reward_is_refused(reward: float | None) -> None:
         reward_of(sample)
 
 
-@pytest.mark.parametrize("name", ["loss_multiplier", "advantages", "teacher_log_probs"])
+@pytest.mark.parametrize("name", ["loss_multiplier", "advantages", "teacher_log_probs", "images"])
 def test_a_field_that_a_trainer_lacks_is_refused(name: str) -> None:
     """A weight, advantages or logprobs that a trainer has no field for are never lost in silence."""
-    values = {"loss_multiplier": 0.0, "advantages": [0.0] * 6, "teacher_log_probs": [0.0] * 6}
+    values: dict[str, Any] = {"loss_multiplier": 0.0, "advantages": [0.0] * 6, "teacher_log_probs": [0.0] * 6}
+    values["images"] = [ImageSpan(picture(2, 2), 0, 1)]
     check_fields(a_sample(), "verl", name)
     check_fields(a_sample(**{name: values[name]}), "verl")
     with pytest.raises(ConfigError, match=rf"{name}.*verl has no field for it"):

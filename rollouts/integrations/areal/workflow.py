@@ -121,7 +121,7 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict
         raise ConfigError.of("version", version, "an integer >= 0")
     rows = []
     for sample in samples:
-        check_fields(sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier")
+        check_fields(sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier", "images")
         split(sample)
         tokens, mask, logprobs = trimmed(sample).columns
         columns = {

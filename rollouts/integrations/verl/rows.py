@@ -41,7 +41,7 @@ def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored:
 
     outputs = []
     for sample in samples:
-        check_fields(sample, "verl", "advantages", "teacher_log_probs", "loss_multiplier")
+        check_fields(sample, "verl", "advantages", "teacher_log_probs", "loss_multiplier", "images")
         row, versions = split(sample), version_column(sample, version)
         steps = versions[versions >= 0]
         outputs.append(
