@@ -320,7 +320,7 @@ def seeing(policy: ScriptedPolicy) -> ProgramSession:
 
 
 async def test_a_call_has_the_images_of_its_path() -> None:
-    """Those of the opening, of results and of new messages, in order; a kept image is not sent anew in the history."""
+    """Those of the opening, of results and of new messages, in order; the history keeps its images."""
     policy = ScriptedPolicy(replies(calling("sun"), "It is hot.", "Both."))
     async with seeing(policy) as session:
         first = await ask(session, SHOW)

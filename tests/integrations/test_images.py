@@ -34,7 +34,7 @@ def trl_rollout_func(sample: Sample) -> Any:
     async def generate(prompts: Any) -> list[Sample]:
         return []
 
-    return RolloutFunc(RolloutConfig(generate_fn=generate), [])._row(sample)
+    return RolloutFunc(RolloutConfig(batch_size=1, generate_fn=generate), [])._row(sample)
 
 
 def verl(sample: Sample) -> Any:
