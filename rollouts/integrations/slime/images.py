@@ -6,12 +6,13 @@ This module decodes no file and fetches nothing: slime's data set has loaded the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollouts.dtypes import Image
 from rollouts.errors import ConfigError, EndpointRefused
 
-__all__ = ["check_media", "check_prompt_ids", "has_images", "shown_prompt"]
+__all__ = ["check_media", "check_prompt_ids", "has_images", "restored", "shown_prompt", "stored"]
 
 
 def has_images(record: Any) -> bool:
@@ -83,3 +84,39 @@ def _parts(chat: Any) -> list[Any]:
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def stored(record: Mapping[str, Any], kept: dict[str, bytes]) -> dict[str, Any]:
+    """The dict of slime's sample with PNG bytes in the place of its PIL images, for a file that holds only data.
+
+    Args:
+        record: of ``to_dict``.
+        kept: the bytes so far, by their hash: samples with the same image share one object, which a file has once.
+    """
+
+    def data(image: Any) -> Any:
+        if type(image).__module__.partition(".")[0] != "PIL":
+            return image
+        png = Image.of(image)
+        return {_PNG: kept.setdefault(png.sha256, png.data)}
+
+    return _with_images(record, data)
+
+
+def restored(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`stored`."""
+
+    def picture(data: Any) -> Any:
+        return Image(data[_PNG]).to_pil() if isinstance(data, Mapping) and data.keys() == {_PNG} else data
+
+    return _with_images(record, picture)
+
+
+_PNG = "png"
+
+
+def _with_images(record: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    media = record.get("multimodal_inputs")
+    if not isinstance(media, Mapping) or not isinstance(media.get("images"), list):
+        return dict(record)
+    return {**record, "multimodal_inputs": {**media, "images": [change(image) for image in media["images"]]}}
