@@ -147,6 +147,10 @@ ImageInputs: TypeAlias = Callable[[Sequence[Image]], dict[str, npt.NDArray[Any]]
 """Makes what a model computes with of images, as :meth:`rollouts.renderer.images.ImageProcessor.inputs` does."""
 
 
+_NO_IMAGES: Mapping[str, Image] = {}
+"""Shared by all samples without images; never changed."""
+
+
 def _spans(images: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
     return tuple(images)
 
@@ -209,7 +213,7 @@ class Sample:
     """Factor of the sample's loss; 0 leaves it out of the loss and in its group's advantages."""
     images: tuple[ImageSpan, ...] = attrs.field(default=(), converter=_spans)
     """The images of its tokens, in order, with the positions of their placeholder ids."""
-    named_images: dict[str, Image] = attrs.field(factory=dict)
+    named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
 
     _compact: CompactRecord | None = attrs.field(default=None, init=False)
@@ -256,8 +260,8 @@ class Sample:
             self._loss_mask = [0] * len(self._tokens)
         prompt = () if isinstance(self.prompt, str) else self.prompt
         named = [*(image for entry in prompt for image in images_in(entry)), *(span.image for span in self.images)]
-        if named:
-            self.named_images = {**self.named_images, **{image.sha256: image for image in named}}
+        found = {**self.named_images, **{image.sha256: image for image in named}}
+        self.named_images = found or _NO_IMAGES
         self.check()
 
     def __repr__(self) -> str:

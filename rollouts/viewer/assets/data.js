@@ -107,7 +107,7 @@ class Tokens {
     this.logprobs = new Float32Array(described.n).fill(NaN);
     this.versions = new Array(described.n).fill(null);
     for (const [version, start, stop] of described.versions) this.versions.fill(version, start, stop);
-    this.images = (described.images || []).map(([image, start, stop]) => ({ url: images[image], start, stop }));
+    this.images = new Map((described.images || []).map(([image, start, stop]) => [start, { url: images[image], start, stop }]));
     const whole = this.texts.join("");
     this.messages = described.messages.map(([role, text, calls]) => ({
       role,

@@ -71,16 +71,24 @@ function pieceView(run, sample, { start, stop, completion, layer, forked, turns 
   const more = el("button.more", { onclick: () => draw() });
   const draw = () => {
     const end = Math.min(stop, drawn + PIECE_TOKENS);
-    for (; drawn < end; drawn++) text.append(tokenView(run, sample, drawn, layer, forked));
+    while (drawn < end) {
+      const image = sample.images.get(drawn);
+      text.append(image ? imageView(image) : tokenView(run, sample, drawn, layer, forked));
+      drawn = image ? image.stop : drawn + 1;
+    }
     more.hidden = drawn >= stop;
     more.textContent = `${stop - drawn} more tokens`;
   };
   draw();
-  const images = sample.images.filter((image) => image.start >= start && image.stop <= stop);
   return el(record ? "article.piece.reply" : "article.piece", {}, el("header", {}, heading), text, more,
-    images.map((image) => el("img.image", { src: image.url, alt: `image of tokens ${image.start} to ${image.stop}`, title: `tokens ${image.start} to ${image.stop}` })),
     turn && turn.reply.calls.length ? turn.reply.calls.map(([name, given]) => el("div.card.call", {}, el("b", {}, visibleText(name)), el("code", {}, visibleText(given)))) : null,
     turn ? turn.answers.filter((message) => message.role === "tool").map((message) => el("div.card.result", {}, el("b", {}, "result"), el("pre", {}, visibleText(message.text)))) : null);
+}
+
+/** An image in the place of its tokens. */
+function imageView({ url, start, stop }) {
+  const about = `image of tokens ${start} to ${stop - 1}`;
+  return el("img.image", { src: url, alt: about, title: about });
 }
 
 function completionHeading(run, sample, [start, stop, finish, cached, seconds, id], number) {
