@@ -145,19 +145,22 @@ def _image(block: Block) -> Image | None:
 
 
 def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> list[dict[str, Any]]:
-    """Chat dicts as messages of the standard; tool results become user messages. Drops types that are not allowed."""
+    """Chat dicts as messages of the standard; tool results become user messages. Drops types that are not allowed.
+
+    Where images are not allowed, a text stands for each.
+    """
     converted: list[dict[str, Any]] = []
     for chat in messages:
-        text = chat_text(chat.get("content"))
+        content = _content_blocks(chat.get("content"), images="image" in allowed)
         blocks: list[dict[str, Any]] = []
         role = chat["role"]
         if chat.get("reasoning_content"):
             blocks.append({"type": "reasoning", "text": chat["reasoning_content"]})
         if role == "tool":
-            role, inner = "user", [{"type": "text", "text": text}]
+            role, inner = "user", content or [{"type": "text", "text": ""}]
             blocks.append({"type": "tool_result", "tool_call_id": chat.get("tool_call_id") or "", "blocks": inner})
-        elif text:
-            blocks.append({"type": "text", "text": text})
+        else:
+            blocks += content
         for call in chat.get("tool_calls") or ():
             function = call["function"]
             arguments = dict(function["arguments"])
@@ -168,6 +171,20 @@ def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> 
         if blocks:
             converted.append({"role": role, "blocks": blocks})
     return converted
+
+
+def _content_blocks(content: Any, *, images: bool) -> list[dict[str, Any]]:
+    """The content of a chat dict as blocks of texts and images."""
+    parts = content if images and isinstance(content, list | tuple) else [chat_text(content)]
+    blocks: list[dict[str, Any]] = []
+    for part in parts:
+        image = part.get("image") if isinstance(part, Mapping) else None
+        if isinstance(image, Image):
+            data = base64.b64encode(image.data).decode()
+            blocks.append({"type": "image", "data": data, "mimeType": "image/png"})
+        elif text := chat_text([part]):
+            blocks.append({"type": "text", "text": text})
+    return blocks
 
 
 def messages_of(payload: bytes, what: str, *, images: bool) -> tuple[list[Message], int]:
