@@ -75,6 +75,13 @@ TEMPLATE = """\
 {%- endif %}
 {%- for message in messages %}
     {%- set content = message.content if message.content is string else '' %}
+    {%- if message.content and message.content is not string %}
+        {%- set parts = namespace(text='') %}
+        {%- for part in message.content %}
+            {%- set parts.text = parts.text ~ ('<|endoftext|>' if part.type == 'image' else part.text) %}
+        {%- endfor %}
+        {%- set content = parts.text %}
+    {%- endif %}
     {%- if message.role == 'tool' %}
         {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
             {{- '<|im_start|>user' }}

@@ -1,6 +1,6 @@
 """The images of a request: their JSON text, and the ids that are sent with them.
 
-SGLang (0.5.23, from its source; its functions that expand ids were run) does this with ``image_data`` and ``input_ids``:
+SGLang 0.5.23 (its source; its functions that expand ids were run) does this with ``image_data`` and ``input_ids``:
 
 - An entry of ``image_data`` is a ``data:`` URL, bare base64, an ``http`` URL, or a path that the server reads. There is
   no form that names an image of an earlier request: each request has all images of its prompt. A ``data:`` URL works on

@@ -40,14 +40,14 @@ from rollouts.recipe import Recipe
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.runs.export import Kind, export_rows
 from rollouts.runs.folder import read_rows
-from rollouts.runs.images import ImageFolder
+from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.journal import Journal
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import RECORDING, recorded
 from rollouts.runs.replay import replay
 from rollouts.runs.rescore import rescore
 from rollouts.runs.resume import begin, reopen
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_journal import RunHistory, RunJournal
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.testing.policy import ScriptedPolicy
@@ -256,6 +256,34 @@ async def test_a_run_that_is_killed_inside_an_episode_goes_on_with_its_images(
         assert np.array_equal(resumed[sample.index].tokens, sample.tokens)
         assert resumed[sample.index].messages == sample.messages
     assert ImageFolder(path).names() == ImageFolder(tmp_path / "whole").names()
+
+
+class Ordered(Journal):
+    """Records what its records name that has no file yet."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.named, self.early = 0, 0
+
+    def append(self, kind: str, fields: Any, columns: Any = None) -> None:
+        row = fields.get("sample") or fields.get("turn") or {}
+        hashes = hashes_of_row(row)
+        self.named += len(hashes)
+        self.early += any(ImageFolder(self.path.parent).problem(sha256) for sha256 in hashes)
+        super().append(kind, fields, columns)
+
+
+async def test_an_image_is_on_disk_before_a_record_names_it(renderer: Renderer, tmp_path: Path) -> None:
+    """Of turns and of samples: a run that dies between the two has a file that no record needs, never the reverse."""
+    settings, data = config(renderer), buffer(2)
+    description = {"recipe": "test", "config": settings.describe()}
+    writer, journal = RunWriter(tmp_path / "run", description, format="jsonl"), Ordered(tmp_path / "run" / "journal")
+    run_journal = RunJournal(journal)
+    run_journal.began({"recipe": "test", "data": data.fingerprint})
+    with journal:
+        manager = AsyncRolloutManager(settings, data, on_group=writer.on_group, rollout_log=run_journal)
+        await fill(manager, writer, 1)
+    assert (journal.named > 40, journal.early) == (True, 0)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
