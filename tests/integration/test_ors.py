@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,7 @@ async def test_a_group_is_scored_by_the_environment(writer: ORSServer) -> None:
     class Played:
         def __init__(self, text: str, metadata: Any) -> None:
             self.metadata = metadata
+            self.named_images: Mapping[str, Image] = {}
             self.messages = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": text}]
 
     (prompt,) = await writer.prompts("train", limit=1)

@@ -23,7 +23,7 @@ class Conversation(Protocol):
 
     messages: list[dict[str, Any]]
     metadata: Any
-    named_images: dict[str, Image]
+    named_images: Mapping[str, Image]
 
 
 class GroupScore:
