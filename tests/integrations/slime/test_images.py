@@ -35,6 +35,7 @@ from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from tests.integrations.slime.launches import made_sample
 from tests.integrations.slime.test_parity import DEFAULTS, start_slime
+from tests.integrations.slime.test_with_slime import Trainer, manager_class  # noqa: F401 - a fixture
 
 pytest.importorskip("torch")
 
@@ -242,16 +243,16 @@ class TestParity:
         for mine, other in zip(ours.fields(), theirs.fields(), strict=True):
             assert {name: mine[name] for name in names} == {name: other[name] for name in names}
 
-    def test_slimes_conversion_ships_the_tensors(self, bench: Bench) -> None:
-        """A list with the tensors of each sample; concatenated they are what the model computes with."""
-        args = bench.args(apply_chat_template=False, rollouts_recipe=f"{__name__}.recipe", rollouts_recipe_options={})
+    def test_slimes_conversion_ships_the_tensors(self, bench: Bench, manager_class: Any) -> None:  # noqa: F811
+        """The train data have the tensors of each sample, and nothing for a sample of text."""
+        flags = {"rollouts_recipe": f"{__name__}.recipe", "rollouts_recipe_options": {}, "apply_chat_template": False}
+        trainer = {"global_batch_size": 6, "advantage_estimator": "grpo", "rewards_normalization": False}
+        args = bench.args(**flags, **trainer, use_dynamic_batch_size=False, micro_batch_size=1, balance_data=False)
         start_slime(args)
         samples = bench.play(generate_rollout_batch, args, evaluation=False).samples
-        data = [sample.multimodal_train_inputs for sample in samples]
-        assert [None if one is None else one["pixel_values"].shape[0] for one in data] == [1, 1, 2, 2, None, None]
-        torch = importlib.import_module("torch")
-        joined = torch.cat([one["pixel_values"] for one in data if one is not None], dim=0)
-        assert joined.shape == (6, 3, 48, 48)
+        data = Trainer(manager_class, args).convert(samples)["multimodal_train_inputs"]
+        shapes = [None if one is None else tuple(one["pixel_values"].shape) for one in data]
+        assert shapes == [(1, 3, 48, 48)] * 2 + [(2, 3, 48, 48)] * 2 + [None] * 2
 
 
 def recipe(endpoint: Endpoint) -> Recipe:
