@@ -82,6 +82,6 @@ def turn_of(fields: Mapping[str, Any], columns: Columns, load_image: LoadImage) 
     """Build a turn from its ``number``, its fields under ``turn``, and its columns."""
     assert columns.logprobs is not None, "a turn has logprobs"
     turn = with_current_names(fields["turn"])
-    hashes = [*hashes_in(turn["messages"]), *(sha256 for sha256, _, _ in turn.get("images", ()))]
+    hashes = [*hashes_in(turn.get("messages", ())), *(sha256 for sha256, _, _ in turn.get("images", ()))]
     images = {sha256: load_image(sha256) for sha256 in dict.fromkeys(hashes)}
     return Turn(fields["number"], columns.tokens, columns.mask, columns.logprobs, turn, images)
