@@ -39,6 +39,7 @@ CALCULATOR = Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py
 
 REQUIRED_OPTIONS = {
     "function_calling": ["data"],
+    "geo3k": ["data"],
     "gsm8k": ["data"],
     "openreward": ["config", "data"],
     "retool": ["data"],
