@@ -39,6 +39,7 @@ CALCULATOR = Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py
 
 REQUIRED_OPTIONS = {
     "function_calling": ["data"],
+    "geo3k": ["data"],
     "gsm8k": ["data"],
     "openreward": ["config", "data"],
     "retool": ["data"],
@@ -360,7 +361,7 @@ SWITCHED = (
 )
 """A template with the switch of Qwen3."""
 ENDPOINT = Endpoint(model=str(DEMO_MODEL))
-WITHOUT_DATA = ("calculator", "calculator_grpo", "countdown", "guess", "mixed", "search")
+WITHOUT_DATA = ("calculator", "calculator_grpo", "countdown", "guess", "mixed", "search", "visual")
 
 
 def rendered(recipe: Recipe) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_checkable
 
+import anyio.to_thread
 import attrs
 import msgspec
 
 from rollouts.concurrency.times import Span, Timeline, now
-from rollouts.dtypes import MAX_MESSAGE_BYTES, Message, Prompt, Tool, ToolCall, as_messages
+from rollouts.dtypes import MAX_MESSAGE_BYTES, Content, Image, Message, Prompt, Tool, ToolCall, as_messages
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened
 from rollouts.validators import finite
 
@@ -27,6 +29,7 @@ __all__ = [
     "StepResult",
     "ToolEnvironment",
     "ToolResult",
+    "as_content",
     "bad_step",
     "is_resumable",
     "sound_opening",
@@ -256,8 +259,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class ToolResult:
     """What a tool may return in place of its text: also a reward, the end of the episode, or metrics."""
 
-    text: str
-    """The text for the model."""
+    text: Any
+    """What the model reads: a text, an image (:class:`~rollouts.dtypes.Image` or PIL), or a list with images."""
     reward: float | None = None
     """Reward of this call: one of the rewards of the step."""
     done: bool = False
@@ -266,12 +269,34 @@ class ToolResult:
     """Finite numbers that are summed over the episode."""
 
 
+def as_content(value: Any) -> Content:
+    """Convert what user code shows to the model: a text, an image (:class:`Image` or PIL), or a list of these.
+
+    Raises:
+        ConfigError: it is nothing of these.
+    """
+    if isinstance(value, str):
+        return value
+    parts = tuple(value) if isinstance(value, list | tuple) and value else (value,)
+    images = [part for part in parts if _is_image(part)]
+    if not images or len(images) + sum(isinstance(part, str) for part in parts) < len(parts):
+        expected = "a text, a number, an image, or a list of texts and images, which the model reads"
+        raise ConfigError.of("content", value, expected)
+    return tuple(part if isinstance(part, str) else Image.of(part) for part in parts)
+
+
+def _is_image(value: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")  # there is no image of it before it was imported
+    return isinstance(value, Image) or (pillow is not None and isinstance(value, pillow.Image))
+
+
 def tool(method: Method) -> Method:
     """Mark a method of a :class:`ToolEnvironment` as a tool.
 
     The signature becomes the JSON schema, the docstring's first line the description. The method may be sync or async.
-    It returns the text for the model, a number, or a :class:`ToolResult`; any other value fails the rollout. The model
-    also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
+    It returns what the model reads: a text, a number, an image (:class:`~rollouts.dtypes.Image` or PIL), or a list of
+    texts and images; or a :class:`ToolResult`. Any other value fails the rollout. The model also sees a ``ValueError``
+    or ``ArithmeticError`` that it raises.
     """
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
@@ -344,22 +369,29 @@ class ToolEnvironment:
                 result = await result if inspect.isawaitable(result) else result
         except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
             return ToolResult(f"Error: {error}"), True
-        return self._tool_result(call.name, result), False
+        return await self._tool_result(call.name, result), False
 
-    def _tool_result(self, name: str, result: Any) -> ToolResult:
-        """What a tool returned, with the text that the model reads.
+    async def _tool_result(self, name: str, result: Any) -> ToolResult:
+        """What a tool returned, with the content that the model reads.
 
         Raises:
-            EnvironmentFailure: it is neither a text, nor a number, nor a :class:`ToolResult` with a text.
+            EnvironmentFailure: it is nothing that a model reads.
         """
-        text = result.text if isinstance(result, ToolResult) else result
-        if not isinstance(text, str | numbers.Real):
-            method = inspect.unwrap(getattr(type(self), name))
-            code = getattr(method, "__code__", None)
-            line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-            message = f"tool {name}{line}: got {shortened(result)}; expected a text or a number, which the model reads"
-            raise bad_step(f"{type(self).__name__}.step", message)
-        return result if isinstance(result, ToolResult) else ToolResult(str(text))
+        content = result.text if isinstance(result, ToolResult) else result
+        if isinstance(content, str):
+            return result if isinstance(result, ToolResult) else ToolResult(content)
+        if isinstance(content, numbers.Real):
+            content = str(content)
+        else:
+            try:
+                content = await anyio.to_thread.run_sync(as_content, content)  # encoding an image takes milliseconds
+            except ConfigError as error:
+                method = inspect.unwrap(getattr(type(self), name))
+                code = getattr(method, "__code__", None)
+                line = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+                why = str(error).removeprefix("content: ")
+                raise bad_step(f"{type(self).__name__}.step", f"tool {name}{line}: {why}") from None
+        return attrs.evolve(result, text=content) if isinstance(result, ToolResult) else ToolResult(content)
 
 
 @attrs.frozen

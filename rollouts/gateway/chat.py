@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.gateway.wire import (
     STATUS,
@@ -19,12 +19,14 @@ from rollouts.gateway.wire import (
     ReplyOf,
     arguments_text,
     call_of,
-    content_text,
+    content_of,
     event,
+    image_of,
     no_reply,
     offered,
     sampling_of,
     stops,
+    text_of,
     tool_of,
 )
 
@@ -35,7 +37,7 @@ HISTORY = "messages"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MEDIA = {"image_url": "image", "input_audio": "audio", "file": "file", "video_url": "video"}
+_MEDIA = {"input_audio": "audio", "file": "file", "video_url": "video"}
 MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
 
@@ -94,21 +96,21 @@ def _count_not_enforced(fields: Fields, counts: Counts) -> None:
 
 def _message(fields: Fields, counts: Counts) -> Message:
     role = fields.text("role")
-    content = content_text(fields, "content", lambda part: _part(part, counts))
-    if role in ("system", "developer"):
-        return Message("system", content)
-    if role == "user":
-        return Message("user", content)
-    if role == "tool":
-        call_id = fields.required("tool_call_id")
-        return Message("tool", content, tool_call_id=call_id, name=fields.text("name"))
-    if role != "assistant":
+    if role in ("user", "tool"):
+        content = content_of(fields, "content", lambda part: _part(part, counts))
+        if role == "user":
+            return Message("user", content)
+        return Message("tool", content, tool_call_id=fields.required("tool_call_id"), name=fields.text("name"))
+    if role not in _ROLES:
         raise fields.wrong("role", f"one of {_ROLES}")
+    text = text_of(fields, "content", lambda part: _part(part, counts))
+    if role != "assistant":
+        return Message("system", text)
     if fields.value.get("function_call") is not None:
         raise fields.wrong("function_call", "no such field; this server takes tool_calls only")
     return Message(
         "assistant",
-        content or fields.text("refusal") or "",
+        text or fields.text("refusal") or "",
         tuple(map(_call, fields.objects("tool_calls"))),
         reasoning=_reasoning(fields),
     )
@@ -135,8 +137,15 @@ def _call(fields: Fields) -> ToolCall:
     return call_of(function.required("name"), function.value.get("arguments"), call_id)
 
 
-def _part(fields: Fields, counts: Counts) -> str:
+def _part(fields: Fields, counts: Counts) -> Content:
     kind = fields.text("type")
+    if kind == "image_url":
+        image = fields.object("image_url")
+        if image is None:
+            raise fields.wrong("image_url", "an object with a url")
+        if image.text("detail") == "low":
+            counts["not_enforced/image_detail"] += 1
+        return (image_of(image, "url", image.required("url")),)
     if kind == "text":
         return fields.required("text")
     if kind == "refusal":
@@ -144,7 +153,7 @@ def _part(fields: Fields, counts: Counts) -> str:
     if kind in _MEDIA:
         counts[_MEDIA[kind]] += 1
         return f"[{_MEDIA[kind]}]"
-    raise fields.wrong("type", f"one of {('text', 'refusal', *_MEDIA)}")
+    raise fields.wrong("type", f"one of {('text', 'refusal', 'image_url', *_MEDIA)}")
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

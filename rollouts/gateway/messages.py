@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
+from rollouts.gateway.normal import joined
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.gateway.wire import (
     STATUS,
@@ -19,11 +20,14 @@ from rollouts.gateway.wire import (
     ReplyOf,
     arguments_text,
     call_of,
-    content_text,
+    content_of,
     event,
+    image_of,
     no_reply,
+    only_text,
     sampling_of,
     stops,
+    text_of,
     tool_of,
 )
 
@@ -62,9 +66,9 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
 
 def _system(fields: Fields, counts: Counts) -> list[Message]:
     if not isinstance(fields.value.get("system"), list):
-        text = content_text(fields, "system", lambda part: _part(part, counts))
+        text = text_of(fields, "system", lambda part: _part(part, counts))
         return [Message("system", text)] if text else []
-    texts = [_part(part, counts) for part in fields.objects("system")]
+    texts = [only_text(part, _part(part, counts)) for part in fields.objects("system")]
     if texts and texts[0].startswith(_BILLING):
         del texts[0]
     return [Message("system", "\n".join(texts))] if texts else []
@@ -108,24 +112,25 @@ def _messages(fields: Fields, counts: Counts) -> list[Message]:
     if role == "assistant":
         return [_assistant(fields, counts)]
     if role == "system":
-        return [Message("system", content_text(fields, "content", lambda part: _part(part, counts)))]
+        return [Message("system", text_of(fields, "content", lambda part: _part(part, counts)))]
     if role != "user":
         raise fields.wrong("role", f"one of {_ROLES}")
     if not isinstance(fields.value.get("content"), list):
-        return [Message("user", content_text(fields, "content", lambda part: _part(part, counts)))]
-    results, texts = [], []
+        return [Message("user", content_of(fields, "content", lambda part: _part(part, counts)))]
+    results: list[Message] = []
+    contents: list[Content] = []
     for block in fields.objects("content"):
         if block.value.get("type") == "tool_result":
-            text = content_text(block, "content", lambda part: _part(part, counts))
-            results.append(Message("tool", text, tool_call_id=block.required("tool_use_id")))
+            content = content_of(block, "content", lambda part: _part(part, counts))
+            results.append(Message("tool", content, tool_call_id=block.required("tool_use_id")))
         else:
-            texts.append(_part(block, counts))
-    return [*results, Message("user", "\n".join(texts))] if texts or not results else results
+            contents.append(_part(block, counts))
+    return [*results, Message("user", joined(contents))] if contents or not results else results
 
 
 def _assistant(fields: Fields, counts: Counts) -> Message:
     if not isinstance(fields.value.get("content"), list):
-        return Message("assistant", content_text(fields, "content", lambda part: _part(part, counts)))
+        return Message("assistant", text_of(fields, "content", lambda part: _part(part, counts)))
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -136,31 +141,40 @@ def _assistant(fields: Fields, counts: Counts) -> Message:
         elif kind == "tool_use":
             calls.append(call_of(block.required("name"), block.value.get("input"), block.required("id")))
         elif kind != "redacted_thinking":
-            texts.append(_part(block, counts))
+            texts.append(only_text(block, _part(block, counts)))
     return Message("assistant", "\n".join(texts), calls, reasoning="\n".join(thoughts) if thoughts else None)
 
 
-def _part(fields: Fields, counts: Counts) -> str:
+def _part(fields: Fields, counts: Counts) -> Content:
     kind = fields.text("type")
     if kind == "text":
         return fields.required("text")
     if kind == "image":
-        counts["image"] += 1
-        return "[image]"
+        return (_image(fields),)
     if kind == "search_result":
         title = [text for name in ("title", "source") if (text := fields.text(name))]
-        return "\n".join([*title, content_text(fields, "content", lambda part: _part(part, counts))])
+        return joined([*title, content_of(fields, "content", lambda part: _part(part, counts))])
     if kind == "document":
         return _document(fields, counts)
     raise fields.wrong("type", f"one of {_PARTS} here")
 
 
-def _document(fields: Fields, counts: Counts) -> str:
+def _image(fields: Fields) -> Image:
+    source = fields.object("source")
+    if source is None:
+        raise fields.wrong("source", "an object with type, media_type and data")
+    if source.text("type") != "base64":
+        raise source.wrong("type", "base64; this server fetches no image and keeps no files")
+    media_type = source.required("media_type")
+    return image_of(source, "data", f"data:{media_type};base64,{source.required('data')}")
+
+
+def _document(fields: Fields, counts: Counts) -> Content:
     source = fields.object("source")
     if source is not None and source.value.get("type") == "text":
         return source.required("data")
     if source is not None and source.value.get("type") == "content":
-        return content_text(source, "content", lambda part: _part(part, counts))
+        return content_of(source, "content", lambda part: _part(part, counts))
     counts["file"] += 1
     return "[file]"
 

@@ -1,27 +1,28 @@
 """What counts as the same message, and the form in which the messages of a program are rendered.
 
-Invariant: two requests with equal keys show the model the same conversation. Outer white space, the reasoning of a
-reply, and the spelling of a call whose id this session has given out are no part of a key: programs change them when
-they send a conversation back. Pure; this module knows no token and no call.
+Invariant: two requests with equal keys show the model the same conversation. Images are compared by their hashes. Outer
+white space, the reasoning of a reply, and the spelling of a call whose id this session has given out are no part of a
+key: programs change them when they send a conversation back. Pure; this module knows no token and no call.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
 import msgspec
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 
 __all__ = [
     "EchoChange",
     "MessageRules",
     "echo_changes",
+    "joined",
     "message_rules",
     "ordered_results",
     "path_keys",
@@ -51,7 +52,7 @@ def path_keys(messages: Sequence[Message], ours: set[str], start: int = 0) -> li
     keys = []
     for message in messages:
         if message.role != "assistant":
-            start = hash((start, message.role, message.text.strip(), message.tool_call_id))
+            start = hash((start, message.role, _shown(message), message.tool_call_id))
         else:
             ids = tuple([call.id for call in message.tool_calls])
             if ids and ours.issuperset(ids):
@@ -61,6 +62,14 @@ def path_keys(messages: Sequence[Message], ours: set[str], start: int = 0) -> li
                 start = hash((start, "assistant", message.text.strip(), calls))
         keys.append(start)
     return keys
+
+
+def _shown(message: Message) -> object:
+    """What a message shows: its text, or its texts and images; an image has the hash of its bytes."""
+    if isinstance(message.content, str):
+        return message.content.strip()
+    parts = [part.strip() if isinstance(part, str) else part for part in message.content]
+    return tuple([part for part in parts if part])
 
 
 def _call_parts(call: ToolCall) -> tuple[object, ...]:
@@ -115,6 +124,18 @@ def _is_rewritten(ours: ToolCall, theirs: ToolCall) -> bool:
 
 
 # -- order and folding ------------------------------------------------------------------------------------------------
+
+
+def joined(contents: Iterable[Content]) -> Content:
+    """Contents as one: neighbouring texts are joined by line breaks, images keep their places."""
+    parts = [part for content in contents for part in ((content,) if isinstance(content, str) else content)]
+    merged: list[str | Image] = []
+    for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
+        run = list(group)
+        merged += ["\n".join(map(str, run))] if is_text else run
+    if not merged:
+        return ""
+    return merged[0] if len(merged) == 1 and isinstance(merged[0], str) else tuple(merged)
 
 
 def ordered_results(messages: Sequence[Message]) -> list[Message]:
@@ -190,7 +211,7 @@ class MessageRules:
             if message.role == "system" and self.system != "anywhere":
                 message = Message("user", f"<system-reminder>\n{message.text}\n</system-reminder>")
             if not self.neighbours and message.role == "user" and folded and folded[-1].role == "user":
-                message = Message("user", f"{folded.pop().text}\n{message.text}")
+                message = Message("user", joined([folded.pop().content, message.content]))
             folded.append(message)
         return folded
 

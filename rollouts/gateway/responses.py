@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.gateway.chat import PING, error
 from rollouts.gateway.types import ApiError, CallReply, CallRequest
 from rollouts.gateway.wire import (
@@ -22,11 +22,13 @@ from rollouts.gateway.wire import (
     ReplyOf,
     arguments_text,
     call_of,
-    content_text,
+    content_of,
     event,
+    image_of,
     no_reply,
     offered,
     sampling_of,
+    text_of,
     tool_of,
 )
 
@@ -35,7 +37,7 @@ __all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"
 HISTORY = "input"
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_MEDIA = {"input_image": "image", "input_audio": "audio", "input_file": "file"}
+_MEDIA = {"input_audio": "audio", "input_file": "file"}
 _RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", "reasoning", "item_reference", *_CALLS, *_RESULTS)
@@ -184,7 +186,7 @@ def _item(item: Fields, counts: Counts) -> Message | ToolCall | _Reasoning | _Re
         return _call(item, kind)
     if kind in _RESULTS:
         call_id = item.text("call_id") or item.required("id")  # local_shell_call_output has its id here
-        content = content_text(item, "output", lambda part: _part(part, counts))
+        content = content_of(item, "output", lambda part: _part(part, counts))
         return Message("tool", content, tool_call_id=call_id)
     if kind == "item_reference":
         return _Reference(item.required("id"))
@@ -192,18 +194,27 @@ def _item(item: Fields, counts: Counts) -> Message | ToolCall | _Reasoning | _Re
 
 
 def _message(item: Fields, counts: Counts) -> Message:
-    role, content = item.text("role"), content_text(item, "content", lambda part: _part(part, counts))
+    def part(fields: Fields) -> Content:
+        return _part(fields, counts)
+
+    role = item.text("role")
     if role == "assistant":
-        return Message("assistant", content)
+        return Message("assistant", text_of(item, "content", part))
     if role in ("system", "developer"):
-        return Message("system", content)
+        return Message("system", text_of(item, "content", part))
     if role == "user":
-        return Message("user", content)
+        return Message("user", content_of(item, "content", part))
     raise item.wrong("role", f"one of {_ROLES}")
 
 
-def _part(fields: Fields, counts: Counts) -> str:
+def _part(fields: Fields, counts: Counts) -> Content:
     kind = fields.text("type")
+    if kind == "input_image":
+        if fields.text("detail") == "low":
+            counts["not_enforced/image_detail"] += 1
+        if fields.value.get("file_id") is not None:
+            raise fields.wrong("file_id", "an image_url; this server keeps no files")
+        return (image_of(fields, "image_url", fields.required("image_url")),)
     if kind in _TEXTS:
         return fields.required("text")
     if kind == "refusal":
@@ -211,7 +222,7 @@ def _part(fields: Fields, counts: Counts) -> str:
     if kind in _MEDIA:
         counts[_MEDIA[kind]] += 1
         return f"[{_MEDIA[kind]}]"
-    raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', *_MEDIA)}")
+    raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', 'input_image', *_MEDIA)}")
 
 
 def _call(item: Fields, kind: str) -> ToolCall:

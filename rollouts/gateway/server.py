@@ -57,7 +57,7 @@ LINEAGE = (
 )
 """Headers in which programs name their agents and conversations."""
 _IN_THREAD = 1 << 20
-"""A body of more bytes is read in a worker thread: it would hold up the other calls."""
+"""A body of more bytes, or with an image, is read in a worker thread: it would hold up the other calls."""
 _HEADER_BYTES = 1 << 16
 _KEEP_ALIVE = 3600.0
 """Seconds; a server that closes idle connections loses requests that are sent at that moment."""
@@ -416,7 +416,7 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
     try:
         body = await http.read()
         read = functools.partial(_read, wire, opened, body)
-        return await anyio.to_thread.run_sync(read) if len(body) > _IN_THREAD else read()
+        return await anyio.to_thread.run_sync(read) if len(body) > _IN_THREAD or b"base64" in body else read()
     except web.HTTPRequestEntityTooLarge as error:
         opened.session.count("refused/too_large")
         raise ApiError("too_large", f"body: {error.text}") from None

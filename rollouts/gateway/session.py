@@ -29,7 +29,17 @@ from anyio.abc import TaskGroup
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.times import now
-from rollouts.dtypes import Completion, Message, OnRewrite, SamplingParams, StopReason, TokenColumn, Tool, ToolCall
+from rollouts.dtypes import (
+    Completion,
+    ImageSpan,
+    Message,
+    OnRewrite,
+    SamplingParams,
+    StopReason,
+    TokenColumn,
+    Tool,
+    ToolCall,
+)
 from rollouts.errors import (
     ConfigError,
     ContextOverflow,
@@ -51,7 +61,7 @@ from rollouts.gateway.normal import (
 )
 from rollouts.gateway.tree import Call, Line, Match, Training, Tree
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Usage
-from rollouts.inference.base import Policy
+from rollouts.inference.base import Policy, check_takes_images, images_option
 from rollouts.renderer import Renderer
 from rollouts.renderer.in_threads import bridged, in_thread, rendered
 from rollouts.tool_calls import thought_marks
@@ -261,8 +271,10 @@ class ProgramSession:
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
+        await self._check_images(request)
         messages = self._normal(request.messages)
-        return len(await self._opening(self._to_render(messages), request.tools))
+        opening, _ = await self._opening(self._to_render(messages), request.tools)
+        return len(opening)
 
     async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> list[CallReply]:
         """Return ``request.n`` replies of the model.
@@ -275,6 +287,7 @@ class ProgramSession:
             ApiError: the request is refused or cannot be answered; ``conflict`` if the session has ended.
             TokenMismatchError: a law was broken.
         """
+        await self._check_images(request)
         self._check_open()
         for name, amount in request.counts.items():
             self.count(name, amount)
@@ -335,6 +348,19 @@ class ProgramSession:
             self.end(StopReason.MAX_TOKENS)
         if self.ended:
             raise ApiError("conflict", f"the session has ended: {self.stop_reason}")
+
+    async def _check_images(self, request: CallRequest) -> None:
+        """Refuse images that the model does not see."""
+        if not any(message.images for message in request.messages):
+            return
+        try:
+            self._renderer.check_images(request.messages)
+            check_takes_images(self._policy)
+            if self._renderer.images is not None:
+                await in_thread(self._renderer.images.check_repeats)
+        except ConfigError as error:
+            self.count("refused/image")
+            raise ApiError("invalid_request", f"messages: {error}") from None
 
     def _work_of(self, request: CallRequest, lineage: dict[str, str]) -> _Work:
         if not self._calls and not self._works and lineage:
@@ -427,7 +453,7 @@ class ProgramSession:
         """Match, render, and sample the replies."""
         await self._test_tools(work)
         match = self._matched(work)
-        parent, line, context, new = await self._context(work, match)
+        parent, line, context, new, images = await self._context(work, match)
         start = len(line.sequence)
         prompt, n = start + len(context), work.request.n
         try:
@@ -435,7 +461,7 @@ class ProgramSession:
         except ApiError:
             line.claimed = False
             raise
-        line.append(context, new)
+        line.append(context, new, images)
         lines = [line, *(self.tree.copy(line, prompt, len(line.messages)) for _ in range(n - 1))]
         self._calls += n
         async with self._room_for(n * (prompt + budget)), first_error() as tasks:
@@ -483,8 +509,10 @@ class ProgramSession:
             )
         return match
 
-    async def _context(self, work: _Work, match: Match) -> tuple[Call | None, Line, TokenColumn, list[Message]]:
-        """The call to go on from, its claimed line, and what the request adds: ids and messages."""
+    async def _context(
+        self, work: _Work, match: Match
+    ) -> tuple[Call | None, Line, TokenColumn, list[Message], tuple[ImageSpan, ...]]:
+        """The call to go on from, its claimed line, and what the request adds: ids, messages and images."""
         parent = match.call
         if parent is not None:
             line = self.tree.claim(parent)
@@ -493,6 +521,7 @@ class ProgramSession:
                 bridge = await bridged(
                     self._renderer, line.messages, new, tools=work.tools, tail=parent.tail, memory=line.memory
                 )
+                images = self._renderer.image_spans(bridge, new)
             except ConfigError:
                 line.claimed = False
                 self.count("bridge_refused")
@@ -500,15 +529,18 @@ class ProgramSession:
                 line.claimed = False
                 raise
             else:
-                return parent, line, bridge, new
+                return parent, line, bridge, new, images
         new = self._to_render(work.messages)
-        opening = await self._opening(new, work.tools)
-        return None, self.tree.claim(None), opening, new
+        opening, images = await self._opening(new, work.tools)
+        return None, self.tree.claim(None), opening, new, images
 
-    async def _opening(self, messages: list[Message], tools: Sequence[Tool]) -> TokenColumn:
+    async def _opening(
+        self, messages: list[Message], tools: Sequence[Tool]
+    ) -> tuple[TokenColumn, tuple[ImageSpan, ...]]:
         described = [Message("system", tool.description) for tool in tools]
         try:
-            return await rendered([*messages, *described], self._renderer.opening, messages, tools)
+            opening = await rendered([*messages, *described], self._renderer.opening, messages, tools)
+            return opening, self._renderer.image_spans(opening, messages)
         except ConfigError as error:
             raise ApiError("invalid_request", f"the chat template cannot render these messages: {error}") from error
 
@@ -588,6 +620,7 @@ class ProgramSession:
                 stop_token_ids=self._renderer.stop_token_ids,
                 session=f"{self._route}-{node.line.number}",
                 route=self._route,
+                **images_option(node.line.sequence.images),
             )
         except ContextOverflow as error:
             asked = len(tokens) + budget  # the server does not say its context: it is below this

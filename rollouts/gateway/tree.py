@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from rollouts.dtypes import Completion, Message, OnRewrite, StopReason, TokenColumn, Tool
+from rollouts.dtypes import Completion, ImageSpan, Message, OnRewrite, StopReason, TokenColumn, Tool
 from rollouts.errors import Failure, TokenMismatchError
 from rollouts.gateway.normal import path_keys, served_forms
 from rollouts.gateway.types import CallReply
@@ -84,10 +84,14 @@ class Line:
     claimed: bool = False
     """Whether a call is being added."""
 
-    def append(self, context: TokenColumn, messages: Sequence[Message]) -> None:
-        """Add what a request has behind the last reply."""
-        self.sequence.add_context(context)
+    def append(self, context: TokenColumn, messages: Sequence[Message], images: Sequence[ImageSpan] = ()) -> None:
+        """Add what a request has behind the last reply; ``images`` are those of ``context``."""
+        self.sequence.add_context(context, images=images)
         self.messages += messages
+
+    def images(self, start: int, stop: int) -> list[ImageSpan]:
+        """The images of the ids from ``start`` to ``stop``, with positions in these."""
+        return [span.shifted(-start) for span in self.sequence.images if start <= span.start and span.stop <= stop]
 
 
 @attrs.define(eq=False)
@@ -263,7 +267,7 @@ class Tree:
     def copy(self, line: Line, stop: int, known: int) -> Line:
         """Return a new line with the first ``stop`` ids and the first ``known`` messages of another one."""
         copied = self._new_line()
-        copied.sequence.add_context(line.sequence.tokens[:stop])
+        copied.sequence.add_context(line.sequence.tokens[:stop], images=line.images(0, stop))
         copied.messages = line.messages[:known]
         copied.memory.bridges = max(sum(message.role == "assistant" for message in copied.messages) - 1, 0)
         copied.claimed = True
@@ -440,7 +444,8 @@ def _branch(path: Sequence[Call], before: Set[Call], not_trained: Set[Call], his
     branch = Trajectory(history)
     shared = max((call.stop for call in path if call in before), default=0)
     for call in path:
-        branch.add_context(call.line.sequence.tokens[call.start : call.reply_start], call.new)
+        shown = call.line.images(call.start, call.reply_start)
+        branch.add_context(call.line.sequence.tokens[call.start : call.reply_start], call.new, shown)
         if call in before or call in not_trained:
             branch.add_context(call.completion.tokens, [call.message])
             continue

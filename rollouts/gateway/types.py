@@ -63,7 +63,7 @@ class CallRequest:
     sampling: Mapping[str, Any] = attrs.field(factory=dict)
     """The sampling parameters of the request by the names of their fields; those of the run replace them."""
     counts: Mapping[str, float] = attrs.field(factory=dict)
-    """What the gateway does not honour, by name, such as ``image`` or ``not_enforced/tool_choice``."""
+    """What the gateway does not honour, by name, such as ``file`` or ``not_enforced/tool_choice``."""
     model: str = ""
     """The name of the request, which the answer repeats."""
     include_usage: bool = False

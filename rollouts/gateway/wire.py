@@ -6,7 +6,9 @@ take for the end of a line. This module knows none of the formats, and does no I
 
 from __future__ import annotations
 
+import hashlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -14,8 +16,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import attrs
 import msgspec
 
-from rollouts.dtypes import Tool, ToolCall, json_object
+from rollouts.dtypes import Content, Image, Tool, ToolCall, json_object
 from rollouts.errors import ConfigError
+from rollouts.gateway.normal import joined
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 
 __all__ = [
@@ -27,14 +30,17 @@ __all__ = [
     "Wire",
     "arguments_text",
     "call_of",
-    "content_text",
+    "content_of",
     "decoded_body",
     "encoded",
     "event",
+    "image_of",
     "no_reply",
     "offered",
+    "only_text",
     "sampling_of",
     "stops",
+    "text_of",
     "tool_of",
 ]
 
@@ -178,14 +184,50 @@ class Fields:
         return [Fields.of(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
 
 
-def content_text(fields: Fields, name: str, part_text: Callable[[Fields], str]) -> str:
-    """The text of a field that is a string, ``null``, or a list of parts, which are joined by line breaks."""
+def content_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> Content:
+    """The content of a field that is a string, ``null``, or a list of parts, which are joined."""
     value = fields.value.get(name)
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
         raise fields.wrong(name, "a string or a list of parts")
-    return "\n".join(map(part_text, fields.objects(name)))
+    return joined(map(part, fields.objects(name)))
+
+
+def text_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> str:
+    """As :func:`content_of`, of a field whose parts are texts."""
+    content = content_of(fields, name, lambda each: only_text(each, part(each)))
+    assert isinstance(content, str), "joined from texts"
+    return content
+
+
+def only_text(fields: Fields, content: Content) -> str:
+    """The content of a part that must be a text."""
+    if not isinstance(content, str):
+        raise fields.wrong("type", "text; images belong to messages of the user and to results of tools")
+    return content
+
+
+_IMAGES: weakref.WeakValueDictionary[bytes, Image] = weakref.WeakValueDictionary()
+"""Images in use, by the hash of their URL: a request has its whole history, and each image of it is decoded once."""
+
+
+def image_of(fields: Fields, name: str, url: str) -> Image:
+    """The image of a ``data:`` URL, which the field has or stands for.
+
+    Raises:
+        ApiError: it is another URL, or cannot be decoded.
+    """
+    if not url.startswith("data:"):
+        raise fields.wrong(name, "a data: URL of an image in base64; this server fetches no image")
+    key = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    image = _IMAGES.get(key)
+    if image is None:
+        try:
+            image = _IMAGES[key] = Image.of(url)
+        except ConfigError as error:
+            raise ApiError("invalid_request", f"{fields.at(name)}: {error}") from None
+    return image
 
 
 def call_of(name: str, arguments: Any, call_id: str) -> ToolCall:

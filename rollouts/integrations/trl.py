@@ -156,6 +156,7 @@ class RolloutFunc:
             ids = sample.token_column.tolist() or [self.pad_token_id]
             pad = [self.pad_token_id]
             return {"prompt_ids": ids, "completion_ids": pad, "logprobs": [0.0], "env_mask": [0], "env_reward": None}
+        check_fields(sample, "TRL", "images")
         start = int(mask.argmax())
         return {
             "prompt_ids": sample.token_column[:start].tolist(),

@@ -345,7 +345,7 @@ class _Server:
         samples = []
         for index, candidate in enumerate(body.get("candidates") or ()):
             try:
-                replies, _ = messages_of(msgspec.json.encode(candidate["messages"]), f"candidate {index}")
+                replies, _ = messages_of(msgspec.json.encode(candidate["messages"]), f"candidate {index}", images=True)
             except (ORSError, KeyError, TypeError, ConfigError) as error:
                 raise Refused(422, f"candidate {index}: {error}; expected an object with messages") from None
             samples.append(sample_of(hosted.prompt, [*opening, *replies]))

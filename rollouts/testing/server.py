@@ -164,7 +164,7 @@ class StubServer:
         body = msgspec.json.decode(await request.read())
         arrived = Request(
             rid=body.get("rid") or uuid.uuid4().hex,
-            input_ids=body["input_ids"],
+            input_ids=body.get("input_ids") or [],
             sampling_params=body.get("sampling_params", {}),
             headers=dict(request.headers),
             body=body,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
+from rollouts.training.rows import check_fields
 from rollouts.training.types import Sample, rollout_keys
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ def _check_all(samples: Sequence[Sample]) -> None:
 
 def _check(sample: Sample, place: str) -> None:
     sample.check()
+    check_fields(sample, "a batch of tensors", "images")
     if not len(sample):
         raise ConfigError.of(f"{place}.tokens", sample, "at least one token")
     _check_scored(sample, place)

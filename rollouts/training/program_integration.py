@@ -387,7 +387,9 @@ async def _samples(
         return [_without_reply(prompt, session, record)]
     if reward is not None:
         branches[-1].step_rewards.append(reward)
-    samples = trajectory_to_samples(branches, prompt, rollout.renderer.decode)
+    renderer = rollout.renderer
+    image_inputs = None if renderer.images is None else renderer.images.inputs
+    samples = trajectory_to_samples(branches, prompt, renderer.decode, image_inputs)
     samples[-1].metadata |= record
     return samples
 

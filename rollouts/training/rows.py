@@ -115,7 +115,7 @@ def trimmed(sample: Sample) -> Sample:
         return sample
     tokens, mask, logprobs = sample.columns
     advantages, teacher = sample.advantage_column, sample.teacher_column
-    return attrs.evolve(
+    cut = attrs.evolve(
         sample,
         tokens=tokens[:stop],
         loss_mask=mask[:stop],
@@ -124,6 +124,8 @@ def trimmed(sample: Sample) -> Sample:
         teacher_log_probs=None if teacher is None else teacher[:stop],
         images=[span for span in sample.images if span.stop <= stop],
     )
+    cut.image_inputs = sample.image_inputs
+    return cut
 
 
 def segments(sample: Sample) -> list[tuple[int, int, bool]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
+import PIL.Image
 import pytest
 
-from rollouts.dtypes import Message, Prompt, ToolCall
+from rollouts.dtypes import Content, Image, Message, Prompt, ToolCall
 from rollouts.environments import Environment, StepResult, ToolEnvironment, ToolResult, tool
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EnvironmentFailure
 
 
 class Shop(ToolEnvironment):
@@ -195,6 +197,48 @@ class Game(ToolEnvironment):
     def weigh(self) -> Any:
         """Returns a metric that is no number."""
         return ToolResult("heavy", metrics={"weight": "much"})  # type: ignore[dict-item]
+
+
+GREY = Image.of(PIL.Image.new("RGB", (4, 3), (9, 9, 9)))
+
+
+class Gallery(ToolEnvironment):
+    """A tool that returns images."""
+
+    @tool
+    def show(self, how: str) -> Any:
+        """Shows a picture."""
+        picture = GREY.to_pil()
+        shown: dict[str, Any] = {
+            "pil": picture,
+            "image": GREY,
+            "list": ["Look:", picture, "!"],
+            "result": ToolResult([picture, "Look."], reward=1.0, done=True),
+            "path": ["Look:", Path("a.png")],
+            "bytes": GREY.data,
+            "texts": ["Look", "here"],
+        }
+        return shown[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "content"),
+    [("pil", (GREY,)), ("image", (GREY,)), ("list", ("Look:", GREY, "!")), ("result", (GREY, "Look."))],
+)
+async def test_a_tool_may_return_images(how: str, content: Content) -> None:
+    """An image, one of PIL, or a list of texts and images, also in a result with a reward."""
+    step = await Gallery().step(reply_with(call("show", how=how)))
+    assert [message.content for message in step.messages] == [content]
+    assert (step.rewards, step.done) == (((1.0,), True) if how == "result" else ((), False))
+
+
+@pytest.mark.parametrize("how", ["path", "bytes", "texts"])
+async def test_other_values_than_images_are_refused(how: str) -> None:
+    """A path or bytes could be anything, and a list without an image is no text."""
+    with pytest.raises(
+        EnvironmentFailure, match=r"tool show \(.*\): got .*; expected a text, a number, an image, or a"
+    ):
+        await Gallery().step(reply_with(call("show", how=how)))
 
 
 async def test_a_tool_may_return_a_reward_and_the_end_of_the_episode() -> None:

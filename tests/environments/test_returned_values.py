@@ -71,7 +71,7 @@ async def failure_of(**values: Any) -> str:
 async def test_n06_n08_a_tool_returns_a_text_or_a_number(value: Any) -> None:
     """N6, N8: any other value fails the rollout and names the tool and its line, as the model would read its repr."""
     line = f"{__file__}:{Shop.look.__code__.co_firstlineno}"
-    expected = "expected a text or a number, which the model reads"
+    expected = "expected a text, a number, an image, or a list of texts and images, which the model reads"
     message = await failure_of(result=value)
     assert message.startswith(f"Shop.step: tool look ({line}): got ")
     assert message.endswith(expected)

@@ -130,7 +130,7 @@ def test_sampling_parameters_are_read_as_they_came() -> None:
     assert read(**fields, min_p=None).sampling == fields
 
 
-@pytest.mark.parametrize(("kind", "name"), [("image_url", "image"), ("input_audio", "audio"), ("file", "file")])
+@pytest.mark.parametrize(("kind", "name"), [("video_url", "video"), ("input_audio", "audio"), ("file", "file")])
 def test_media_are_named_in_the_text_and_counted(kind: str, name: str) -> None:
     """A model of text sees that there was something."""
     request = read(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": kind, kind: {}}]}])

@@ -97,20 +97,19 @@ def test_a_message_without_text_is_no_empty_message() -> None:
 
 
 def test_documents_are_their_text_where_they_have_one() -> None:
-    """Text, blocks and search results are text; other documents and images are named and counted."""
+    """Text, blocks and search results are text; other documents are named and counted."""
     request = read(
         messages=[
             user(
                 {"type": "document", "source": {"type": "text", "data": "a"}},
-                {"type": "document", "source": {"type": "content", "content": [text("b"), {"type": "image"}]}},
+                {"type": "document", "source": {"type": "content", "content": [text("b")]}},
                 {"type": "document", "source": {"type": "base64", "data": "x"}},
-                {"type": "image", "source": {}},
                 {"type": "search_result", "title": "t", "source": "s", "content": [text("c")]},
             )
         ]
     )
-    assert request.messages == (Message("user", "a\nb\n[image]\n[file]\n[image]\nt\ns\nc"),)
-    assert request.counts == {"image": 2, "file": 1}
+    assert request.messages == (Message("user", "a\nb\n[file]\nt\ns\nc"),)
+    assert request.counts == {"file": 1}
 
 
 def test_an_input_that_is_no_object_is_kept_as_text() -> None:

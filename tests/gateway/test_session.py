@@ -641,9 +641,9 @@ async def test_counting_tokens_is_no_call() -> None:
 async def test_what_is_not_honoured_is_counted() -> None:
     """The counts of a request are in the metrics of the last branch."""
     async with session_of(ScriptedPolicy(replies())) as session:
-        await ask(session, "Look!", counts={"image": 2, "not_enforced/tool_choice": 1})
+        await ask(session, "Look!", counts={"file": 2, "not_enforced/tool_choice": 1})
     metrics = session.branches()[-1].metrics
-    assert (metrics["image"], metrics["not_enforced/tool_choice"]) == (2, 1)
+    assert (metrics["file"], metrics["not_enforced/tool_choice"]) == (2, 1)
 
 
 async def test_a_sampling_parameter_is_counted_where_it_is_not_that_of_the_run() -> None:

@@ -13,8 +13,11 @@ from rollouts.gateway.types import ApiError, CallRequest
 from rollouts.gateway.wire import Counts, Entries, Fields, Wire, decoded_body, encoded
 from tests.fuzzing import fuzz, mutated_json, odd_values
 from tests.gateway.scripted import REPLIES, named_events
+from tests.processors import picture
 
 WIRES: dict[str, Wire] = {"chat": chat, "responses": responses, "messages": messages}
+_IMAGE = picture(2, 3)
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": _IMAGE.url.partition(",")[2]}
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
 BODIES: dict[str, list[Any]] = {
     "chat": [
@@ -22,7 +25,10 @@ BODIES: dict[str, list[Any]] = {
             "model": "m",
             "messages": [
                 {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image_url", "image_url": {}}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "t"}, {"type": "image_url", "image_url": {"url": _IMAGE.url}}],
+                },
                 {
                     "role": "assistant",
                     "content": None,
@@ -55,7 +61,11 @@ BODIES: dict[str, list[Any]] = {
                 },
                 {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
                 {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "r"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image", "image_url": _IMAGE.url, "detail": "auto"}],
+                },
                 {"type": "item_reference", "id": "fc_r1_0"},
             ],
             "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}, {"type": "web_search"}],
@@ -80,7 +90,16 @@ BODIES: dict[str, list[Any]] = {
                         {"type": "tool_use", "id": "c", "name": "f", "input": {}},
                     ],
                 },
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "image", "source": _SOURCE}],
+                        }
+                    ],
+                },
             ],
             "tools": [{"name": "f", "description": "d", "input_schema": _SCHEMA}],
             "tool_choice": {"type": "any"},

@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "function_calling": ("datasets/bfcl_simple_python.jsonl", {"limit": 20}),
     "function_calling-turns": ("datasets/bfcl_multi_turn_base.jsonl", {"variant": "turns", "max_turns": 2}),
     "search": (None, {"max_turns": 3}),
+    "visual": (None, {"prompts": 8, "max_turns": 2}),
     "retool": ("datasets/math500.jsonl", {"limit": 8, "max_turns": 2}),
     "search_r1": (None, {"max_turns": 2}),
     "mixed": (None, {"max_turns": 3, "weights": json.dumps({"calculator": 2, "countdown": 1, "guess": 1})}),

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from pydantic import BaseModel
 
-from tests.integration.ors_words import LONG
+from tests.integration.ors_words import LONG, PICTURE
 
 kind = sys.argv[1]
 os.environ["OPENREWARD_DISABLE_UPDATE_CHECK"] = "1"
@@ -80,7 +80,8 @@ class Adder(Environment):
     @tool
     async def picture(self) -> ToolOutput:
         """Show a picture."""
-        return ToolOutput(blocks=[TextBlock(text="see "), ImageBlock(data="AAAA", mimeType="image/png")])
+        images = [ImageBlock(data=data, mimeType="image/png") for data in (PICTURE, "AAAA")]
+        return ToolOutput(blocks=[TextBlock(text="see "), *images])
 
     @tool
     async def secret(self) -> ToolOutput:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from rollouts.agent import run_agent
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
+from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.ors import GroupScore, ORSEnvironment, ORSServer
 from rollouts.environments.ors.wire import ORSError
@@ -153,11 +154,22 @@ async def test_long_results_arrive_whole(adder: ORSServer) -> None:
 
 
 async def test_an_image_becomes_a_text(adder: ORSServer) -> None:
-    """A text replaces the image, and a metric counts it."""
+    """A text replaces the images, and a metric counts them."""
     environment = ORSEnvironment(adder)
     await environment.start((await adder.prompts("train", limit=1))[0])
     result = await environment.step(calls(("picture", {})))
-    assert result.messages[0].content == "see (image that cannot be shown here: image/png)"
+    assert result.messages[0].content == "see " + 2 * "(image that cannot be shown here: image/png)"
+    assert result.metrics["blocks_not_shown"] == 2
+    await environment.close()
+
+
+async def test_a_model_that_sees_gets_the_image(adder: ORSServer) -> None:
+    """It keeps its place; one that cannot be decoded is described and counted."""
+    environment = ORSEnvironment(adder, images=True)
+    await environment.start((await adder.prompts("train", limit=1))[0])
+    result = await environment.step(calls(("picture", {})))
+    red = Image.of(PIL.Image.new("RGB", (2, 1), (250, 0, 0)))
+    assert result.messages[0].content == ("see ", red, "(image that cannot be shown here: image/png)")
     assert result.metrics["blocks_not_shown"] == 1
     await environment.close()
 
@@ -206,6 +218,7 @@ async def test_a_group_is_scored_by_the_environment(writer: ORSServer) -> None:
     class Played:
         def __init__(self, text: str, metadata: Any) -> None:
             self.metadata = metadata
+            self.named_images: Mapping[str, Image] = {}
             self.messages = [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": text}]
 
     (prompt,) = await writer.prompts("train", limit=1)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import attrs
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from rollouts.dtypes import Endpoint, Limits, Message, Prompt, ToolCall
+from rollouts.dtypes import Endpoint, Image, Limits, Message, Prompt, ToolCall
 from rollouts.engine.process import READY
 from rollouts.environments import SimulatedUser, StepResult
 from rollouts.environments.ors import GroupScore, ORSEnvironment, ORSServer
@@ -125,6 +125,7 @@ async def test_groups_are_scored_by_the_recipe() -> None:
     class Played:
         def __init__(self, text: str, metadata: Any) -> None:
             self.metadata = metadata
+            self.named_images: Mapping[str, Image] = {}
             self.messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}]
 
     async with environment_server(recipe(Endpoint(), group_rm=True)) as url:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 
-from rollouts.dtypes import ImageSpan, VersionSpan
+from rollouts.dtypes import Image, ImageSpan, VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
 from rollouts.training.rows import (
@@ -188,3 +189,13 @@ def test_a_field_that_a_trainer_lacks_is_refused(name: str) -> None:
     check_fields(a_sample(**{name: values[name]}), "verl")
     with pytest.raises(ConfigError, match=rf"{name}.*verl has no field for it"):
         check_fields(a_sample(**{name: values[name]}), "verl", name)
+
+
+def test_a_trimmed_sample_keeps_its_images_and_what_makes_their_tensors() -> None:
+    """Those of the tokens that are left."""
+    image = Image.of(PIL.Image.new("RGB", (4, 3)))
+    sample = a_sample(tail=2, images=[ImageSpan(image, 0, 1), ImageSpan(image, 6, 8)])
+    sample.image_inputs = lambda images: {"count": np.array([len(images)])}
+    cut = trimmed(sample)
+    assert cut.images == (ImageSpan(image, 0, 1),)
+    assert cut.multimodal_train_inputs == {"count": np.array([1])}

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import attrs
 
-from rollouts.dtypes import Message
+from rollouts.dtypes import Content, Message
 from rollouts.errors import ConfigError
 from rollouts.validators import finite
 
-__all__ = ["call", "in_thread", "numbers_of", "with_text"]
+__all__ = ["call", "in_thread", "numbers_of", "with_content"]
 
 Result = TypeVar("Result")
 
@@ -31,15 +31,17 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
     return await in_thread(function, *arguments, **named)
 
 
-def with_text(messages: Sequence[Message], text: str) -> Sequence[Message]:
-    """The prompt with a text at the end of its last user message; a message of its own follows any other role."""
-    if not text:
+def with_content(messages: Sequence[Message], more: Content) -> Sequence[Message]:
+    """The prompt with more at the end of its last user message; a message of its own follows any other role."""
+    if not more:
         return messages
     if not messages or messages[-1].role != "user":
-        return (*messages, Message("user", text))
+        return (*messages, Message("user", more))
     content = messages[-1].content
     parts = (content,) if isinstance(content, str) else content
-    return (*messages[:-1], attrs.evolve(messages[-1], content=(*parts, f"\n\n{text}" if content else text)))
+    first, *rest = (more,) if isinstance(more, str) else more
+    first = f"\n\n{first}" if isinstance(first, str) and content else first
+    return (*messages[:-1], attrs.evolve(messages[-1], content=(*parts, first, *rest)))
 
 
 def numbers_of(values: Any, what: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Text environments with the interface of Gymnasium, such as those of Gymnasium itself and of GEM.
+"""Environments with the interface of Gymnasium, such as those of Gymnasium itself and of GEM, in text and images.
 
 Invariant: ``reset`` is called once, with the seed of the prompt, so that all rollouts of a prompt start alike; each
 reply is one ``step``. The environment's synchronous code runs in worker threads, one call at a time.
@@ -9,23 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollouts.dtypes import Message, Prompt, Tool
-from rollouts.environments.adapters.calls import in_thread, with_text
-from rollouts.environments.base import StepResult
+from rollouts.dtypes import Content, Message, Prompt, Tool
+from rollouts.environments.adapters.calls import in_thread, with_content
+from rollouts.environments.base import StepResult, as_content
 from rollouts.errors import ConfigError
 
 __all__ = ["GymnasiumEnvironment"]
 
 
-def _text(observation: Any) -> str:
-    if not isinstance(observation, str):
-        expected = "a text; observe=… converts other observations"
-        raise ConfigError.of("GymnasiumEnvironment.observation", observation, expected)
+def _shown(observe: Callable[[Any], Any], observation: Any) -> Content:
+    shown = observe(observation)
+    try:
+        return as_content(shown)
+    except ConfigError:
+        expected = "a text, an image, or a list of these; observe=… converts other observations"
+        raise ConfigError.of("GymnasiumEnvironment.observation", shown, expected) from None
+
+
+def _same(observation: Any) -> Any:
     return observation
 
 
 class GymnasiumEnvironment:
-    """An environment with ``reset(seed=…)`` and ``step(action)``, played in text. Bind it with ``functools.partial``.
+    """An environment with ``reset(seed=…)`` and ``step(action)``. Bind it with ``functools.partial``.
 
     The prompt's ``metadata["seed"]`` is compulsory, ``metadata["options"]`` is passed to ``reset`` if it is there. The
     first observation follows the text of the prompt in the same user message.
@@ -33,11 +39,12 @@ class GymnasiumEnvironment:
     Args:
         make: creates the environment of one episode, e.g. ``partial(gymnasium.make, "TextWorld-v0")``.
         action: maps the text of a reply to the action; its ``ValueError`` is a message to the model, and counted.
-        observe: maps an observation to the text of a user message.
+        observe: maps an observation to the content of a user message: a text, an image (e.g.
+            ``PIL.Image.fromarray(array)``), or a list of these.
     """
 
     def __init__(
-        self, make: Callable[[], Any], *, action: Callable[[str], Any] = str, observe: Callable[[Any], str] = _text
+        self, make: Callable[[], Any], *, action: Callable[[str], Any] = str, observe: Callable[[Any], Any] = _same
     ) -> None:
         self._make, self._action, self._observe = make, action, observe
         self._inner: Any = None
@@ -54,7 +61,7 @@ class GymnasiumEnvironment:
         options = {"options": prompt.metadata["options"]} if "options" in prompt.metadata else {}
         self._inner = await in_thread(self._make)
         observation, _ = await in_thread(self._inner.reset, seed=seed, **options)
-        return with_text(prompt.messages, self._observe(observation))
+        return with_content(prompt.messages, await in_thread(_shown, self._observe, observation))
 
     async def step(self, reply: Message) -> StepResult:
         try:
@@ -65,7 +72,8 @@ class GymnasiumEnvironment:
         done, metrics = bool(terminated or truncated), {"invalid_actions": 0}
         if done:
             return StepResult(done=True, reward=float(reward), metrics=metrics)
-        return StepResult([Message("user", self._observe(observation))], reward=float(reward), metrics=metrics)
+        shown = await in_thread(_shown, self._observe, observation)
+        return StepResult([Message("user", shown)], reward=float(reward), metrics=metrics)
 
     async def close(self) -> None:
         inner, self._inner = self._inner, None

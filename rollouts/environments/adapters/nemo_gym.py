@@ -30,7 +30,7 @@ def row_to_prompt(row: Mapping[str, Any]) -> Prompt:
     """Convert a row of a NeMo Gym data set to a prompt; the row is its metadata.
 
     Raises:
-        ConfigError: it has no ``responses_create_params``, or its input has an item that is no text message.
+        ConfigError: it has no ``responses_create_params``, or its input has an item that is no text and no image.
     """
     given = row.get(_PARAMS)
     if not isinstance(given, Mapping) or "input" not in given:
@@ -130,10 +130,16 @@ def _message(item: Mapping[str, Any]) -> Message:
     """A message of the Responses API; its text parts have other names than those of the chat format."""
     content = item.get("content")
     if item.get("type", "message") != "message" or "role" not in item:
-        raise ConfigError.of(f"{_PARAMS}.input", item, "text messages only")
+        raise ConfigError.of(f"{_PARAMS}.input", item, "messages of texts and images")
     if isinstance(content, list):
-        content = [{**part, "type": "text"} for part in content if isinstance(part, Mapping)]
+        content = [_part(part) for part in content]
     return Message.from_chat({"role": item["role"], "content": content})
+
+
+def _part(part: Any) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") == "input_image":
+        return part
+    return {**part, "type": "text"}
 
 
 def _tool(entry: Mapping[str, Any]) -> Tool:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Message, Prompt, Tool
-from rollouts.environments.adapters.calls import with_text
-from rollouts.environments.base import StepResult, bad_step
+from rollouts.environments.adapters.calls import with_content
+from rollouts.environments.base import StepResult, as_content, bad_step
 from rollouts.errors import shortened
 
 __all__ = ["OpenEnvEnvironment"]
@@ -38,7 +38,7 @@ class OpenEnvEnvironment:
         base_url: the server's URL.
         action: maps the text of a reply to the fields of the action; ``None`` plays the environment's MCP tools, and a
             reply without a call ends the episode.
-        observe: maps the fields of an observation to a text.
+        observe: maps the fields of an observation to a text, an image, or a list of these.
         seconds: the longest wait for one answer of the server.
     """
 
@@ -47,7 +47,7 @@ class OpenEnvEnvironment:
         base_url: str,
         *,
         action: Callable[[str], Mapping[str, Any]] | None = None,
-        observe: Callable[[Mapping[str, Any]], str] = _text,
+        observe: Callable[[Mapping[str, Any]], Any] = _text,
         seconds: float = 60.0,
     ) -> None:
         self.base_url, self._action, self._observe, self._seconds = base_url, action, observe, seconds
@@ -71,7 +71,7 @@ class OpenEnvEnvironment:
                     "list_tools", f"got {shortened(listed)}; expected MCP tools, or action=… for its actions"
                 )
             self._tools = tuple(_tool(entry) for entry in listed["tools"])
-        return with_text(prompt.messages, self._observe(first.observation))
+        return with_content(prompt.messages, as_content(self._observe(first.observation)))
 
     async def step(self, reply: Message) -> StepResult:
         if self._action is None:
@@ -81,7 +81,7 @@ class OpenEnvEnvironment:
         except ValueError as error:
             return StepResult([Message("user", f"Error: {error}")], metrics={"invalid_actions": 1})
         result = await self._client.step(dict(fields))
-        messages = [] if result.done else [Message("user", self._observe(result.observation))]
+        messages = [] if result.done else [Message("user", as_content(self._observe(result.observation)))]
         return StepResult(messages, bool(result.done), result.reward, {"invalid_actions": 0})
 
     async def _call_tools(self, reply: Message) -> StepResult:

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollouts.dtypes import Message, Prompt, Tool
-from rollouts.environments.adapters.calls import call, with_text
+from rollouts.dtypes import Content, Message, Prompt, Tool
+from rollouts.environments.adapters.calls import call, with_content
 from rollouts.environments.base import StepResult, bad_step
 from rollouts.errors import ConfigError, shortened
 
@@ -49,10 +49,12 @@ class TRLEnvironment:
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         row = {**prompt.metadata, "prompt": [message.to_chat() for message in prompt.messages]}
         observation = await call(self._inner.reset, **row)
-        if observation is not None and not isinstance(observation, str):
-            raise bad_step(f"{self._name}.reset", f"got {shortened(observation)}; expected a text or None")
-        messages = prompt.messages
-        return with_text(messages, observation) if observation else messages
+        if observation is None:
+            return prompt.messages
+        if not isinstance(observation, str | list):
+            expected = "a text, a list of content blocks, or None"
+            raise bad_step(f"{self._name}.reset", f"got {shortened(observation)}; expected {expected}")
+        return with_content(prompt.messages, _content_of(observation, f"{self._name}.reset"))
 
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:
@@ -65,11 +67,8 @@ class TRLEnvironment:
                 result = await call(self._methods[one.name], **one.arguments)
             except Exception as error:  # noqa: BLE001 - TRL shows the model any exception of a tool
                 result, failed = {"error": str(error)}, failed + 1
-            if isinstance(result, list):
-                raise bad_step(
-                    f"{self._name}.{one.name}", f"got {shortened(result)}; expected no list of content blocks"
-                )
-            messages.append(Message("tool", str(result), tool_call_id=one.id, name=one.name))
+            content = _content_of(result, f"{self._name}.{one.name}") if isinstance(result, list) else str(result)
+            messages.append(Message("tool", content, tool_call_id=one.id, name=one.name))
         return StepResult(messages, metrics={"tool_errors": failed})
 
     async def close(self) -> None:
@@ -78,3 +77,11 @@ class TRLEnvironment:
     @property
     def _name(self) -> str:
         return type(self._inner).__name__
+
+
+def _content_of(given: str | list[Any], what: str) -> Content:
+    """The texts and images of a text or of content blocks (``{"type": "image", "image": …}``)."""
+    try:
+        return Message.from_chat({"role": "tool", "content": given}).content
+    except ConfigError as error:
+        raise bad_step(what, str(error)) from None

@@ -1,8 +1,8 @@
 """An environment with the tools of MCP servers and its own.
 
 Invariant: each call gets one tool message, or the episode fails with a named cause. A tool's error, a timeout and a
-server that ends during a call become messages to the model; an unreachable server fails the episode. Content that is
-not text, e.g. an image, is described and counted.
+server that ends during a call become messages to the model; an unreachable server fails the episode. Content that the
+model does not see, e.g. a sound, is described and counted.
 
 This module does not know the transport; :mod:`rollouts.environments.mcp.session` does.
 """
@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.to_thread
 import attrs
 import msgspec
 
-from rollouts.dtypes import Message, Prompt, Tool, ToolCall
+from rollouts.dtypes import Content, Image, Message, Prompt, Tool, ToolCall
 from rollouts.environments.base import StepResult, ToolEnvironment, ToolResult
 from rollouts.environments.mcp.server import McpServer
 from rollouts.environments.mcp.session import McpSession, SessionOver, ToolRefused
@@ -34,10 +35,12 @@ class McpEnvironment(ToolEnvironment):
     Args:
         servers: the MCP servers; the names of all tools must differ.
         system_prompt: prepended to a prompt without a system message.
+        images: whether the model sees images; without, they are described as other content.
     """
 
-    def __init__(self, *servers: McpServer, system_prompt: str = "") -> None:
+    def __init__(self, *servers: McpServer, system_prompt: str = "", images: bool = False) -> None:
         self.servers = servers
+        self.images = images
         self.system_prompt = system_prompt or self.system_prompt
         self._sessions: dict[int, McpSession] = {}
         self._counts: Counter[str] = Counter()
@@ -83,10 +86,12 @@ class McpEnvironment(ToolEnvironment):
         if index < 0:
             return await super()._run(call)
         failed = True
+        content: Content
         try:
             result = await self._sessions[index].call(call.name, dict(call.arguments))
-            content, failed = self._text_of(result), bool(result.isError)
-            content = f"Error: {content}" if failed else content
+            failed = bool(result.isError)
+            content = await anyio.to_thread.run_sync(self._content_of, result) if self.images else self._text_of(result)
+            content = _as_error(content) if failed else content
         except ToolRefused as error:
             content = f"Error: {error}"
         except SessionOver as error:
@@ -101,12 +106,30 @@ class McpEnvironment(ToolEnvironment):
         await server.give_back(self._sessions.pop(index))
         self._sessions[index] = await server.take()
 
+    def _content_of(self, result: Any) -> Content:
+        """A result as texts and images, one below the other."""
+        parts: list[str | Image] = []
+        for block in result.content:
+            part = self._image(block) or self._block(block)
+            both = isinstance(part, str) and parts and isinstance(parts[-1], str)
+            parts += ["\n", part] if both else [part]
+        return tuple(parts) if parts else self._text_of(result)
+
     def _text_of(self, result: Any) -> str:
         """A result as text; content that is not text is described."""
         texts = [self._block(block) for block in result.content]
         if not result.content and result.structuredContent is not None:
             texts = [msgspec.json.encode(result.structuredContent).decode()]
         return "\n".join(texts)
+
+    def _image(self, block: Any) -> Image | None:
+        """The image of a block; ``None`` for another one, and for an image that cannot be decoded."""
+        if block.type != "image":
+            return None
+        try:
+            return Image.of(f"data:{block.mimeType};base64,{block.data}")
+        except ConfigError:
+            return None
 
     def _block(self, block: Any) -> str:
         if block.type == "text":
@@ -120,3 +143,7 @@ class McpEnvironment(ToolEnvironment):
         mime = (block.resource if block.type == "resource" else block).mimeType
         kind = {"image": "an image", "audio": "a sound"}.get(block.type, "a file")
         return f"[{kind}, {mime or 'of unknown type'}, {len(data) * 3 // 4} bytes: it cannot be shown here]"
+
+
+def _as_error(content: Content) -> Content:
+    return f"Error: {content}" if isinstance(content, str) else ("Error: ", *content)

@@ -8,16 +8,18 @@ This module sees messages, never a secret or a session id.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.to_thread
 import attrs
 
-from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.dtypes import Content, Message, Prompt, Tool
 from rollouts.environments.base import StepResult
 from rollouts.environments.ors.client import ORSServer, ORSTask
 from rollouts.environments.ors.session import ORSSession
-from rollouts.environments.ors.wire import CallAnswer, Listing, text_of
+from rollouts.environments.ors.wire import CallAnswer, Listing, content_of
 
 __all__ = ["CONTINUES", "CallRecord", "ORSEnvironment"]
 
@@ -33,8 +35,8 @@ class CallRecord:
 
     id: str
     name: str
-    text: str
-    """The content of the tool message."""
+    text: Content
+    """The content of the tool message: a text, or texts and images."""
     reward: float | None
     finished: bool
     failed: bool
@@ -51,11 +53,13 @@ class ORSEnvironment:
     Args:
         server: the environment's server, shared by all rollouts.
         nudge: the answer to a reply without calls if there is no terminal tool.
+        images: whether the model sees images; without, a text describes them, counted in ``blocks_not_shown``.
     """
 
-    def __init__(self, server: ORSServer, *, nudge: str = NUDGE) -> None:
+    def __init__(self, server: ORSServer, *, nudge: str = NUDGE, images: bool = False) -> None:
         self.server = server
         self.nudge = nudge
+        self.images = images
         self.calls: list[CallRecord] = []
         """Every call so far, in order."""
         self.finished = False
@@ -73,7 +77,7 @@ class ORSEnvironment:
         task = ORSTask.of(prompt)
         self._session = session = await self.server.session(task)
         self._listing, self._tools = await self.server.offer(session, task)
-        messages, self._hidden = await session.opening(self._listing)
+        messages, self._hidden = await session.opening(self._listing, images=self.images)
         return messages
 
     async def step(self, reply: Message) -> StepResult:
@@ -106,17 +110,18 @@ class ORSEnvironment:
     async def _call(self, call_id: str, name: str, arguments: Any) -> CallRecord:
         assert self._session is not None, "step before start"
         answer = await self._session.call(name, arguments)
-        record = self._record(call_id, name, answer)
+        read = functools.partial(self._record, call_id, name, answer)
+        record = await anyio.to_thread.run_sync(read) if self.images else read()  # decoding takes milliseconds
         self.calls.append(record)
         self.finished = self.finished or record.finished
         return record
 
     def _record(self, call_id: str, name: str, answer: CallAnswer) -> CallRecord:
         if answer.ok and answer.output is not None:
-            text, hidden = text_of(answer.output.blocks)
-            self._hidden += hidden
             output = answer.output
-            return CallRecord(call_id, name, text, output.reward, output.finished, False, output.metadata)
+            content, hidden = content_of(output.blocks, images=self.images)
+            self._hidden += hidden
+            return CallRecord(call_id, name, content, output.reward, output.finished, False, output.metadata)
         over = answer.reason == "episode_finished"
         return CallRecord(call_id, name, f"Error: {answer.error}", None, over, True, {"reason": answer.reason})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rollouts.dtypes import Prompt
+from rollouts.dtypes import Image, Prompt, with_images
 from rollouts.environments.ors.client import ORSServer, ORSTask
 from rollouts.environments.ors.wire import ORSError, blocks_of
 
@@ -23,6 +23,7 @@ class Conversation(Protocol):
 
     messages: list[dict[str, Any]]
     metadata: Any
+    named_images: Mapping[str, Image]
 
 
 class GroupScore:
@@ -48,12 +49,13 @@ class GroupScore:
             if not listing.supports_score_group:
                 raise ORSError(f"{self.server!r} does not score groups")
             allowed = listing.message_block_types or _PLAIN
-            return await session.score_group([_replies(sample.messages, allowed) for sample in samples])
+            return await session.score_group([_replies(sample, allowed) for sample in samples])
         finally:
             await session.close()
 
 
-def _replies(messages: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> list[dict[str, Any]]:
+def _replies(sample: Conversation, allowed: Sequence[str]) -> list[dict[str, Any]]:
     """The messages from the first reply on, without the prompt."""
+    messages = with_images(sample.messages, sample.named_images.__getitem__)
     first = next((index for index, chat in enumerate(messages) if chat["role"] == "assistant"), len(messages))
     return blocks_of(messages[first:], allowed)

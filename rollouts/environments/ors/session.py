@@ -21,9 +21,9 @@ from rollouts.environments.ors.wire import (
     Listing,
     ORSError,
     ScoreAnswer,
+    content_of,
     messages_of,
     read,
-    text_of,
 )
 
 __all__ = ["ORSSession", "create_session_id", "delete_session_id"]
@@ -80,12 +80,12 @@ class ORSSession:
         """The tools of the environment and of this task."""
         return read(Listing, await self._get("/task_tools"), "tools")
 
-    async def opening(self, listing: Listing) -> tuple[list[Message], int]:
-        """The messages of the prompt, and the number of its blocks that are not text."""
+    async def opening(self, listing: Listing, *, images: bool = False) -> tuple[list[Message], int]:
+        """The messages of the prompt, and the number of its blocks that the model does not see."""
         if listing.message_block_types is not None:
-            return messages_of(await self._get("/messages"), "messages")
-        text, hidden = text_of(read(list[Block], await self._get("/prompt"), "prompt"))
-        return [Message("user", text)], hidden
+            return messages_of(await self._get("/messages"), "messages", images=images)
+        content, hidden = content_of(read(list[Block], await self._get("/prompt"), "prompt"), images=images)
+        return [Message("user", content)], hidden
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         """Run a tool once.

@@ -10,9 +10,11 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import attrs
 import msgspec
 
-from rollouts.dtypes import Message, Tool, chat_text
+from rollouts.dtypes import Content, Image, Message, Tool, chat_text
+from rollouts.errors import ConfigError
 
 __all__ = [
     "Block",
@@ -24,9 +26,9 @@ __all__ = [
     "ScoreAnswer",
     "Secret",
     "blocks_of",
+    "content_of",
     "read",
     "secrets_header",
-    "text_of",
     "tools_of",
 ]
 
@@ -46,6 +48,8 @@ class Block(msgspec.Struct):
     type: str
     text: str = ""
     mimeType: str = ""  # noqa: N815 - the name on the wire
+    data: str = ""
+    """Of an image: its bytes in base64."""
 
 
 class WireMessage(msgspec.Struct):
@@ -114,29 +118,49 @@ def read(kind: type[Read], payload: bytes | str, what: str) -> Read:
         raise ORSError(f"{what}: the response does not follow the standard ({error})") from None
 
 
-def text_of(blocks: Sequence[Block]) -> tuple[str, int]:
-    """The text of blocks, and the number of blocks that are not text; the text describes those."""
-    texts = [
-        block.text if block.type == "text" else f"({block.type} that cannot be shown here: {block.mimeType or '?'})"
-        for block in blocks
-    ]
-    return "".join(texts), sum(block.type != "text" for block in blocks)
+def content_of(blocks: Sequence[Block], *, images: bool) -> tuple[Content, int]:
+    """The content of blocks, and the number of those that the model does not see, which a text describes.
+
+    Args:
+        blocks: texts and images.
+        images: whether the model sees images.
+    """
+    parts: list[str | Image] = []
+    hidden = 0
+    for block in blocks:
+        image = _image(block) if images and block.type == "image" else None
+        if image is None and block.type != "text":
+            hidden += 1
+            parts.append(f"({block.type} that cannot be shown here: {block.mimeType or '?'})")
+        else:
+            parts.append(block.text if image is None else image)
+    return Message("user", tuple(parts)).content, hidden
+
+
+def _image(block: Block) -> Image | None:
+    try:
+        return Image.of(f"data:{block.mimeType};base64,{block.data}")
+    except ConfigError:
+        return None
 
 
 def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> list[dict[str, Any]]:
-    """Chat dicts as messages of the standard; tool results become user messages. Drops types that are not allowed."""
+    """Chat dicts as messages of the standard; tool results become user messages. Drops types that are not allowed.
+
+    Where images are not allowed, a text stands for each.
+    """
     converted: list[dict[str, Any]] = []
     for chat in messages:
-        text = chat_text(chat.get("content"))
+        content = _content_blocks(chat.get("content"), images="image" in allowed)
         blocks: list[dict[str, Any]] = []
         role = chat["role"]
         if chat.get("reasoning_content"):
             blocks.append({"type": "reasoning", "text": chat["reasoning_content"]})
         if role == "tool":
-            role, inner = "user", [{"type": "text", "text": text}]
+            role, inner = "user", content or [{"type": "text", "text": ""}]
             blocks.append({"type": "tool_result", "tool_call_id": chat.get("tool_call_id") or "", "blocks": inner})
-        elif text:
-            blocks.append({"type": "text", "text": text})
+        else:
+            blocks += content
         for call in chat.get("tool_calls") or ():
             function = call["function"]
             arguments = dict(function["arguments"])
@@ -149,8 +173,24 @@ def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> 
     return converted
 
 
-def messages_of(payload: bytes, what: str) -> tuple[list[Message], int]:
-    """The messages of a prompt, and the number of blocks that are not text. Tool results become messages of their own.
+def _content_blocks(content: Any, *, images: bool) -> list[dict[str, Any]]:
+    """The content of a chat dict as blocks of texts and images."""
+    parts = content if images and isinstance(content, list | tuple) else [chat_text(content)]
+    blocks: list[dict[str, Any]] = []
+    for part in parts:
+        image = part.get("image") if isinstance(part, Mapping) else None
+        if isinstance(image, Image):
+            data = base64.b64encode(image.data).decode()
+            blocks.append({"type": "image", "data": data, "mimeType": "image/png"})
+        elif text := chat_text([part]):
+            blocks.append({"type": "text", "text": text})
+    return blocks
+
+
+def messages_of(payload: bytes, what: str, *, images: bool) -> tuple[list[Message], int]:
+    """The messages of a prompt, and the number of blocks that the model does not see; see :func:`content_of`.
+
+    Tool results become messages of their own.
 
     Raises:
         ORSError: the payload is not a list of messages.
@@ -170,16 +210,16 @@ def messages_of(payload: bytes, what: str) -> tuple[list[Message], int]:
                 reasoning.append(str(block.get("text", "")))
             elif kind == "tool_result":
                 inner = _blocks(block.get("blocks"), what)
-                text, missing = text_of(inner)
+                content, missing = content_of(inner, images=images)
                 hidden += missing
-                messages.append(Message("tool", text, tool_call_id=block.get("tool_call_id")))
+                messages.append(Message("tool", content, tool_call_id=block.get("tool_call_id")))
             else:
                 texts += _blocks([block], what)
-        text, missing = text_of(texts)
+        content, missing = content_of(texts, images=images)
         hidden += missing
-        if text or calls or reasoning:
-            chat = {"role": entry.role, "content": text, "tool_calls": calls}
-            messages.append(Message.from_chat({**chat, "reasoning_content": "".join(reasoning) or None}))
+        if content or calls or reasoning:
+            chat = {"role": entry.role, "tool_calls": calls, "reasoning_content": "".join(reasoning) or None}
+            messages.append(attrs.evolve(Message.from_chat(chat), content=content))
     return messages, hidden
 
 

@@ -15,6 +15,7 @@ import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
+from rollouts.integrations.slime.images import shown_prompt
 from rollouts.training.data_buffer import DataBuffer
 
 __all__ = ["Taken", "TrainerBuffer"]
@@ -114,7 +115,7 @@ class TrainerBuffer(DataBuffer):
             if not again and self.on_new is not None:
                 self.on_new(index, self.taken[index].group)
         first = self.taken[index].group[0]
-        prompt = Prompt(first.prompt, label=first.label, metadata=first.metadata or {}, group_index=index)
+        prompt = Prompt(shown_prompt(first), label=first.label, metadata=first.metadata or {}, group_index=index)
         for sample in self.taken[index].group:
             if isinstance(sample.metadata, str):  # slime passes the row's value, JSON text included
                 sample.metadata = dict(prompt.metadata)

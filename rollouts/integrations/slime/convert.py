@@ -70,7 +70,8 @@ def to_slime(
             than 0 and 1.
     """
     check_trainable(sample)
-    check_fields(sample, "slime", "advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
+    lacking = ("advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
+    check_fields(sample, "slime", *lacking)
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     mask, logprobs = sample.mask_column, sample.logprob_column
@@ -110,8 +111,23 @@ def to_slime(
         import torch
 
         record.teacher_log_probs = torch.from_numpy(teacher[first:length].copy())
+    if sample.images:
+        _add_images(record, sample)
     add_extras(record, sample, replay, evaluation=evaluation)
     return record
+
+
+def _add_images(record: Any, sample: Sample) -> None:
+    """Set the images of a sample's tokens, and the tensors that the trainer passes to the model.
+
+    Raises:
+        ConfigError: the sample has no processor, as one of a stored run.
+    """
+    import torch
+
+    record.multimodal_inputs = {**(record.multimodal_inputs or {}), **(sample.multimodal_inputs or {})}
+    inputs = sample.multimodal_train_inputs or {}
+    record.multimodal_train_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
 
 
 def check_trainable(sample: Sample) -> None:

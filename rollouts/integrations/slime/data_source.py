@@ -20,6 +20,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import filters
+from rollouts.integrations.slime.images import restored, stored
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import load_function
 
@@ -88,7 +89,8 @@ class CheckpointedDataSource:
         path = _path(self.args.save, rollout_id)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         written = io.BytesIO()
-        torch.save({"groups": [[sample.to_dict() for sample in group] for group in groups]}, written)
+        images: dict[str, bytes] = {}
+        torch.save({"groups": [[stored(sample.to_dict(), images) for sample in group] for group in groups]}, written)
         written.seek(0)
         try:
             _read(written)  # what could not be loaded is found now
@@ -109,7 +111,7 @@ class CheckpointedDataSource:
             saved = _read(path)["groups"]
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{path}: got {_reason(error)}; expected {_PLAIN}") from error
-        self.buffer = [[kind.from_dict(sample) for sample in group] for group in saved]
+        self.buffer = [[kind.from_dict(restored(sample)) for sample in group] for group in saved]
         self._out = []
 
 

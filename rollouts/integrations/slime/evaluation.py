@@ -22,7 +22,9 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
 from rollouts.extras import install_command
+from rollouts.integrations.slime.images import shown_prompt
 from rollouts.integrations.slime.pipeline import Pipeline
+from rollouts.integrations.slime.records import family
 from rollouts.integrations.slime.settings import EvalSet, Settings
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.training.data_buffer import DataBuffer
@@ -54,7 +56,11 @@ async def evaluate(
     async def play(entry: EvalSet) -> None:
         played = pipeline.for_evaluation(entry, rollout_id)
         with at(f"evaluation {entry.name}"):
-            prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
+            if entry.multimodal_keys:
+                played.rows = await anyio.to_thread.run_sync(load_image_rows, entry, settings)
+                prompts = [_prompt_of(row, entry) for row in played.rows]
+            else:
+                prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
             samples, failed = await _play(entry, prompts, played)
         data[entry.name] = {
             "rewards": [sample.reward for sample in samples],
@@ -123,6 +129,45 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
         bound = "" if longest is None else f" of at most {longest} tokens (--eval-max-prompt-len)"
         raise ConfigError.of(f"eval data set {entry.name}", entry.path, f"a file with at least one row{bound}")
     return prompts
+
+
+def load_image_rows(entry: EvalSet, settings: Settings) -> list[Any]:
+    """Load a data set with images as slime's own class does; with a recipe, its prompts are messages.
+
+    Raises:
+        ConfigError: slime is not installed, or the model has no processor.
+    """
+    package = family().package
+    try:
+        data, processing = (importlib.import_module(f"{package}.utils.{name}") for name in ("data", "processing_utils"))
+    except ImportError as error:
+        expected = f"none without {package}, whose data set reads images ({error})"
+        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, expected) from None
+    processor = processing.load_processor(settings.endpoint.model, trust_remote_code=True)
+    if processor is None:
+        expected = f"a model with a processor; {settings.endpoint.model} has none"
+        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, expected)
+    samples = data.Dataset(
+        entry.path,
+        _tokenizer(settings.endpoint.model),
+        processor,
+        settings.eval_max_prompt_len,
+        prompt_key=entry.input_key,
+        multimodal_keys=dict(entry.multimodal_keys or {}),
+        label_key=entry.label_key,
+        tool_key=entry.tool_key,
+        metadata_key=entry.metadata_key,
+        apply_chat_template=entry.apply_chat_template and settings.recipe is None,
+        apply_chat_template_kwargs=dict(entry.chat_template_kwargs),
+    ).samples
+    return list(samples)
+
+
+def _prompt_of(row: Any, entry: EvalSet) -> Prompt:
+    metadata = row.metadata
+    if hasattr(entry.source, "inject_metadata"):
+        metadata = entry.source.inject_metadata(metadata)
+    return Prompt(shown_prompt(row), label=row.label, metadata=metadata or {})
 
 
 @functools.lru_cache(maxsize=2)

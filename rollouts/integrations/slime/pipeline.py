@@ -32,11 +32,11 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
+from rollouts.integrations.slime.images import check_media, check_prompt_ids, has_images
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
 from rollouts.integrations.slime.settings import (
-    TEXT_ONLY,
     EvalSet,
     Settings,
     load_function,
@@ -121,6 +121,8 @@ class Pipeline:
         url, temperature = settings.teacher_url, settings.endpoint.sampling.temperature
         self.teacher = None if url is None else Teacher(url, temperature)
         self.rollout_id = 0
+        self.rows: Sequence[Any] = ()
+        """In the evaluation of a data set with images: slime's sample of each row."""
         self._taken = taken
         self._checking, self._checked = anyio.Lock(), False
         if self.recipe is not None and settings.apply_chat_template:
@@ -233,8 +235,8 @@ class Pipeline:
         """
         (prompt,) = prompts
         taken, number = self._place(prompt, data)
-        if taken is not None:
-            _refuse_images(taken.group[number])
+        if self._custom(data) is None and (taken is not None or self.rows):
+            check_media(self._template(prompt, data), recipe=self.recipe is not None)
         recorder = SessionRecorder(self.policy)
         samples = list(await self._generator(data, number, recorder)([prompt]))
         sessions = recorder.sessions
@@ -252,6 +254,9 @@ class Pipeline:
                 if self.settings.sample_hooks:
                     samples[branch] = await self._hooked(sample, prompt, branch, data)
                 if self.teacher is not None and data is None:
+                    if has_images(self._numbered_record(samples[branch], prompt, data)):
+                        expected = "none for samples with images: its requests have token ids only"
+                        raise ConfigError.of("args.rollouts_teacher_url", self.settings.teacher_url, expected)
                     await self.teacher.score(self._numbered_record(samples[branch], prompt, data))
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
@@ -287,6 +292,9 @@ class Pipeline:
             record.reward = None
             if data is not None:
                 record.group_index = None  # as in slime; the rows of a data set are in order
+                if self.rows:
+                    given = self._row(sample.group_index, data).multimodal_inputs
+                    record.multimodal_inputs = {**(given or {}), **(record.multimodal_inputs or {})}
                 for name, path in _functions_of(data).items():
                     setattr(record, name, path)
             if (self.settings.params if data is None else data.params)["skip_special_tokens"]:
@@ -338,6 +346,12 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             return taken.group[number]
+        if self.rows and data is not None:
+            row = copy.copy(self._row(prompt.group_index, data))
+            row.index, row.metadata = prompt.index, dict(prompt.metadata)
+            for name, path in _functions_of(data).items():
+                setattr(row, name, path)
+            return row
         chat = prompt.prompt if isinstance(prompt.prompt, str) else [message.to_chat() for message in prompt.messages]
         return records().sample(
             prompt=chat,
@@ -346,6 +360,10 @@ class Pipeline:
             index=prompt.index,
             **_functions_of(data),
         )
+
+    def _row(self, group_index: int | None, data: EvalSet) -> Any:
+        """slime's sample of the row that a rollout of an evaluation with images plays."""
+        return self.rows[(group_index or 0) // data.n_samples]
 
     def _generator(self, data: EvalSet | None, number: int, policy: Policy) -> GenerateFn:
         """The generate function: the recipe's, a custom one, or a single reply to the prompt."""
@@ -365,23 +383,25 @@ class Pipeline:
         path = self._custom(data)
         if self.recipe is not None:
             return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy)
+        with_slime = functools.partial(
+            generate_with_slime,
+            args=self.args,
+            template=functools.partial(self._template, data=data),
+            params=params,
+            calls=self.calls,
+            policy=self.policy,
+            reward_key=self._reward_key(data),
+            any_reward=settings.reward_is_processed and data is None,
+            evaluation=data is not None,
+            keeps_session=settings.keeps_session,
+        )
         if path is not None:
+            resumes = settings.partial_rollout and data is None
+            mask_earlier = resumes and settings.mask_earlier_versions
             return functools.partial(
-                generate_with_slime,
-                args=self.args,
-                path=path,
-                template=functools.partial(self._template, data=data),
-                params=params,
-                calls=self.calls,
-                policy=self.policy,
-                reward_key=self._reward_key(data),
-                any_reward=settings.reward_is_processed and data is None,
-                evaluation=data is not None,
-                resumes=settings.partial_rollout and data is None,
-                keeps_session=settings.keeps_session,
-                mask_earlier=settings.partial_rollout and settings.mask_earlier_versions and data is None,
+                with_slime, path=path, on_abort="resume" if resumes else "fail", mask_earlier=mask_earlier
             )
-        return functools.partial(
+        single_turn = functools.partial(
             generate_single_turn,
             policy=policy,
             model=settings.endpoint.model,
@@ -389,6 +409,17 @@ class Pipeline:
             endpoint=settings.endpoint,
             max_context=settings.max_context,
         )
+
+        async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+            # slime sends a prompt with images as text: the server expands them, and slime's processor makes the ids.
+            if not any(has_images(self._template(prompt, data)) for prompt in prompts):
+                return await single_turn(prompts)
+            samples = await with_slime(prompts, path=family().generate, on_abort="restart")
+            for sample in samples:
+                check_prompt_ids(slime_sample_of(sample))
+            return samples
+
+        return generate
 
     def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams, policy: Policy) -> GenerateFn:
         """The recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
@@ -441,17 +472,6 @@ class Pipeline:
         sample.response, sample.label, sample.status = record.response, record.label, changed.status
         sample.reward = sample.reward if record.reward is None else changed.reward
         return sample
-
-
-def _refuse_images(given: Any) -> None:
-    """Refuse a sample of the data source with images or other media.
-
-    Raises:
-        ConfigError: it has some.
-    """
-    media = sorted(name for name, value in (given.multimodal_inputs or {}).items() if value is not None)
-    if media:
-        raise ConfigError.of(f"slime sample {given.index}.multimodal_inputs", media, TEXT_ONLY)
 
 
 def _function_of(data: EvalSet | None, name: str) -> str | None:

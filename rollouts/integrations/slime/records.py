@@ -193,6 +193,11 @@ class Family:
         return f"{self.package}.rollout.data_source.RolloutDataSource"
 
     @property
+    def generate(self) -> str:
+        """Its own function for one reply."""
+        return f"{self.package}.rollout.sglang_rollout.generate"
+
+    @property
     def rewards(self) -> str:
         """The module of its rewards by name."""
         return f"{self.package}.rollout.rm_hub"

@@ -24,7 +24,6 @@ from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, voc
 __all__ = [
     "OWN_KEYS",
     "RECIPE_VARIABLE",
-    "TEXT_ONLY",
     "EvalSet",
     "Settings",
     "load_function",
@@ -56,8 +55,6 @@ _NOT_SAMPLING = {
 """Keys of slime's sampling parameters that are no part of ours: stop ids and the request for the sets of ``top_p`` go
 to the policy, the others concern text."""
 
-TEXT_ONLY = "nothing: prompts of this rollout function are text"
-
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 _TEACHER = (
     "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, or --custom-reward-post-process-path"
@@ -76,6 +73,8 @@ class EvalSet:
     label_key: str | None
     metadata_key: str
     tool_key: str | None
+    multimodal_keys: Mapping[str, str] | None
+    """The column of each kind of media: slime's own data set reads such rows."""
     n_samples: int
     params: Mapping[str, Any]
     """slime's sampling parameters, as a custom generate function gets them."""
@@ -263,7 +262,6 @@ def stop_ids_of_params(params: Mapping[str, Any]) -> tuple[int, ...]:
 def _refuse(args: Any, get: Any) -> None:
     """Raise for flags whose effect would be wrong later."""
     refusals = {
-        "multimodal_keys": (bool(get("multimodal_keys")), TEXT_ONLY),
         "opd_type": (_lacks_teacher(get), _TEACHER),
         "dynamic_sampling_filter_path": (
             get("custom_rm_path") == OPD_REWARD and get("dynamic_sampling_filter_path") is not None,
@@ -391,8 +389,6 @@ def _eval_set(args: Any, entry: Any) -> EvalSet:
         value = getattr(args, name, None) if value is None else value
         return default if value is None else value
 
-    if getattr(entry, "multimodal_keys", None):
-        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, TEXT_ONLY)
     params = _slime_params(args, entry)
     return EvalSet(
         name=entry.name,
@@ -401,6 +397,7 @@ def _eval_set(args: Any, entry: Any) -> EvalSet:
         label_key=get("label_key", None),
         metadata_key=get("metadata_key", "metadata"),
         tool_key=getattr(entry, "tool_key", None),
+        multimodal_keys=get("multimodal_keys", None),
         n_samples=getattr(entry, "n_samples_per_eval_prompt", None) or 1,
         params=params,
         sampling=sampling_of(params),

@@ -14,7 +14,7 @@ import inspect
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -140,7 +140,7 @@ async def generate_with_slime(
     reward_key: str | None = None,
     any_reward: bool = False,
     evaluation: bool = False,
-    resumes: bool = False,
+    on_abort: Literal["fail", "resume", "restart"] = "fail",
     mask_earlier: bool = False,
     keeps_session: bool = True,
 ) -> list[Sample]:
@@ -160,7 +160,8 @@ async def generate_with_slime(
         reward_key: the entry of a dict reward that is trained on.
         any_reward: whether a reward needs no number, because a function of the launch makes it one later.
         evaluation: passed to a function that has this parameter.
-        resumes: with partial rollouts: the function is called again with the sample that it returned as aborted.
+        on_abort: what follows a sample that the function returned as aborted: ``"fail"`` loses the attempt,
+            ``"resume"`` calls the function again with the sample, as with partial rollouts, ``"restart"`` begins again.
         mask_earlier: train only the tokens that the function adds to such a sample.
         keeps_session: whether samples get a routing key in training.
 
@@ -184,16 +185,18 @@ async def generate_with_slime(
                 returned = await calls.run(policy, call, ends_requests=ends_requests)
             except Stopped:
                 empty = 0
-                if ends_requests and resumes and returned.response_length:
+                if ends_requests and on_abort == "resume" and returned.response_length:
                     returned.status = records().sample.Status.ABORTED  # it goes on from what stands on the sample
                 else:
                     returned = _begun(given, evaluation, keeps_session)
                 continue
-            if not resumes or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
+            if on_abort == "fail" or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
                 break
-            empty = empty + 1 if returned.response_length <= before else 0
+            empty = empty + 1 if on_abort == "restart" or returned.response_length <= before else 0
             if empty >= _EMPTY_ABORTS:
                 break  # the attempt is lost
+            if on_abort == "restart":
+                returned = _begun(given, evaluation, keeps_session)
             if empty:
                 await anyio.sleep(_BACKOFF_SECONDS)
         try:

@@ -8,24 +8,26 @@ import PIL.Image
 import pytest
 
 from rollouts.dtypes import Image, Message
-from rollouts.environments.adapters.calls import call, numbers_of, with_text
+from rollouts.environments.adapters.calls import call, numbers_of, with_content
 from rollouts.errors import ConfigError
 
 
 def test_a_text_joins_the_last_user_message_or_follows_another_one() -> None:
     """Templates that demand alternating roles take the opening."""
     system, user = Message("system", "Be brief."), Message("user", "Play.")
-    assert with_text([system, user], "Board: .") == (system, Message("user", "Play.\n\nBoard: ."))
-    assert with_text([system], "Board: .") == (system, Message("user", "Board: ."))
-    assert with_text([Message("user", "")], "Board: .") == (Message("user", "Board: ."),)
-    assert with_text([user], "") == [user]
+    assert with_content([system, user], "Board: .") == (system, Message("user", "Play.\n\nBoard: ."))
+    assert with_content([system], "Board: .") == (system, Message("user", "Board: ."))
+    assert with_content([Message("user", "")], "Board: .") == (Message("user", "Board: ."),)
+    assert with_content([user], "") == [user]
 
 
 def test_a_text_joins_a_message_with_an_image() -> None:
     """The image stays in its place, and is not written as text."""
     image = Image.of(PIL.Image.new("RGB", (4, 4)))
-    (joined,) = with_text([Message("user", ["Play.", image])], "Board: .")
+    (joined,) = with_content([Message("user", ["Play.", image])], "Board: .")
     assert joined.content == ("Play.", image, "\n\nBoard: .")
+    (shown,) = with_content([Message("user", "Play.")], (image, "Board"))
+    assert shown.content == ("Play.", image, "Board")
 
 
 async def test_synchronous_code_runs_in_a_thread_and_async_code_in_the_loop() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import anyio
 import anyio.from_thread
+import numpy as np
+import PIL.Image
 import pytest
 
 from rollouts.agent import run_agent
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams
+from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.adapters.gymnasium import GymnasiumEnvironment
 from rollouts.errors import ConfigError
@@ -66,6 +68,23 @@ async def test_a_reply_that_is_no_action_is_a_message_to_the_model() -> None:
     assert played.rewards == [1.0]
 
 
+async def test_an_observation_may_be_an_image() -> None:
+    """A picture of the state, alone or with a text; ``observe`` makes one of an array."""
+
+    class Screen(Guess):
+        def reset(self, **options: Any) -> Any:
+            return np.full((3, 5, 3), 7, np.uint8), {}
+
+        def step(self, action: int) -> Any:
+            return np.full((3, 5, 3), action, np.uint8), 0.0, False, False, {}
+
+    environment = GymnasiumEnvironment(Screen, action=int, observe=lambda array: ["Now:", PIL.Image.fromarray(array)])
+    played = await play(environment, Prompt("Play!", metadata={"seed": 1}), ["4"])
+    first, second = (Image.of(PIL.Image.new("RGB", (5, 3), (grey,) * 3)) for grey in (7, 4))
+    assert played.messages[0].content == ("Play!", "\n\nNow:", first)
+    assert played.messages[2].content == ("Now:", second)
+
+
 async def test_an_observation_that_is_no_text_is_refused_without_observe() -> None:
     """``str`` of an array would be a silent choice."""
 
@@ -75,6 +94,8 @@ async def test_an_observation_that_is_no_text_is_refused_without_observe() -> No
 
     with pytest.raises(ConfigError, match=r"observation: got \(1, 2\); expected a text"):
         await play(GymnasiumEnvironment(Numbers), Prompt("", metadata={"seed": 1}), [])
+    with pytest.raises(ConfigError, match=r"observation: got \[\]; expected a text, an image, or a list"):
+        await play(GymnasiumEnvironment(Numbers, observe=lambda _: []), Prompt("", metadata={"seed": 1}), [])
     shown = GymnasiumEnvironment(Numbers, observe=str)
     assert (await play(shown, Prompt("", metadata={"seed": 1}), [])).messages[0].content == "(1, 2)"
 

@@ -94,7 +94,10 @@ def test_a_row_becomes_a_prompt() -> None:
     ("row", "words"),
     [
         ({"expected": 1}, r"row\['responses_create_params'\]: got None"),
-        ({"responses_create_params": {"input": [{"type": "function_call", "name": "x"}]}}, "text messages only"),
+        (
+            {"responses_create_params": {"input": [{"type": "function_call", "name": "x"}]}},
+            "expected messages",
+        ),
     ],
 )
 def test_a_row_that_is_no_prompt_is_refused(row: dict[str, Any], words: str) -> None:

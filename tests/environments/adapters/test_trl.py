@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import PIL.Image
 import pytest
 
-from rollouts.dtypes import Message, Prompt, ToolCall
+from rollouts.dtypes import Image, Message, Prompt, ToolCall
 from rollouts.environments.adapters.trl import TRLEnvironment
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.testing.playing import calling, play
@@ -76,22 +77,46 @@ async def test_any_exception_of_a_tool_is_a_message_to_the_model() -> None:
     assert played.steps[0].metrics == {"tool_errors": 1}
 
 
-async def test_what_a_text_model_cannot_read_fails_the_rollout() -> None:
-    """Blocks of images, from a tool and from ``reset``; and a class without ``reset``."""
+class Pictures(Counter):
+    """Content blocks, as TRL's documentation has them, from ``reset`` and a tool."""
 
-    class Pictures(Counter):
-        def read(self) -> Any:  # type: ignore[override]
-            """Look."""
-            return [{"type": "image", "image": b""}]
+    blocks: Any = ()
 
-    class Opening(Counter):
+    def reset(self, **row: Any) -> Any:
+        return list(self.blocks)
+
+    def read(self) -> Any:  # type: ignore[override]
+        """Look."""
+        return list(self.blocks)
+
+
+async def test_content_blocks_are_texts_and_images() -> None:
+    """Those of ``reset`` join the prompt, those of a tool are its result."""
+    picture = PIL.Image.new("RGB", (4, 3), (9, 9, 9))
+
+    class Shown(Pictures):
+        blocks = ({"type": "image", "image": picture}, {"type": "text", "text": "A square."})
+
+    played = await play(TRLEnvironment(Shown), Prompt("What?"), [calling("read")])
+    image = Image.of(picture)
+    assert played.messages[0].content == ("What?", image, "A square.")
+    assert played.messages[2].content == (image, "A square.")
+
+
+async def test_what_is_no_content_fails_the_rollout() -> None:
+    """Blocks that are no text and no image, from a tool and from ``reset``; and a class without ``reset``."""
+
+    class Wrong(Pictures):
+        blocks = ({"type": "image", "image": b""},)
+
+    class Tuple(Counter):
         def reset(self, **row: Any) -> Any:
-            return [{"type": "image", "image": b""}]
+            return ("a", "b")
 
     prompt = Prompt("Count.", metadata={"start": 2})
-    with pytest.raises(EnvironmentFailure, match=r"Pictures.read: got \[.*expected no list"):
-        await play(TRLEnvironment(Pictures), prompt, [calling("read")])
-    with pytest.raises(EnvironmentFailure, match=r"Opening.reset: got \[.*expected a text or None"):
-        await play(TRLEnvironment(Opening), prompt, [])
+    with pytest.raises(EnvironmentFailure, match=r"Wrong.reset: image: got b''; expected an image that Pillow decodes"):
+        await play(TRLEnvironment(Wrong), prompt, [])
+    with pytest.raises(EnvironmentFailure, match=r"Tuple.reset: got \('a', 'b'\); expected a text, a list of content"):
+        await play(TRLEnvironment(Tuple), prompt, [])
     with pytest.raises(ConfigError, match="a class with a method reset"):
         TRLEnvironment(dict)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import sys
 
 import anyio
+import PIL.Image
 from mcp.server.fastmcp import FastMCP, Image
 from mcp.types import EmbeddedResource, TextResourceContents
 
@@ -32,6 +34,14 @@ def count() -> str:
 def picture() -> list[object]:
     """A text and an image."""
     return ["a red dot", Image(data=b"\x89PNG" * 9, format="png")]
+
+
+@server.tool(structured_output=False)
+def plot() -> list[object]:
+    """Texts and an image that can be decoded."""
+    out = io.BytesIO()
+    PIL.Image.new("RGB", (4, 3), (250, 0, 0)).save(out, format="PNG")
+    return ["a red", "dot", Image(data=out.getvalue(), format="png"), "done"]
 
 
 @server.tool(structured_output=False)

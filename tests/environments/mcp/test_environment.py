@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import PIL.Image
 import pytest
 
 from rollouts.agent import run_agent
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
+from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import StepResult, tool
 from rollouts.environments.mcp import McpEnvironment, McpServer
@@ -100,6 +101,18 @@ async def test_what_cannot_be_shown_is_described_and_counted(server: McpServer) 
     assert shown.messages[0].content == "a red dot\n[an image, image/png, 36 bytes: it cannot be shown here]"
     assert shown.metrics == {"tool_errors": 0, "mcp_blocks_not_shown": 1}
     assert await content_of(environment, "document") == "to be read"
+    await environment.close()
+
+
+async def test_a_model_that_sees_gets_the_images_of_a_tool(server: McpServer) -> None:
+    """They keep their places among the texts; one that cannot be decoded is described and counted."""
+    environment = McpEnvironment(server, images=True)
+    await environment.start(Prompt("Well?"))
+    shown = await step(environment, ("plot", {}), ("picture", {}))
+    image = Image.of(PIL.Image.new("RGB", (4, 3), (250, 0, 0)))
+    assert shown.messages[0].content == ("a red", "\n", "dot", image, "done")
+    assert shown.messages[1].content == "a red dot\n[an image, image/png, 36 bytes: it cannot be shown here]"
+    assert shown.metrics == {"tool_errors": 0, "mcp_blocks_not_shown": 1}
     await environment.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,6 +38,14 @@ def slime_path() -> Path:
     if not SLIME:
         pytest.skip("SLIME_PATH names no checkout of slime")
     return Path(SLIME)
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model without its image processor: slime's data set takes no text prompts with one."""
+    folder = tmp_path_factory.mktemp("text") / "model"
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json"))
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="module")

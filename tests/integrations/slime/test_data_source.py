@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import numpy as np
+import PIL.Image
 import pytest
 
 from rollouts.errors import ConfigError
@@ -188,6 +189,22 @@ def test_28_arrays_and_tensors_stay_in_a_checkpoint(tmp_path: Path) -> None:
     assert loaded["array"].dtype == np.int16
     assert loaded["array"].tolist() == [0, 1, 2]
     assert (loaded["scalar"], loaded["tensor"].tolist(), loaded["set"]) == (0.5, [1.0, 1.0], {1, 2})
+
+
+def test_images_stay_in_a_checkpoint(tmp_path: Path) -> None:
+    """The pixels of a sample's images, each in the file once; other values of the field stay as they are."""
+    pytest.importorskip("torch")
+    noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    for sample in source.get_samples(1)[0]:
+        sample.multimodal_inputs = {"images": [PIL.Image.fromarray(noise.copy())], "videos": None}
+    source.save(1)
+    (file,) = (tmp_path / "rollout").glob("*buffer_1.pt")
+    assert noise.size < file.stat().st_size < 1.7 * noise.size
+    source.load(1)
+    for sample in source.get_samples(1)[0]:
+        assert np.array_equal(np.asarray(sample.multimodal_inputs["images"][0]), noise)
+        assert sample.multimodal_inputs["videos"] is None
 
 
 def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:

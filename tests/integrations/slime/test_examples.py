@@ -207,7 +207,7 @@ def played(
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("example", FLAGS)
 def test_an_example_gives_the_same_samples(
-    server: tuple[JsonServer, Namespace], example: str, evaluation: bool, tmp_path: Path
+    server: tuple[JsonServer, Namespace], text_model: Path, example: str, evaluation: bool, tmp_path: Path
 ) -> None:
     """Every field and attribute, tokens included, equals that of slime's own rollout function.
 
@@ -223,7 +223,7 @@ def test_an_example_gives_the_same_samples(
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in ROWS))
     host, port = stub.url.removeprefix("http://").split(":")
-    flags = {"hf_checkpoint": str(DEMO_MODEL), "sglang_router_ip": host, "sglang_router_port": int(port)}
+    flags = {"hf_checkpoint": str(text_model), "sglang_router_ip": host, "sglang_router_port": int(port)}
     flags |= {"rollout_max_context_len": 4000, "eval_max_context_len": 4000, **FLAGS[example]}
     module = importlib.import_module("slime.rollout.sglang_rollout")
     build = importlib.import_module("slime.utils.eval_config").build_eval_dataset_configs

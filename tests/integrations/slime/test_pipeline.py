@@ -134,13 +134,19 @@ class Pictures(Source):
         return groups
 
 
-@pytest.mark.parametrize("recipe", [False, True])
-def test_images_are_refused_wherever_they_come_from(serve: Serve, recipe: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "media", "message"),
+    [
+        (False, {"images": None, "videos": ["raw"]}, r"multimodal_inputs: got \['videos'\]; expected images only"),
+        (True, {"images": ["raw"], "videos": None}, r"prompt: got 'prompt 0'; expected messages with its images"),
+    ],
+)
+def test_media_that_are_not_shown_are_refused(serve: Serve, recipe: bool, media: Any, message: str) -> None:
     """A rollout of the text alone would train on another prompt; no request is sent."""
     stub = serve()
     args = Launch().args() if recipe else single_turn(stub)
-    with pytest.raises(ConfigError, match=r"multimodal_inputs.*images"):
-        generate_rollout_batch(args, 0, Pictures({"images": ["raw"], "videos": None}))
+    with pytest.raises(ConfigError, match=message):
+        generate_rollout_batch(args, 0, Pictures(media))
     assert stub.requests == []
 
 

@@ -69,7 +69,6 @@ def test_the_recipe_comes_from_the_launch_or_the_environment(monkeypatch: pytest
     ("flags", "named"),
     [
         ({"use_rollout_routing_replay": True}, r"args\.num_layers"),
-        ({"multimodal_keys": {"image": "images"}}, "multimodal_keys"),
         ({"rollout_temperature": 0.0}, "rollout_temperature"),
         ({"rollout_global_dataset": False}, "rollout_global_dataset"),
         ({"hf_checkpoint": None}, "hf_checkpoint"),

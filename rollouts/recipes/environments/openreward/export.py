@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from rollouts.dtypes import chat_text
 from rollouts.environments.ors import CallRecord
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
@@ -102,7 +103,7 @@ def _messages(messages: Iterable[Mapping[str, Any]], calls: Sequence[CallRecord]
             }
     for call in calls:  # results of the last turn, and of the terminal tool
         if call.id not in answered:
-            yield _result(call.id or "terminal", call.text, call)
+            yield _result(call.id or "terminal", chat_text(call.text), call)
 
 
 def _result(number: str, text: str, call: CallRecord | None) -> dict[str, Any]:
