@@ -67,7 +67,7 @@ def text(words: str, kind: str = "text") -> dict[str, Any]:
 CONVERSATION = (
     Message("user", ("What is\nthis?", RED, "And this?", BLUE)),
     Message("assistant", "I look.", [CALL]),
-    Message("tool", ("a.png", RED), tool_call_id="c1", name="view"),
+    Message("tool", ("a.png", RED), tool_call_id="c1"),
     Message("user", ("Compare:", BLUE)),
 )
 BODIES: dict[str, tuple[Wire, dict[str, Any]]] = {
