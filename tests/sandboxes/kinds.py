@@ -17,7 +17,7 @@ from tests.sandboxes.machines import FolderSandbox
 __all__ = ["KINDS", "SERVICES", "kind_of", "needs_a_machine", "served_kind"]
 
 KINDS = ("process", "namespaces", "bubblewrap", "remote")
-SERVICES = {"daytona": "daytona", "e2b": "e2b", "kubernetes": "kubernetes_asyncio"}
+SERVICES = {"daytona": "daytona", "e2b": "e2b", "kubernetes": "kubernetes_asyncio", "modal": "modal"}
 """The remote kinds, and what their SDKs are imported as."""
 needs_a_machine = pytest.mark.skipif(
     shutil.which("bwrap") is None or os.geteuid() != 0, reason="a machine of the tests needs bubblewrap and root"
