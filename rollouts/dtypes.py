@@ -133,6 +133,8 @@ def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
 _PNG = b"\x89PNG\r\n\x1a\n"
 _DATA_URL = "data:image/png;base64,"
 _EXIF_ORIENTATION = 0x0112
+_MOST_PIXELS = 1 << 26
+"""A few bytes can hold an image of any size."""
 
 
 @attrs.frozen(repr=False)
@@ -243,10 +245,14 @@ def _decoded(data: bytes) -> Any:
     pillow = _pillow()
     try:
         image = pillow.Image.open(io.BytesIO(data))
-        image.load()
+        pixels = image.width * image.height
+        if pixels <= _MOST_PIXELS:
+            image.load()
     except Exception as error:  # noqa: BLE001 - a decoder of foreign bytes may raise anything
         why = str(error).partition(" <_io.")[0]  # without the address of the buffer
         raise ConfigError.of("image", data[:40], f"an image that Pillow decodes ({why})") from None
+    if pixels > _MOST_PIXELS:
+        raise ConfigError.of("image", f"{image.width}x{image.height} pixels", f"at most {_MOST_PIXELS:,} pixels")
     return image
 
 

@@ -6,6 +6,8 @@ import base64
 import io
 import json
 import pickle
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,7 +349,15 @@ def test_a_photograph_is_turned_upright() -> None:
     assert (image.width, image.height) == (4, 8)
 
 
+def _with_size(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose header has this size."""
+    header = struct.pack(">4sIIBBBBB", b"IHDR", width, height, 8, 2, 0, 0, 0)
+    whole = _file(_pixels(1, 1))
+    return whole[:12] + header + struct.pack(">I", zlib.crc32(header)) + whole[33:]
+
+
 BAD_IMAGES: dict[str, tuple[Any, str]] = {
+    "a huge one": (_with_size(8_192, 8_193), "image: got '8192x8193 pixels'; expected at most 67,108,864 pixels"),
     "no image": (b"GIF89a not really", "image: got b'GIF89a not really'; expected an image that Pillow decodes"),
     "cut off": (_file(_pixels(30, 30))[:-400], "expected an image that Pillow decodes"),
     "a URL": ("https://example.org/cat.png", "expected a data: URL, a path or bytes: no image is downloaded"),
