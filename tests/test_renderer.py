@@ -196,8 +196,8 @@ GLM_MARKS = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|o
 def test_a_family_without_closing_marks_shares_the_header_with_the_sampled_stop(tokenizer, chat_template) -> None:
     """GLM: the sampled stop token is the next header. If it is another header, nothing is dropped."""
     glm = tokenizer("qwen3", *GLM_MARKS)
-    user, observation = glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
-    renderer = Renderer(glm, chat_template=chat_template("GLM-4.6"), stop_token_ids=[151643, user, observation])
+    end, user, observation = glm.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    renderer = Renderer(glm, chat_template=chat_template("GLM-4.6"), stop_token_ids=[end, user, observation])
     whole = "<|observation|>\n<tool_response>\n3\n</tool_response><|assistant|>"
     for tail, expected in ((observation, whole.removeprefix("<|observation|>")), (user, whole), (40, whole)):
         bridge = renderer.bridge([USER, CALLING], [RESULT], tools=TOOLS, tail=[tail])
@@ -293,7 +293,7 @@ def text_of(reply: Message) -> str:
 @pytest.mark.parametrize("template", STABLE)
 @hypothesis.given(system=st.none() | CONTENT, user=TEXT, turns=st.lists(steps(), min_size=1, max_size=5))
 @hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 def test_opening_replies_and_bridges_are_the_templates_rendering(
     template, make, tokenizer, chat_template, system, user, turns
@@ -318,7 +318,7 @@ def test_opening_replies_and_bridges_are_the_templates_rendering(
 @pytest.mark.parametrize("template", STABLE)
 @hypothesis.given(turns=st.lists(steps(), min_size=1, max_size=2))
 @hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 def test_parse_reads_replies_back(template, make, tokenizer, turns) -> None:
     """Parsing returns the content and the calls of the reply."""

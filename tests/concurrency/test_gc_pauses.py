@@ -8,6 +8,8 @@ import pytest
 
 from rollouts.concurrency.gc_pauses import calm_collector
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 
 def _fail_inside(old: list[list[object]]) -> None:
     with calm_collector():

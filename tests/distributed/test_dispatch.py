@@ -40,6 +40,7 @@ async def test_the_rollouts_of_a_group_go_to_one_worker() -> None:
     assert set.union(*where.values()) == {0, 1, 2}
 
 
+@pytest.mark.usefixtures("thawed")
 async def test_a_worker_freezes_the_garbage_collector() -> None:
     """A full collection in a worker skips the objects that existed before its first rollout."""
     seen: list[int] = []

@@ -20,7 +20,7 @@ from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from tests.stored_runs import store_run
 
-FLIPS = 16
+FLIPS = 8
 """Random bits for each file, in addition to those of its first and last bytes."""
 ENDS = 1
 

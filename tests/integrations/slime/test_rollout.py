@@ -60,6 +60,7 @@ def test_a_batch_is_equal_groups_in_order() -> None:
             assert [sample.index for sample in group] == [group[0].group_index * 3 + member for member in range(3)]
 
 
+@pytest.mark.usefixtures("thawed")
 def test_the_collector_is_calm_until_the_rollouts_are_closed() -> None:
     """A collector pause delays every rollout; closing restores the state of the process."""
     launch = Launch(batch_size=2, n=2)
