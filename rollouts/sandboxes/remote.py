@@ -296,7 +296,8 @@ class RunningRemote(Running):
             if end is not None:
                 return Exit(end.code, end.out, end.errors, took, False, end.truncated)
             with anyio.move_on_after(_GRACE_SECONDS, shield=True):
-                end = await self._wait(token, _kill(token) + _poll(token, 1, self._limits), times=1)
+                while end is None:  # a command that was just being started is found by the next search
+                    end = await self._wait(token, _kill(token) + _poll(token, 1, self._limits), times=1)
             if end is None:
                 raise SandboxError(f"{self._name}.run: the command was not killed within {_GRACE_SECONDS:g} s")
             return Exit(-9, end.out, end.errors, took, scope.cancelled_caught, end.truncated)

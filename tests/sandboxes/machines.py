@@ -5,6 +5,7 @@ A command sees its own ``/``, with the programs of this machine, and this machin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import anyio
 import attrs
+from anyio.abc import ByteReceiveStream
 
 from rollouts.sandboxes.remote import Machine, RemoteSandbox
 
@@ -36,11 +38,26 @@ class Folder:
         self, argv: Sequence[str], stdin: bytes = b"", env: Mapping[str, str] | None = None
     ) -> tuple[int, bytes, bytes]:
         """Run a command; return its exit code and outputs."""
-        done = await anyio.run_process(
-            self.line(argv), input=stdin, check=False, env={"PATH": "/usr/bin:/bin", **(env or {})}
-        )
-        code = done.returncode
-        return (128 - code if code < 0 else code), done.stdout, done.stderr
+        variables = {"PATH": "/usr/bin:/bin", **(env or {})}
+        with anyio.CancelScope(shield=True):  # a process that is cancelled while it starts keeps its pipes open
+            process = await anyio.open_process(self.line(argv), env=variables)
+        outputs = {1: bytearray(), 2: bytearray()}
+
+        async def read(number: int, stream: ByteReceiveStream) -> None:
+            async for chunk in stream:
+                outputs[number] += chunk
+
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        async with process, anyio.create_task_group() as tasks:
+            tasks.start_soon(read, 1, process.stdout)
+            tasks.start_soon(read, 2, process.stderr)
+            with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await process.stdin.send(stdin)
+            await process.stdin.aclose()
+            code = await process.wait()
+        return (128 - code if code < 0 else code), bytes(outputs[1]), bytes(outputs[2])
 
     def place(self, path: str) -> Path:
         """The file of a path inside."""
