@@ -102,9 +102,13 @@ class ImageProcessor:
         self._processor = processor
         self._encode = encode
         self._decode = decode
+        self._processing = threading.Lock()
+        """Held while the processor runs, for tens of milliseconds an image: never where the event loop waits."""
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[str, _Processed] = collections.OrderedDict()
         self._kept_bytes = 0
+        self._fills: dict[str, int] = {}
+        """Of every image so far, by its hash: the number of ids that stand for it."""
         self._tensors = "pt" if importlib.util.find_spec("torch") else "np"  # some processors make torch tensors only
         fill = encode(names[0] if names[0] in candidates else self.placeholder).tolist()
         if len(fill) != 1:
@@ -150,13 +154,13 @@ class ImageProcessor:
             raise ConfigError.of("the processor's expansion of an image", shortened(expansion), expected)
 
     def spans(self, tokens: TokenColumn, images: Sequence[Image]) -> tuple[ImageSpan, ...]:
-        """The positions of images in ids that were encoded for them.
+        """The positions of images in ids that were encoded for them, without waiting for the processor.
 
         Raises:
             ConfigError: the ids have another number of image tokens than these images.
         """
         positions = np.flatnonzero(tokens == self._fill)
-        counts = [self._of(image).fills for image in images]
+        counts = [self._fills.get(image.sha256) or self._of(image).fills for image in images]
         if sum(counts) != len(positions):
             expected = f"{sum(counts)}, those of {len(counts)} images: a text contains the token of an image"
             raise ConfigError.of("image tokens of the prompt", len(positions), expected)
@@ -185,21 +189,33 @@ class ImageProcessor:
 
     def own_ids(self, text: str, images: Sequence[Image]) -> tuple[list[int], dict[str, npt.NDArray[Any]]]:
         """The ids and the inputs that the processor itself gives for a whole text with all of its images."""
-        with self._lock:
+        with self._processing:
             return self._call(text, images)
 
     def _of(self, image: Image) -> _Processed:
+        done = self._known(image)
+        if done is None:
+            with self._processing:
+                done = self._known(image) or self._process(image)  # another thread may have processed it meanwhile
+                self._keep(image, done)
+        return done
+
+    def _known(self, image: Image) -> _Processed | None:
         with self._lock:
             done = self._kept.get(image.sha256)
             if done is not None:
                 self._kept.move_to_end(image.sha256)
-                return done
-            done = self._kept[image.sha256] = self._process(image)
-            self._kept_bytes += done.size
+        return done
+
+    def _keep(self, image: Image, done: _Processed) -> None:
+        with self._lock:
+            self._fills[image.sha256] = done.fills
+            if image.sha256 not in self._kept:
+                self._kept[image.sha256] = done
+                self._kept_bytes += done.size
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
                 self._kept_bytes -= oldest.size
-        return done
 
     def _process(self, image: Image) -> _Processed:
         self.processed += 1

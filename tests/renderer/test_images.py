@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,40 @@ def test_an_image_is_processed_once(model: Callable[[str], Model]) -> None:
     assert renderer.images is not None
     assert len(renderer.images.inputs(images_of(whole))["image_grid_thw"]) == 4
     assert renderer.images.processed == 2
+
+
+def test_spans_do_not_wait_for_the_processor(model: Callable[[str], Model]) -> None:
+    """The event loop asks for the spans of a prompt while a worker thread processes another image."""
+    built = model("qwen2_5_vl")
+    processing, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """The real processor, which waits at an image of 64 times 64."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(built.processor, name)
+
+        def __call__(self, **given: Any) -> Any:
+            if given["images"][0].size == (64, 64):
+                processing.set()
+                assert go_on.wait(30)
+            return built.processor(**given)
+
+    images = Renderer(built.tokenizer, chat_template=built.template, images=Slow()).images
+    assert images is not None
+    known = picture(97, 61)
+    ids = built.renderer().encode(images.expanded(images.placeholder, [known]))
+    worker = threading.Thread(target=images.inputs, args=([picture(64, 64)],))
+    worker.start()
+    try:
+        assert processing.wait(30)
+        with ThreadPoolExecutor(1) as loop:
+            spans = loop.submit(images.spans, ids, [known])
+            assert len(wait([spans], timeout=10).done) == 1, "it waited for the processor"
+            assert [(span.start, span.stop) for span in spans.result()] == [(0, len(ids))]
+    finally:
+        go_on.set()
+        worker.join()
 
 
 def test_a_processor_loads_from_the_folder_of_the_model(model: Callable[[str], Model], tmp_path: Path) -> None:
