@@ -26,7 +26,12 @@ PAGES = {
 }
 """Pages that are files outside ``docs``."""
 API = {
-    "dtypes": ["rollouts.dtypes"],
+    "dtypes": [
+        "rollouts.dtypes.messages",
+        "rollouts.dtypes.images",
+        "rollouts.dtypes.inference",
+        "rollouts.dtypes.columns",
+    ],
     "training": [
         "rollouts.training.config",
         "rollouts.training.manager",

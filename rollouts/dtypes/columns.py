@@ -1,0 +1,78 @@
+"""Columns of token ids and logprobs: read-only arrays.
+
+Invariant: a column is checked and copied once, when it is packed; from then on it cannot change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "LOGPROB_TOLERANCE",
+    "LogprobColumn",
+    "TokenColumn",
+    "are_logprobs",
+    "frozen",
+    "is_frozen",
+    "packed_logprobs",
+    "packed_tokens",
+]
+
+TokenColumn: TypeAlias = npt.NDArray[np.int32]
+LogprobColumn: TypeAlias = npt.NDArray[np.float32]
+
+
+def packed_tokens(values: Iterable[int] | TokenColumn) -> TokenColumn:
+    """Pack token ids into a read-only int32 column, shape ``(n,)``."""
+    return _packed(values, np.int32)
+
+
+def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
+    """Pack logprobs (natural logarithm) into a read-only float32 column, shape ``(n,)``."""
+    return _packed(values, np.float32)
+
+
+LOGPROB_TOLERANCE = 1e-4
+"""How far above 0 a logprob may lie because of rounding; a greater one is refused. A logprob within the tolerance is
+stored as the server sent it, not clipped to 0, so that the stored value equals the response bit by bit."""
+
+
+def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
+    """Mask of the valid logprobs: finite numbers of at most :data:`LOGPROB_TOLERANCE`."""
+    return np.isfinite(values) & (values <= LOGPROB_TOLERANCE)
+
+
+def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
+    if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
+        own = values.flags.owndata or isinstance(values.base, bytes)
+        return values if own and not values.flags.writeable else frozen(values.copy())
+    given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
+    if given.size and given.dtype.kind not in kinds:
+        raise ValueError(f"a column of {np.dtype(dtype)} accepts numbers of that kind only, got {given.dtype}")
+    column = given.astype(dtype)
+    if column.ndim != 1:
+        raise ValueError(f"a column has one dimension, got shape {column.shape}")
+    if kinds == "iu" and given.size and given.dtype != dtype and not np.array_equal(column, given):
+        raise ValueError(f"a token id fits {np.dtype(dtype)}, got {given.min()} to {given.max()}")
+    return frozen(column)
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def is_frozen(column: npt.NDArray[Any]) -> bool:
+    """Whether a column is immutable: neither it nor the array that it is a view of is writeable."""
+    base = column.base
+    base_frozen = isinstance(base, bytes | None) or (isinstance(base, np.ndarray) and not base.flags.writeable)
+    return base_frozen and not column.flags.writeable
+
+
+def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """Make a column read-only, in place, and return it."""
+    column.flags.writeable = False
+    return column

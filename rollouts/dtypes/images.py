@@ -1,0 +1,180 @@
+"""Images of conversations, and their places in token sequences.
+
+Invariant: an image is a PNG in RGB that this module has checked; nothing is downloaded. Pillow is imported only where
+pixels are read or other forms are converted.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import struct
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rollouts.errors import ConfigError
+from rollouts.extras import install_command
+
+__all__ = ["Image", "ImageSpan", "image_label"]
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_DATA_URL = "data:image/png;base64,"
+_EXIF_ORIENTATION = 0x0112
+_MOST_PIXELS = 1 << 26
+"""A few bytes can hold an image of any size."""
+
+
+@attrs.frozen(repr=False)
+class Image:
+    """An image of a conversation: the bytes of a PNG in RGB with 8 bits a channel.
+
+    There is one form, without loss, so that the processor here and the server decode the same pixels. Images are equal
+    if their bytes are. :meth:`of` converts other forms.
+
+    Raises:
+        ConfigError: the bytes are no such PNG.
+    """
+
+    data: bytes = attrs.field(eq=False)
+    sha256: str = attrs.field(init=False)
+    """The SHA-256 of the bytes, in hexadecimal digits."""
+
+    def __attrs_post_init__(self) -> None:
+        data: Any = self.data
+        if not isinstance(data, bytes) or data[:8] != _PNG or data[24:26] != b"\x08\x02":
+            raise ConfigError.of(
+                "Image.data",
+                data[:40] if isinstance(data, bytes) else data,
+                "a PNG in RGB with 8 bits a channel; use Image.of",
+            )
+        object.__setattr__(self, "sha256", hashlib.sha256(data).hexdigest())
+
+    @classmethod
+    def of(cls, value: Any) -> Image:
+        """Convert an image: bytes of a file, a path, a PIL image, a ``data:`` URL, or an :class:`Image`.
+
+        Bytes of an RGB PNG stay as they are. A file with an EXIF orientation is turned upright, as transformers does
+        when it loads one; the pixels of a PIL image stay where they are. Transparency is dropped.
+
+        Raises:
+            ConfigError: it is none of these, it cannot be decoded, or Pillow is not installed.
+        """
+        if isinstance(value, Image):
+            return value
+        if isinstance(value, str) and value.startswith("data:"):
+            return cls.of(_bytes_of_url(value))
+        if isinstance(value, str) and "://" in value:
+            raise ConfigError.of("image", value[:80], "a data: URL, a path or bytes: no image is downloaded")
+        if isinstance(value, str | Path):
+            try:
+                return cls.of(Path(value).read_bytes())
+            except (OSError, ValueError) as error:
+                raise ConfigError.of("image", str(value)[:200], f"a file with an image ({error})") from error
+        return cls(_png_of(value))
+
+    @property
+    def width(self) -> int:
+        """Pixels in a row."""
+        return int(struct.unpack(">I", self.data[16:20])[0])
+
+    @property
+    def height(self) -> int:
+        """Pixels in a column."""
+        return int(struct.unpack(">I", self.data[20:24])[0])
+
+    @property
+    def label(self) -> str:
+        """The image for people: ``[image 97x61 ab12cd34]``, its size and the start of its hash."""
+        return image_label(self.width, self.height, self.sha256)
+
+    @property
+    def url(self) -> str:
+        """The image as a ``data:`` URL."""
+        return _DATA_URL + base64.b64encode(self.data).decode()
+
+    def to_pil(self) -> Any:
+        """The image as a PIL image in RGB.
+
+        Raises:
+            ConfigError: the bytes cannot be decoded, or Pillow is not installed.
+        """
+        return _decoded(self.data)
+
+    def __repr__(self) -> str:
+        return f"<Image {self.width}x{self.height} {self.sha256}>"
+
+
+def image_label(width: Any, height: Any, sha256: str) -> str:
+    """An image for people, by its size and the start of its hash."""
+    return f"[image {width}x{height} {sha256[:8]}]"
+
+
+def _bytes_of_url(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise ConfigError.of("image", url[:80], "a data: URL of an image in base64")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ConfigError.of("image", url[:80], f"a data: URL of an image in base64 ({error})") from None
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image  # slow, and needed only where there are images
+        import PIL.ImageOps
+    except ImportError as error:
+        raise ConfigError(f"image: Pillow is not installed; {install_command('images')}") from error
+    return PIL
+
+
+def _decoded(data: bytes) -> Any:
+    """Decode all pixels; a file that is cut off is refused."""
+    pillow = _pillow()
+    try:
+        image = pillow.Image.open(io.BytesIO(data))
+        pixels = image.width * image.height
+        if pixels <= _MOST_PIXELS:
+            image.load()
+    except Exception as error:  # noqa: BLE001 - a decoder of foreign bytes may raise anything
+        why = str(error).partition(" <_io.")[0]  # without the address of the buffer
+        raise ConfigError.of("image", data[:40], f"an image that Pillow decodes ({why})") from None
+    if pixels > _MOST_PIXELS:
+        raise ConfigError.of("image", f"{image.width}x{image.height} pixels", f"at most {_MOST_PIXELS:,} pixels")
+    return image
+
+
+def _png_of(value: Any) -> bytes:
+    """The bytes of an RGB PNG with the pixels of an image file or a PIL image."""
+    pillow = _pillow()
+    image = value
+    if isinstance(value, bytes | bytearray):
+        image = _decoded(bytes(value))
+        upright = image.getexif().get(_EXIF_ORIENTATION, 1) == 1
+        if image.format == "PNG" and image.mode == "RGB" and upright and "transparency" not in image.info:
+            return bytes(value)
+        image = image if upright else pillow.ImageOps.exif_transpose(image)
+    elif not isinstance(value, pillow.Image.Image):
+        raise ConfigError.of("image", value, "bytes of an image file, a path, a PIL image or a data: URL")
+    out = io.BytesIO()
+    if "transparency" in image.info and image.mode == "P":
+        image = image.convert("RGBA")  # the same colours; Pillow warns of the direct way
+    (image if image.mode == "RGB" else image.convert("RGB")).save(out, format="PNG")
+    return out.getvalue()
+
+
+@attrs.frozen
+class ImageSpan:
+    """An image of a token sequence: its placeholder ids are positions ``start`` to ``stop`` (half open)."""
+
+    image: Image
+    start: int
+    stop: int
+
+    def shifted(self, by: int) -> ImageSpan:
+        """The span in a sequence with ``by`` more ids before it."""
+        return ImageSpan(self.image, self.start + by, self.stop + by)
