@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="play 2,000 conversations of each family and 100,000 fuzzed inputs; takes an hour",
+        help="play 2,000 conversations of each family, encode 100,000 texts, fuzz 100,000 inputs; takes an hour",
     )
     parser.addoption("--browser", action="store_true", help="run the tests that open pages in Chromium")
     parser.addoption("--programs", action="store_true", help="run the tests of real programs, in .programs")

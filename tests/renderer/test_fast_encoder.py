@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
+import inspect
+import json.decoder
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollouts.dtypes import Message, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.renderer import load_tokenizer
 from rollouts.renderer.fast_encoder import FastEncoder, hard_texts
+from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -31,6 +37,11 @@ PIECES = [
     "|>",
     "x" * 40,
 ]
+
+
+TASKS = ["gsm8k_test", "math500", "mbpp_sanitized"]
+TEMPLATES = ["Qwen-Qwen3-0.6B", "deepseek-ai-DeepSeek-V3.1", "openai-gpt-oss-120b", "GLM-4.6"]
+TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string", "description": "Where."}}})
 
 
 def any_texts(marks: list[str], count: int, seed: int = 0) -> list[str]:
@@ -61,13 +72,50 @@ def codec_of(raw: Any) -> Codec:
     return Codec(transformers.PreTrainedTokenizerFast(tokenizer_object=raw))
 
 
+def parts_of(sources: Sequence[str], count: int, seed: int = 1) -> list[str]:
+    """Parts of up to 400 characters of texts, from any place."""
+    rng = random.Random(seed)
+    parts = []
+    for _ in range(count):
+        source = rng.choice(sources)
+        first = rng.randrange(len(source))
+        parts.append(source[first : first + rng.randint(1, 400)])
+    return parts
+
+
+@pytest.fixture(scope="module")
+def count(request: pytest.FixtureRequest) -> int:
+    """How many texts of each kind are encoded."""
+    return 50_000 if request.config.getoption("--long") else 1_000
+
+
+@pytest.fixture(scope="module")
+def sources(asset: Callable[[str], Path], chat_template: Callable[[str], str]) -> list[str]:
+    """Code, tasks, and openings that templates write for tasks."""
+    paths = [asset(f"datasets/{name}.jsonl") for name in TASKS]
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    prompts = [Message("user", line) for line in random.Random(2).sample(lines, 20)]
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    openings = []
+    for name in TEMPLATES:
+        template = ChatTemplate(
+            chat_template(name), name=name, variables=variables, moment=datetime.datetime(2026, 1, 1)
+        )
+        openings.append("".join(template.render([prompt], [TOOL]) for prompt in prompts))
+    code = [inspect.getsource(module) for module in (random, json.decoder, datetime)]
+    return [*code, "\n".join(lines), *openings]
+
+
 @pytest.mark.parametrize("name", ["demo", "qwen3", "qwen2_5", "deepseek_v3", "gptoss"])
-def test_it_gives_the_ids_of_the_tokenizer(name: str, tokenizer: Callable[..., Any], conversations: int) -> None:
-    """Texts of all planes of Unicode, with added tokens; 40,000 with ``--long``."""
+def test_it_gives_the_ids_of_the_tokenizer(
+    name: str, tokenizer: Callable[..., Any], sources: list[str], count: int
+) -> None:
+    """Texts of all planes of Unicode, with added tokens; code, tasks and openings; 100,000 texts with ``--long``."""
     raw = (load_tokenizer(DEMO_MODEL) if name == "demo" else tokenizer(name)).backend_tokenizer
     fast = FastEncoder.of(raw)
     assert fast is not None
-    texts = any_texts([token.content for token in raw.get_added_tokens_decoder().values()], 20 * conversations)
+    marks = [token.content for token in raw.get_added_tokens_decoder().values()]
+    texts = any_texts(marks, count) + parts_of(sources, count)
     for text, expected in zip(texts, raw.encode_batch_fast(texts, add_special_tokens=False), strict=True):
         found = fast.encode(text)
         assert found is not None
