@@ -231,8 +231,12 @@ class ResumablePolicy:
             await self.wait_until_open()
             if self.limiter is None:
                 break
-            with paused_deadlines():
-                await self.limiter.acquire_on_behalf_of(borrower)
+            try:
+                self.limiter.acquire_on_behalf_of_nowait(borrower)
+                break
+            except anyio.WouldBlock:
+                with paused_deadlines():
+                    await self.limiter.acquire_on_behalf_of(borrower)
             if not self.paused:
                 break
             self.limiter.release_on_behalf_of(borrower)
