@@ -49,12 +49,6 @@ def areal(sample: Sample) -> Any:
     return to_tensors([sample])
 
 
-def prime_rl(sample: Sample) -> Any:
-    from rollouts.integrations.prime_rl import training_columns
-
-    return training_columns(sample, 1.0, env_name="e")
-
-
 def skyrl(sample: Sample) -> Any:
     from rollouts.integrations.skyrl import to_generator_output
 
@@ -107,7 +101,6 @@ NEEDS = {"verl": "verl", "areal": "areal", "rllm": "rllm"}
         trl_rollout_func,
         verl,
         areal,
-        prime_rl,
         skyrl,
         tinker,
         nemo_rl,
