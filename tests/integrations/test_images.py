@@ -79,6 +79,13 @@ def rllm(sample: Sample) -> Any:
     return to_episodes([sample])
 
 
+@pytest.mark.parametrize("rows", [trl, trl_rollout_func])
+def test_the_refusal_says_what_trl_lacks(rows: Callable[[Sample], Any]) -> None:
+    """Neither of its trainers takes inputs of images with a rollout."""
+    with pytest.raises(ConfigError, match="pixel_values only of the images of its data set"):
+        rows(with_image())
+
+
 def own_batch(sample: Sample) -> Any:
     from rollouts.training.batch import collate
 
