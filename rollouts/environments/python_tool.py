@@ -335,8 +335,11 @@ class PythonToolEnvironment(ToolEnvironment):
     @property
     def tools(self) -> Sequence[Tool]:
         """``python``; with ``images`` its description says where a program saves them."""
-        tools = super().tools
-        return tuple(attrs.evolve(one, description=_WITH_IMAGES) for one in tools) if self.images else tools
+        if not self.images:
+            return super().tools
+        return tuple(
+            attrs.evolve(one, description=_WITH_IMAGES) if one.name == "python" else one for one in super().tools
+        )
 
     @tool
     async def python(self, code: str) -> str | ToolResult:

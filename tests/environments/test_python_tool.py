@@ -31,7 +31,7 @@ import numpy as np
 import pytest
 
 from rollouts.dtypes import Image, Message, Prompt, ToolCall
-from rollouts.environments import Environment, Resumable
+from rollouts.environments import Environment, Resumable, tool
 from rollouts.environments.python_tool import (
     Execution,
     PythonLimits,
@@ -1052,8 +1052,18 @@ async def test_a_program_that_is_stopped_shows_no_images() -> None:
     assert (content, metrics["images_not_shown"]) == ("[stopped: it ran longer than 1 s]", 0)
 
 
+class WithNotes(PythonToolEnvironment):
+    @tool
+    def note(self, text: str) -> str:
+        """Keep a note."""
+        return text
+
+
 def test_the_tool_says_where_images_go() -> None:
-    """In its description; an environment that answers in text takes no images."""
+    """In its description, and in no other tool's; an environment that answers in text takes no images."""
+    assert sorted(one.description for one in WithNotes(images=True).tools if "images/" not in one.description) == [
+        "Keep a note."
+    ]
     (one,), (other,) = PythonToolEnvironment().tools, PythonToolEnvironment(images=True).tools
     assert "images" not in one.description
     assert "images/" in other.description
