@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import shutil
@@ -23,12 +24,13 @@ import anyio.lowlevel
 import anyio.to_thread
 import attrs
 
-from rollouts.dtypes import Prompt
-from rollouts.environments.base import ToolEnvironment, tool
+from rollouts.dtypes import Image, Prompt, Tool
+from rollouts.environments.base import ToolEnvironment, ToolResult, tool
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 from rollouts.sandboxes.base import SandboxError
 from rollouts.sandboxes.containment import REQUIRED, Containment, containment_of
-from rollouts.sandboxes.python.launch import run_program
+from rollouts.sandboxes.python.launch import SavedFile, run_program
 from rollouts.validators import check, is_int, number
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "PythonLimits",
     "PythonToolEnvironment",
     "SandboxError",
+    "SavedFile",
     "containment",
     "notes",
     "run_connected",
@@ -69,6 +72,10 @@ class PythonLimits:
     """Total size of all files; they are in memory."""
     output_bytes: int = attrs.field(default=64 * 1024, validator=_COUNT)
     """Of standard output and of standard error, each; the rest is discarded."""
+    images: int = attrs.field(default=8, validator=_COUNT)
+    """Files of the folder ``images`` that are returned, with ``images=True``; the others are counted."""
+    image_bytes: int = attrs.field(default=4 * _MIB, validator=_COUNT)
+    """Size of one of them; a larger one is returned without its content."""
 
 
 @attrs.frozen
@@ -86,6 +93,10 @@ class Execution:
     """The program wrote more than ``output_bytes``; the beginning is returned."""
     seconds: float
     """Wall time from the interpreter's start."""
+    images: tuple[SavedFile, ...] = ()
+    """The first files of the folder ``images`` by name, of a program that ended by itself."""
+    more_images: int = 0
+    """How many further ones there were."""
 
 
 def containment(namespaces: bool = True) -> Containment:
@@ -155,6 +166,7 @@ async def run_python(
     paths: Sequence[str] = (),
     require: Collection[str] | Literal["all"] = REQUIRED,
     namespaces: bool = True,
+    images: bool = False,
 ) -> Execution:
     """Run an untrusted Python program and wait for its end.
 
@@ -167,6 +179,8 @@ async def run_python(
         require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` accepts whatever this
             machine enforces.
         namespaces: use namespaces where available.
+        images: give the program a folder ``images`` and return its files; ``matplotlib.pyplot.show`` saves figures
+            there.
 
     Raises:
         ConfigError: this machine does not enforce a required name, or the program's user cannot read ``paths``.
@@ -176,7 +190,7 @@ async def run_python(
     known = await anyio.to_thread.run_sync(containment, namespaces)
     known.check(require)
     async with _slots():
-        return await _run(code, stdin, limits or PythonLimits(), tuple(paths), known)
+        return await _run(code, stdin, limits or PythonLimits(), tuple(paths), known, images=images)
 
 
 async def run_connected(
@@ -225,9 +239,11 @@ async def _run(
     paths: tuple[str, ...],
     known: Containment,
     channel: Sequence[IO[bytes]] = (),
+    *,
+    images: bool = False,
 ) -> Execution:
     """Run a program in a slot; close our ends of its channel once it has them."""
-    settings = _settings(limits, known.namespaces, known.bubblewrap)
+    settings = {**_settings(limits, known.namespaces, known.bubblewrap), "keep_images": images}
     source, data = code.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
     with _lifeline() as (lifeline, end):
         failed: SandboxError | ConfigError | None = None
@@ -252,6 +268,8 @@ async def _run(
         timed_out=answer.timed_out,
         truncated=answer.truncated,
         seconds=answer.seconds,
+        images=tuple(answer.images),
+        more_images=answer.more_images,
     )
 
 
@@ -280,9 +298,12 @@ class PythonToolEnvironment(ToolEnvironment):
         require: names of :class:`Containment` that must be enforced, or ``"all"``; ``()`` accepts whatever this
             machine enforces.
         paths: folders with further packages.
+        images: the model sees the PNG files that a program saves in the folder ``images``, and the figures that
+            matplotlib shows.
 
     Raises:
-        ConfigError: this machine does not enforce a required name, or the program's user cannot read ``paths``.
+        ConfigError: this machine does not enforce a required name, the program's user cannot read ``paths``, or
+            Pillow is not installed for ``images``.
     """
 
     system_prompt = "Use the tool to run Python. Print what you want to see."
@@ -293,9 +314,13 @@ class PythonToolEnvironment(ToolEnvironment):
         limits: PythonLimits | None = None,
         require: Collection[str] | Literal["all"] = REQUIRED,
         paths: Sequence[str] = (),
+        images: bool = False,
     ) -> None:
+        if images and importlib.util.find_spec("PIL") is None:
+            raise ConfigError(f"images: Pillow is not installed; {install_command('images')}")
         self.limits = limits or PythonLimits()
         self.paths = tuple(paths)
+        self.images = images
         self.require: Collection[str] | Literal["all"] = require
         known = containment()
         known.check(require)
@@ -307,17 +332,74 @@ class PythonToolEnvironment(ToolEnvironment):
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None
 
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """``python``; with ``images`` its description says where a program saves them."""
+        if not self.images:
+            return super().tools
+        return tuple(
+            attrs.evolve(one, description=_WITH_IMAGES) if one.name == "python" else one for one in super().tools
+        )
+
     @tool
-    async def python(self, code: str) -> str:
+    async def python(self, code: str) -> str | ToolResult:
         """Run a Python program in a fresh interpreter and return what it prints."""
-        done = await run_python(code, limits=self.limits, paths=self.paths, require=self.require)
-        return shown(done, self.limits)
+        done = await run_python(code, limits=self.limits, paths=self.paths, require=self.require, images=self.images)
+        if not self.images:
+            return shown(done, self.limits)
+        return await anyio.to_thread.run_sync(_shown_with_images, done, self.limits)
+
+
+_WITH_IMAGES = (
+    "Run a Python program in a fresh interpreter and return what it prints, and the PNG files that it saves in the "
+    "folder images/, as images."
+)
 
 
 def shown(done: Execution, limits: PythonLimits) -> str:
     """Format a run as text for the model: its output, then its notes."""
-    parts = [text.rstrip("\n") for text in (done.stdout, done.stderr) if text.strip()]
-    return "\n".join([*parts, *notes(done, limits)]) or "[no output]"
+    return "\n".join([*_output(done), *notes(done, limits)]) or "[no output]"
+
+
+def _output(done: Execution) -> list[str]:
+    return [text.rstrip("\n") for text in (done.stdout, done.stderr) if text.strip()]
+
+
+def _shown_with_images(done: Execution, limits: PythonLimits) -> ToolResult:
+    """The output, the images, each after its name, then the notes; files that are not shown are notes, and counted."""
+    parts: list[str | Image] = []
+    lines, hidden = _output(done), []
+    for file in done.images:
+        try:
+            image = _image_of(file, limits)
+        except ConfigError as error:
+            hidden.append(f"[images/{file.name} is not shown: {error}]")
+            continue
+        parts += ["\n".join([*lines, f"[images/{file.name}]\n"]), image]
+        lines = [""]
+    if done.more_images:
+        hidden.append(f"[{done.more_images} further files of images: not shown; expected at most {limits.images}]")
+    lines += [*hidden, *notes(done, limits)]
+    text = "\n".join(lines)
+    content = [*parts, text] if parts and text else parts or text or "[no output]"
+    return ToolResult(content, metrics={"images_not_shown": len(hidden) - bool(done.more_images) + done.more_images})
+
+
+def _image_of(file: SavedFile, limits: PythonLimits) -> Image:
+    """The image of a file. Raises ConfigError with what was expected."""
+    if file.size is None:
+        raise ConfigError("expected a file")
+    if file.data is None:
+        raise ConfigError(f"{file.size} bytes; expected at most {limits.image_bytes} bytes")
+    if not file.data.startswith(_PNG):  # Pillow would start programs for some other formats
+        raise ConfigError(f"{file.size} bytes; expected a PNG")
+    try:
+        return Image.of(file.data)
+    except ConfigError as error:
+        raise ConfigError(f"{file.size} bytes; expected {str(error).rpartition('; expected ')[2]}") from None
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def notes(done: Execution, limits: PythonLimits) -> list[str]:

@@ -4,7 +4,8 @@
     in:  MicroBatchFiles(output_dir, …).send(samples), so that our manager takes the place of the orchestrator
 
 Invariant: all streams of a row are as long as its tokens, and no row is longer than the trainer's ``seq_len``, where
-prime-rl would cut it. prime-rl is imported when a function needs it.
+prime-rl would cut it. A row has the arrays of exactly the images whose ids it has. prime-rl is imported when a function
+needs it.
 
 prime-rl takes no policy versions: ``manager.stream(max_staleness=…)`` drops stale groups before.
 """
@@ -17,10 +18,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import row_columns, trimmed
+from rollouts.training.rows import row_columns, row_images, trimmed
 from rollouts.training.types import Sample
 
 __all__ = ["MicroBatchFiles", "to_training_samples", "training_columns", "write_batch"]
@@ -31,6 +33,9 @@ def training_columns(
 ) -> dict[str, Any]:
     """The fields of a ``TrainingSample``: lists as long as the row's tokens.
 
+    A row with images has ``mm_token_type_ids``, 1 on the ids that stand for an image, and as ``mm_kwargs`` the arrays
+    of the model's processor, by name; :func:`to_training_samples` encodes them.
+
     Args:
         sample: one row.
         advantage: that of each sampled token, unless the sample has ``advantages`` of its own.
@@ -39,15 +44,15 @@ def training_columns(
 
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs; a completion has no temperature, or one of
-            0, by which prime-rl would divide; ``env_name`` is ``"all"``, which is reserved; or it has a teacher's
-            logprobs, which prime-rl has no field for.
+            0, by which prime-rl would divide; ``env_name`` is ``"all"``, which is reserved; it has a teacher's
+            logprobs, which prime-rl has no field for; or it has images and no ``image_inputs``.
     """
     if env_name == "all" or not env_name:
         raise ConfigError.of("env_name", env_name, "a name other than 'all', which prime-rl reserves")
-    row = row_columns(sample, "prime-rl", "teacher_log_probs", "images")
+    row = row_columns(sample, "prime-rl", "teacher_log_probs")
     width, own = len(row.tokens), sample.advantage_column
     advantages = np.where(row.mask, np.float32(advantage) if own is None else own[:width], np.float32(0))
-    columns = {
+    columns: dict[str, Any] = {
         "token_ids": row.tokens.tolist(),
         "mask": row.mask.tolist(),
         "logprobs": row.logprobs.tolist(),
@@ -57,6 +62,10 @@ def training_columns(
     }
     if sample.loss_multiplier != 1:
         columns["rl_weights"] = [float(sample.loss_multiplier)] * width
+    if inputs := row_images(sample):
+        columns["mm_kwargs"] = inputs
+        image_ids = [row.tokens[span.start] for span in trimmed(sample).images]
+        columns["mm_token_type_ids"] = np.isin(row.tokens, image_ids).astype(int).tolist()
     return columns
 
 
@@ -78,13 +87,18 @@ def to_training_samples(
     Raises:
         ConfigError: as :func:`training_columns`.
     """
-    from prime_rl.transports.rollouts.types import TrainingSample
+    from prime_rl.transports.rollouts.types import EncodedTensor, TrainingSample
 
-    given = group_advantages(samples) if advantages is None else advantages
-    return [
-        TrainingSample(**training_columns(sample, float(advantage), env_name=env_name, temperature=temperature))
-        for sample, advantage in zip(samples, given, strict=True)
-    ]
+    def encoded(array: npt.NDArray[Any]) -> Any:
+        return EncodedTensor(dtype=str(array.dtype), shape=list(array.shape), data=array.tobytes())
+
+    made = []
+    for sample, advantage in zip(samples, group_advantages(samples) if advantages is None else advantages, strict=True):
+        columns = training_columns(sample, float(advantage), env_name=env_name, temperature=temperature)
+        if "mm_kwargs" in columns:
+            columns["mm_kwargs"] = {name: encoded(array) for name, array in columns["mm_kwargs"].items()}
+        made.append(TrainingSample(**columns))
+    return made
 
 
 def write_batch(samples: Sequence[Sample], path: Path) -> None:

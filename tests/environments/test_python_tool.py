@@ -12,6 +12,7 @@ import errno
 import glob
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -22,14 +23,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import attrs
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Message, Prompt, ToolCall
-from rollouts.environments import Environment, Resumable
+from rollouts.dtypes import Image, Message, Prompt, ToolCall
+from rollouts.environments import Environment, Resumable, tool
 from rollouts.environments.python_tool import (
     Execution,
     PythonLimits,
@@ -38,6 +40,7 @@ from rollouts.environments.python_tool import (
     run_python,
 )
 from rollouts.errors import ConfigError
+from rollouts.recipes.environments.retool.tags import CodeTagsEnvironment
 from rollouts.sandboxes.containment import REQUIRED, containment_of
 
 MIB = 1 << 20
@@ -911,3 +914,178 @@ def test_what_is_required_must_be_enforced() -> None:
         held.check("all")
     with pytest.raises(ConfigError, match=r"require: got 'netwrok'; expected \"all\" or some of seconds, "):
         PythonToolEnvironment(require=["netwrok"])
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+PNG = """
+import os, struct, zlib
+
+def png(path, width, height, colour=(200, 30, 40)):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    rows = (b"\\0" + bytes(colour) * width) * height
+    parts = [chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), chunk(b"IDAT", zlib.compress(rows))]
+    with open(path, "wb") as file:
+        file.write(b"\\x89PNG\\r\\n\\x1a\\n" + b"".join(parts) + chunk(b"IEND", b""))
+"""
+"""For a program that writes a PNG file without a library."""
+
+
+async def saved(code: str, namespaces: bool, **limits: int) -> Execution:
+    chosen = attrs.evolve(QUICK, **limits)
+    return await run_python(PNG + code, limits=chosen, namespaces=namespaces, images=True)
+
+
+async def test_the_files_of_the_folder_images_are_returned(namespaces: bool) -> None:
+    """In the order of their names, also of a program that fails; without ``images`` there is no such folder."""
+    code = "png('images/b.png', 3, 2); open('images/a.txt', 'w').write('hello'); png('c.png', 1, 1); 1 / 0"
+    done = await saved(code, namespaces)
+    assert [(file.name, file.size) for file in done.images] == [
+        ("a.txt", 5),
+        ("b.png", len(done.images[1].data or b"")),
+    ]
+    assert done.images[0].data == b"hello"
+    image = Image.of(done.images[1].data)
+    assert (image.width, image.height, image.to_pil().getpixel((2, 1))) == (3, 2, (200, 30, 40))
+    assert (done.exit_code, done.more_images) == (1, 0)
+    done = await run_python("import os; print(os.listdir())", limits=QUICK, namespaces=namespaces)
+    assert (done.stdout, done.images) == ("['main.py']\n", ())
+
+
+async def test_returned_files_are_bounded_in_number_and_bytes(namespaces: bool) -> None:
+    """The first by name are returned; a larger one has no data, and the others are counted."""
+    code = "for name in 'dcba': open(f'images/{name}', 'wb').write(bytes(ord(name) - 95))"
+    done = await saved(code, namespaces, images=3, image_bytes=3)
+    assert [(file.name, file.size, file.data) for file in done.images] == [
+        ("a", 2, bytes(2)),
+        ("b", 3, bytes(3)),
+        ("c", 4, None),
+    ]
+    assert done.more_images == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("os.symlink('/etc/passwd', 'images/a'); os.mkfifo('images/b'); os.mkdir('images/c')", ["a", "b", "c"]),
+        ("os.umask(0o777); open('images/a', 'w').write('x')", ["a"]),
+        ("os.rmdir('images'); os.symlink('/etc', 'images')", []),
+        ("os.rmdir('images'); open('images', 'w').write('x')", []),
+        ("os.rmdir('images'); os.mkdir('images', 0)", []),
+        ("open(b'images/\\xff', 'w').write('x')", ["\ufffd"]),
+    ],
+    ids=["no plain files", "unreadable", "a link", "a file", "unreadable folder", "no UTF-8"],
+)
+async def test_only_plain_files_of_the_folder_are_read(code: str, names: list[str], namespaces: bool) -> None:
+    """A link is not followed, a pipe is not waited for, and what cannot be read is a file without data."""
+    done = await saved(code, namespaces)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert [file.name for file in done.images] == names
+    assert [file.data for file in done.images if file.name != "\ufffd"] == [None] * len(set(names) - {"\ufffd"})
+
+
+async def test_a_name_of_a_file_is_no_message_of_the_sandbox() -> None:
+    """A file that is named like the program's start does not move the deadline."""
+    done = await saved("open('images/begun', 'w'); open('images/\\n{\"exit\": 7}', 'w')", containment().namespaces)
+    assert (done.exit_code, [file.name for file in done.images]) == (0, ['\n{"exit": 7}', "begun"])
+    assert done.seconds > 0
+
+
+async def seen(code: str, **options: Any) -> tuple[Any, Any]:
+    environment = PythonToolEnvironment(images=True, **{"limits": QUICK, **options})
+    step = await environment.step(
+        Message("assistant", "", tool_calls=(ToolCall("python", {"code": PNG + code}, id="1"),))
+    )
+    return step.messages[0].content, step.metrics
+
+
+async def test_the_model_sees_the_images_that_its_program_saves() -> None:
+    """After the output, each after its name; what is no image is described and counted."""
+    code = "print(6 * 7); png('images/a.png', 3, 2); png('images/b.png', 2, 2); open('images/c.png', 'w').write('no')"
+    content, metrics = await seen(code)
+    first, shown, second, other, rest = content
+    assert (first, second) == ("42\n[images/a.png]\n", "\n[images/b.png]\n")
+    assert (shown.width, other.width) == (3, 2)
+    assert rest == "\n[images/c.png is not shown: 2 bytes; expected a PNG]"
+    assert metrics == {"tool_errors": 0, "images_not_shown": 1}
+    (only, _), _ = await seen("png('images/a.png', 3, 2)")
+    assert only == "[images/a.png]\n"
+    assert await seen("pass") == ("[no output]", {"tool_errors": 0, "images_not_shown": 0})
+    assert (await seen("png('images/a.png', 3, 2); 1 / 0"))[0][-1] == "\n[exit code 1]"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("png('images/a', 9, 9)", r"images/a is not shown: \d+ bytes; expected at most 60 bytes"),
+        ("os.mkdir('images/a')", "images/a is not shown: expected a file"),
+        (
+            "open('images/a', 'wb').write(b'\\x89PNG\\r\\n\\x1a\\n' + b'x' * 9)",
+            r"images/a is not shown: 17 bytes; expected an image that Pillow decodes \(.*\)",
+        ),
+        ("[open(f'images/{n}', 'w') for n in range(5)]", "3 further files of images: not shown; expected at most 2"),
+    ],
+    ids=["large", "folder", "broken", "many"],
+)
+async def test_a_file_that_is_not_shown_is_described(code: str, expected: str) -> None:
+    """With what was expected, and it is counted."""
+    content, metrics = await seen(code, limits=attrs.evolve(QUICK, images=2, image_bytes=60))
+    assert re.fullmatch(rf"\[{expected}\]", content.splitlines()[-1])
+    assert metrics["images_not_shown"] == (5 if "range" in code else 1)
+
+
+async def test_an_image_of_too_many_pixels_is_not_decoded() -> None:
+    """A few bytes can hold one."""
+    code = (
+        "png('images/a.png', 1, 1); file = open('images/a.png', 'r+b'); data = bytearray(file.read())\n"
+        "data[16:24] = struct.pack('>II', 9000, 9000); data[29:33] = struct.pack('>I', zlib.crc32(data[12:29]))\n"
+        "file.seek(0); file.write(data)"
+    )
+    content, _ = await seen(code)
+    assert content == "[images/a.png is not shown: 69 bytes; expected at most 67,108,864 pixels]"
+
+
+async def test_a_program_that_is_stopped_shows_no_images() -> None:
+    """Its files end with it."""
+    content, metrics = await seen("png('images/a.png', 3, 2)\nwhile 1: pass", limits=attrs.evolve(QUICK, seconds=1))
+    assert (content, metrics["images_not_shown"]) == ("[stopped: it ran longer than 1 s]", 0)
+
+
+class WithNotes(PythonToolEnvironment):
+    @tool
+    def note(self, text: str) -> str:
+        """Keep a note."""
+        return text
+
+
+def test_the_tool_says_where_images_go() -> None:
+    """In its description, and in no other tool's; an environment that answers in text takes no images."""
+    assert sorted(one.description for one in WithNotes(images=True).tools if "images/" not in one.description) == [
+        "Keep a note."
+    ]
+    (one,), (other,) = PythonToolEnvironment().tools, PythonToolEnvironment(images=True).tools
+    assert "images" not in one.description
+    assert "images/" in other.description
+    assert one.parameters == other.parameters
+    with pytest.raises(TypeError, match="images"):
+        CodeTagsEnvironment(images=True)  # type: ignore[call-arg]
+
+
+async def test_a_figure_of_matplotlib_is_seen() -> None:
+    """Saved in the folder, or shown: ``show`` saves every open figure there and closes it."""
+    matplotlib = pytest.importorskip("matplotlib")
+    code = """
+import matplotlib.pyplot as plt
+plt.figure(figsize=(2, 1), dpi=50); plt.plot([1, 2]); plt.savefig("images/mine.png"); plt.close()
+plt.figure(figsize=(1, 1), dpi=50); plt.figure(figsize=(3, 1), dpi=50); plt.show()
+plt.figure(figsize=(1, 2), dpi=50); plt.show(); plt.show()
+"""
+    packages = str(Path(matplotlib.__file__).parents[1])
+    limits = attrs.evolve(QUICK, seconds=60, cpu_seconds=60)  # only so that a busy machine does not stop it
+    content, metrics = await seen(code, paths=[packages], limits=limits)
+    names = [part.strip() for part in content if isinstance(part, str)]  # no line on fonts before them
+    assert names == [*(f"[images/figure-{number}.png]" for number in ("001", "002", "003")), "[images/mine.png]"]
+    sizes = [(part.width, part.height) for part in content if isinstance(part, Image)]
+    assert sizes == [(50, 50), (150, 50), (50, 100), (100, 50)]
+    assert metrics["images_not_shown"] == 0

@@ -49,12 +49,6 @@ def areal(sample: Sample) -> Any:
     return to_tensors([sample])
 
 
-def prime_rl(sample: Sample) -> Any:
-    from rollouts.integrations.prime_rl import training_columns
-
-    return training_columns(sample, 1.0, env_name="e")
-
-
 def skyrl(sample: Sample) -> Any:
     from rollouts.integrations.skyrl import to_generator_output
 
@@ -85,6 +79,13 @@ def rllm(sample: Sample) -> Any:
     return to_episodes([sample])
 
 
+@pytest.mark.parametrize("rows", [trl, trl_rollout_func])
+def test_the_refusal_says_what_trl_lacks(rows: Callable[[Sample], Any]) -> None:
+    """Neither of its trainers takes inputs of images with a rollout."""
+    with pytest.raises(ConfigError, match="pixel_values only of the images of its data set"):
+        rows(with_image())
+
+
 def own_batch(sample: Sample) -> Any:
     from rollouts.training.batch import collate
 
@@ -107,7 +108,6 @@ NEEDS = {"verl": "verl", "areal": "areal", "rllm": "rllm"}
         trl_rollout_func,
         verl,
         areal,
-        prime_rl,
         skyrl,
         tinker,
         nemo_rl,

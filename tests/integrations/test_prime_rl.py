@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import attrs
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Message, Prompt, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.prime_rl import MicroBatchFiles, to_training_samples, training_columns
 from rollouts.recipe_files import build, load_recipe
-from rollouts.training import AsyncRolloutManager, Status
+from rollouts.renderer import Renderer
+from rollouts.renderer.images import ImageProcessor
+from rollouts.training import AsyncRolloutManager, Sample, Status, trajectory_to_samples
 from rollouts.training.batch import group_advantages
-from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
+from rollouts.trajectory import Trajectory
+from tests.processors import CHATML, FAMILIES, build_processor, load_tokenizer_of, picture
+from tests.trainer_samples import columns, completion, scored_groups, tiny_model, token_logprobs
 
 
 def test_all_streams_are_as_long_as_the_row() -> None:
@@ -68,6 +73,115 @@ def test_a_temperature_that_is_not_known_is_refused_unless_it_is_given() -> None
         training_columns(sample, 0.0, env_name="sums")
     row = training_columns(sample, 0.0, env_name="sums", temperature=1.3)
     assert row["temperatures"] == [1.3 if one else 1.0 for one in row["mask"]]
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Vision:
+    """A processor, and what our samples are rendered with."""
+
+    processor: Any
+    renderer: Renderer
+    images: ImageProcessor
+
+
+@pytest.fixture(scope="module")
+def vision(small_tokenizer_folder: Callable[[str], Path]) -> Vision:
+    """Qwen3-VL's processor with a small tokenizer."""
+    pytest.importorskip("torch")
+    family = FAMILIES["qwen3_vl"]
+    tokenizer = load_tokenizer_of(family, str(small_tokenizer_folder("qwen3")))
+    template = CHATML.replace("PLACEHOLDER", family.written)
+    processor = build_processor(family, tokenizer)
+    renderer = Renderer(tokenizer, chat_template=template, images=processor)
+    assert renderer.images is not None
+    return Vision(processor, renderer, renderer.images)
+
+
+IMAGES = [picture(97, 61), picture(30, 150), picture(64, 64, seed=1)]
+SHOWN = [[0, 1], [], [2], [0, 0, 2]]
+"""The images of the rows of :func:`seen_groups` that a reply answers."""
+
+
+def seen_groups(vision: Vision) -> list[Sample]:
+    """A group of four: images in the prompt and in a result, one image twice, none; two end in an unanswered image."""
+    rng, samples = random.Random(0), []
+    for number, shown in enumerate(SHOWN):
+        trajectory = Trajectory()
+        cut = max(len(shown) - 1, 0)
+        for turn, part in enumerate([shown[:cut], shown[cut:], *([[1]] if number % 2 else [])]):
+            images = [IMAGES[place] for place in part]
+            text = vision.renderer.opening([Message("user", (f"turn {turn} ", *images, " so?"))])
+            trajectory.add_context(text, [], vision.images.spans(text, images))
+            if turn < 2:
+                reply = completion(trajectory, [rng.randrange(1, 500) for _ in range(3)], rng, "3")
+                trajectory.add_reply(reply, Message("assistant", "reply"), temperature=0.7)
+        trajectory.seal(StopReason.TASK_COMPLETED)
+        prompt = Prompt("question", group_index=0, index=number)
+        (sample,) = trajectory_to_samples([trajectory], prompt, vision.renderer.decode, vision.images.inputs)
+        sample.reward, sample.rollout_id = number / 4, number
+        samples.append(sample)
+    return samples
+
+
+def test_a_row_with_images_has_the_arrays_and_types_of_the_processor(vision: Vision) -> None:
+    """Of the images that a reply answers; the processor itself gives the same for the text of the row."""
+    for sample, shown in zip(seen_groups(vision), SHOWN, strict=True):
+        row = training_columns(sample, 0.5, env_name="looks")
+        if not shown:
+            assert "mm_kwargs" not in row
+            assert "mm_token_type_ids" not in row
+            continue
+        inputs = vision.processor.image_processor([IMAGES[place].to_pil() for place in shown], return_tensors="np")
+        assert row["mm_kwargs"].keys() == inputs.keys()
+        assert all(np.array_equal(row["mm_kwargs"][name], array) for name, array in inputs.items())
+        assert row["mm_token_type_ids"] == list(vision.processor.create_mm_token_type_ids([row["token_ids"]])[0])
+        assert 4 * sum(row["mm_token_type_ids"]) == len(row["mm_kwargs"]["pixel_values"])
+
+
+def test_a_stored_sample_with_images_needs_a_processor(vision: Vision) -> None:
+    """A sample without ``image_inputs`` is refused, never a row without its images."""
+    sample = seen_groups(vision)[0]
+    sample.image_inputs = None
+    with pytest.raises(ConfigError, match=r"Sample\.image_inputs: got None"):
+        training_columns(sample, 0.5, env_name="looks")
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_their_receiver_reads_images_back(
+    tmp_path: Path, ranks: int, vision: Vision, compared: Callable[..., None]
+) -> None:
+    """Each micro batch has the arrays of the images whose ids it has, in order, and theirs for our rows are equal."""
+    filesystem = pytest.importorskip("prime_rl.transports.rollouts.filesystem")
+    trajectories = pytest.importorskip("prime_rl.orchestrator.trajectories")
+    samples = seen_groups(vision)
+    longest = max(len(columns(sample)[0]) for sample in samples)
+    await MicroBatchFiles(tmp_path, ranks=ranks, seq_len=longest, env_name="looks", pad_to_multiple_of=8).send(samples)
+    expected = {}
+    for sample, made, shown in zip(samples, to_training_samples(samples, env_name="looks"), SHOWN, strict=True):
+        items = [vision.images.inputs([IMAGES[place]]) for place in shown]
+        assert made.mm_kwargs == trajectories._encode_mm_kwargs({"image": items})
+        expected[tuple(columns(sample)[0])] = (made.mm_token_type_ids or [0] * len(made.token_ids), shown)
+    read = {}
+    for rank in range(ranks):
+        for batch in filesystem.FileSystemMicroBatchReceiver(tmp_path, rank).receive():
+            start, images = 0, []
+            kinds = batch.mm_token_type_ids or [0] * len(batch.input_ids)  # a batch of text has none
+            for length in batch.seq_lens:
+                ids, types = (column[start : start + length] for column in (batch.input_ids, kinds))
+                start += length
+                found = next(row for row in expected if tuple(ids[: len(row)]) == row)
+                read[found] = (types[: len(found)], expected[found][1])
+                images += [IMAGES[place] for place in expected[found][1]]
+            inputs = vision.images.inputs(images)
+            for name, array in inputs.items():
+                got = batch.mm_kwargs[name]
+                assert np.array_equal(np.frombuffer(got.data, got.dtype).reshape(got.shape), array)
+    assert read == expected
+    compared("prime-rl 0.8.0", "a, b", f"images of {ranks} ranks: mm_kwargs, mm_token_type_ids", 0.0)
 
 
 @pytest.mark.trainer

@@ -10,6 +10,7 @@ system, drops privileges, waits), program. Without namespaces the gate is also i
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -42,6 +43,28 @@ __file__ = "main.py"
 del site, sys
 exec(compile(open("main.py", "rb").read(), "main.py", "exec"))
 """
+
+_IMAGES = "images"
+"""The folder, in the program's, of which files are returned."""
+_FONTS = "fonts.conf"
+"""Without the system's file, each use of matplotlib prints an error."""
+_BACKEND = "rollouts_figures"
+_BACKEND_SOURCE = """
+import os
+from matplotlib.backends.backend_agg import FigureCanvasAgg as FigureCanvas
+
+_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "images")
+_shown = 0
+
+def show(*args, **options):
+    global _shown
+    from matplotlib import pyplot
+    for number in pyplot.get_fignums():
+        _shown += 1
+        pyplot.figure(number).savefig(os.path.join(_FOLDER, f"figure-{_shown:03}.png"))
+        pyplot.close(number)
+"""
+"""matplotlib's backend: ``show`` saves every open figure in the folder, since there is no screen."""
 
 
 class UnreadableError(Exception):
@@ -115,6 +138,11 @@ def _enter(
     os.chdir(folder)
     with open("main.py", "wb") as file:
         file.write(code)
+    if request.get("keep_images"):
+        os.mkdir(_IMAGES)
+        for name, text in ((f"{_BACKEND}.py", _BACKEND_SOURCE), (_FONTS, "<fontconfig></fontconfig>")):
+            with open(name, "w") as helper:
+                helper.write(text)
     if request["linux"] and not request["namespaces"] and kernel.landlock_abi():
         rules = kernel.Landlock()
         roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
@@ -133,7 +161,7 @@ def _enter(
         _become_program(request, folder, mechanisms, streams, status)
     for number in streams:
         os.close(number)
-    _wait_for(program, status)
+    _wait_for(program, request, status)
 
 
 def _give_up_privileges(user: int, go: int) -> None:
@@ -203,6 +231,8 @@ def _become_program(
             mechanisms.append("seccomp")
         environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "TZ": "UTC"}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        if request.get("keep_images"):
+            environment |= {"MPLBACKEND": f"module://{_BACKEND}", "FONTCONFIG_FILE": f"{folder}/{_FONTS}"}
         boot = _BOOT.format(folder=folder, paths=request["paths"], channel=[str(n) for n in request["channel"]])
         _report(status, begun=mechanisms)
         os.set_inheritable(status, False)
@@ -244,15 +274,54 @@ def _close_all_except(*kept: int) -> None:
     os.closerange(first, 1 << 16)
 
 
-def _wait_for(program: int, status: int) -> None:
-    """Reap child processes until the program ends; report its exit code and CPU time."""
+def _wait_for(program: int, request: dict[str, Any], status: int) -> None:
+    """Reap child processes until the program ends; report its images, its exit code and its CPU time."""
     while True:
         ended, how = os.wait()
         if ended == program:
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if request.get("keep_images"):
+                _report_images(status, request["images"], request["image_bytes"])
             _report(status, exit=os.waitstatus_to_exitcode(how), cpu=used.ru_utime + used.ru_stime)
             os._exit(0)
 
 
+def _report_images(status: int, most: int, most_bytes: int) -> None:
+    """Report the files of the folder, the first by name with their content.
+
+    This process is confined as the program is: it reads nothing that the program cannot read. Other processes of the
+    program may still run, so that nothing is checked before it is opened.
+    """
+    try:
+        folder = os.open(_IMAGES, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        names = sorted(os.listdir(folder))
+    except OSError:  # the program removed it, or put something else there
+        return
+    for name in names[:most]:
+        size, data = _plain_file(name, folder, most_bytes)
+        shown = os.fsencode(name).decode("utf-8", "replace")
+        _report(status, image=[shown, size, None if data is None else base64.b64encode(data).decode()])
+    _report(status, more_images=max(len(names) - most, 0))
+
+
+def _plain_file(name: str, folder: int, most_bytes: int) -> tuple[int | None, bytes | None]:
+    """Size and content of a file; no content of a larger one, and no size of what is none or cannot be read."""
+    try:  # O_NONBLOCK: a pipe without a writer would be waited for
+        number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None, None
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode):
+            return None, None
+        with os.fdopen(number, "rb", closefd=False) as file:
+            data = file.read(most_bytes + 1)
+    finally:
+        os.close(number)
+    return (len(data), data) if len(data) <= most_bytes else (max(found.st_size, len(data)), None)
+
+
 def _report(status: int, **what: Any) -> None:
-    os.write(status, json.dumps(what).encode() + b"\n")
+    left = memoryview(json.dumps(what).encode() + b"\n")
+    while left:
+        left = left[os.write(status, left) :]

@@ -25,12 +25,23 @@ from rollouts.sandboxes.base import SandboxError
 from rollouts.sandboxes.filesystem import SYSTEM, SYSTEM_FILES
 from rollouts.sandboxes.python.supervisor import BOOT
 
-__all__ = ["Answer", "run_program"]
+__all__ = ["Answer", "SavedFile", "run_program"]
 
 _GRACE_SECONDS = 60.0
 _WORK = "/tmp/work"
 """The program's folder in bubblewrap."""
 _PACKAGES = tuple(f"{lib}/python*/{name}-packages" for lib in ("lib", "lib64", "Lib") for name in ("site", "dist"))
+
+
+class SavedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file that a program saved in the folder ``images``."""
+
+    name: str
+    """Its name; bytes that are no UTF-8 are replaced."""
+    size: int | None
+    """Its bytes; ``None`` of what is no file or cannot be read."""
+    data: bytes | None
+    """Its content; ``None`` if it is larger than ``image_bytes``, or has no size."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -45,6 +56,8 @@ class Answer(msgspec.Struct, frozen=True):
     truncated: bool
     seconds: float
     sizes: list[int]
+    images: list[SavedFile]
+    more_images: int
 
 
 def run_program(
@@ -61,7 +74,8 @@ def run_program(
         code: Python source.
         stdin: its standard input.
         paths: folders that it may import from.
-        settings: the fields of ``PythonLimits``, ``namespaces``, and the path of ``bubblewrap`` if it makes them.
+        settings: the fields of ``PythonLimits``, ``namespaces``, the path of ``bubblewrap`` if it makes them, and
+            ``keep_images`` for a program that has a folder ``images``, whose files are returned.
         lifeline: the reading end of a pipe.
         channel: further files for the program, which finds their descriptors in ``sys.argv``; closed here.
 

@@ -65,7 +65,8 @@ class _Watch:
         self.outputs = [bytearray(), bytearray()]
         self.truncated = [False, False]
         self.report: dict[str, Any] = {}
-        self.partial_line = b""
+        self.images: list[Any] = []
+        self.partial_line = bytearray()
         self.cut_off = self.timed_out = False
         self.began = time.monotonic()
         self.deadline = self.began + _SETUP_SECONDS
@@ -119,6 +120,8 @@ class _Watch:
             "timed_out": self.timed_out or out_of_cpu,
             "truncated": any(self.truncated),
             "seconds": seconds,
+            "images": self.images if "exit" in self.report else [],
+            "more_images": self.report.get("more_images", 0),
         }
         return answer, [bytes(output) for output in self.outputs]
 
@@ -132,12 +135,18 @@ class _Watch:
         if not data:
             self.report.setdefault("exit", -signal.SIGKILL)  # init was killed with it
             return
-        *lines, self.partial_line = (self.partial_line + data).split(b"\n")
+        self.partial_line += data
+        if b"\n" not in data:
+            return
+        *lines, self.partial_line = self.partial_line.split(b"\n")
         for line in lines:
-            self.report |= json.loads(line)
+            report = json.loads(line)
+            if "image" in report:
+                self.images.append(report.pop("image"))
+            self.report |= report
             if "unshared" in self.report:
                 self._map_users(self.report.pop("unshared"))
-            if b"begun" in line:
+            if "begun" in report:
                 self.began = time.monotonic()
                 self.deadline = self.began + self.request["seconds"]
 

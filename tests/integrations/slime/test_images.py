@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+import itertools
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ WITH_SLIME = [
 ]
 PLACEHOLDER = 500
 """The demo model's id of an image."""
+CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "9"}}</tool_call>'
+"""Of the tool of slime's example, with a wrong answer."""
 EXAMPLE = "examples.geo3k_vlm_multi_turn"
 
 
@@ -99,20 +103,25 @@ class Bench:
         return args
 
     def play(self, function: Callable[..., Any], args: Namespace, *, evaluation: bool) -> Played:
-        """Call a rollout function once, with a data source of slime."""
+        """Call a rollout function once, with a data source of slime; ``zero_logprobs`` changes its samples."""
         self.router.requests.clear()
         source = importlib.import_module("slime.rollout.data_source").RolloutDataSource(args)
+        if getattr(args, "zero_logprobs", False):
+            source.dataset.samples = [with_zero_logprobs()(**vars(one)) for one in source.dataset.samples]
         output = function(args, 0, source, evaluation=evaluation)
         samples = output.data["geo3k"]["samples"] if evaluation else list(leaves(output.samples))
         asked = [request for request in self.router.requests if tuple(request.input_ids) != PROBE]
         return Played(samples, sorted(map(_asked, asked), key=repr))
 
-    def both(self, *, evaluation: bool, **overrides: Any) -> tuple[Played, Played]:
+    def theirs(self, *, evaluation: bool, **overrides: Any) -> Played:
         module = importlib.import_module("slime.rollout.sglang_rollout")
         args = self.args(**overrides)
         start_slime(args)
-        theirs = self.play(module.generate_rollout, args, evaluation=evaluation)
-        start_slime(args)  # slime's HTTP client has connections of the event loop that used it first
+        return self.play(module.generate_rollout, args, evaluation=evaluation)
+
+    def both(self, *, evaluation: bool, **overrides: Any) -> tuple[Played, Played]:
+        theirs = self.theirs(evaluation=evaluation, **overrides)
+        start_slime(self.args(**overrides))  # slime's HTTP client has connections of the event loop that used it first
         ours = self.play(generate_rollout_batch, self.args(**overrides), evaluation=evaluation)
         close_rollouts()
         return theirs, ours
@@ -124,6 +133,32 @@ def _asked(request: Request) -> Any:
     params = request.sampling_params
     sampling = sorted((name, params.get(name)) for name in ("temperature", "top_p", "top_k", "max_new_tokens"))
     return body.get("text"), body.get("image_data"), list(request.input_ids), sampling, body["return_logprob"]
+
+
+def with_zero_logprobs() -> type[Any]:
+    """slime's sample, which takes the zero logprobs that the example passes for the ids of an observation."""
+
+    class WithZeroLogprobs(records().sample):  # type: ignore[misc]  # slime's own class, known at run time
+        def append_response_tokens(self, args: Any = None, **fields: Any) -> None:
+            if not fields["trainable"] and not any(fields["log_probs"]):
+                fields["log_probs"] = None
+            super().append_response_tokens(args, **fields)
+
+    return WithZeroLogprobs
+
+
+def build_env(sample: Any, args: Any) -> Any:
+    """The environment of slime's example; an observation of its second turn has an image."""
+    module = importlib.import_module(f"{EXAMPLE}.env_geo3k")
+
+    class WithImage(module.Geo3kEnv):  # type: ignore[misc, name-defined]  # slime's own class, known at run time
+        def step(self, response_text: str) -> Any:
+            observation, done, info = super().step(response_text)
+            if self.turn == 2:
+                observation["multi_modal_data"] = {"image": [colour(200 + int(sample.label))]}
+            return observation, done, info
+
+    return WithImage(ground_truth=sample.label, max_turns=args.max_turns)
 
 
 @attrs.frozen
@@ -161,7 +196,7 @@ def bench(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     rows.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in ROWS))
     codec, expander = Codec(load_tokenizer(model)), Expander(model)
-    reply = codec.encode("The answer is 3.<|im_end|>").tolist()
+    replies = [codec.encode(f"{text}<|im_end|>").tolist() for text in ("The answer is 3.", CALL)]
 
     def answer(input_ids: list[int], params: dict[str, Any]) -> dict[str, Any]:
         body = stub.requests[-1].body
@@ -169,6 +204,7 @@ def bench(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         images = body.get("image_data") or []
         if ids.count(PLACEHOLDER) == len(images):  # the example of several turns sends expanded ids
             ids = expander.expanded(ids, images)
+        reply = replies[codec.decode(ids).count("calc_score result") < stub.calls]
         return {
             "text": codec.decode(reply),
             "output_ids": reply,
@@ -186,10 +222,46 @@ def bench(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with start_blocking_portal() as portal, ExitStack() as servers:
         worker = servers.enter_context(portal.wrap_async_context_manager(StubServer(loads=dict)))
         stub: Any = StubServer(answer, workers=[worker.url])
-        stub.miscounts = 0
+        stub.miscounts = stub.calls = 0
         router = servers.enter_context(portal.wrap_async_context_manager(stub))
         yield Bench(router, model, rows)
         close_rollouts()
+
+
+FLAGS = {
+    "custom_generate_function_path": f"{EXAMPLE}.rollout.generate",
+    "rollout_interaction_env_path": f"{EXAMPLE}.env_geo3k",
+    "max_turns": 3,
+    "rollout_max_context_len": 1024,
+}
+"""The launch of slime's example of several turns."""
+
+
+@contextmanager
+def calls(bench: Bench, count: int) -> Iterator[None]:
+    """The model calls the example's tool in its first turns."""
+    bench.router.calls = count  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        bench.router.calls = 0  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def vision_utils(tmp_path: Path) -> Iterator[None]:
+    """``qwen_vl_utils``, which the example imports; without it, a module with slime's own way to find images."""
+    (tmp_path / "qwen_vl_utils.py").write_text(
+        "from slime.utils.processing_utils import _extract_images_from_messages\n\n"
+        "def process_vision_info(messages, **options):\n"
+        "    return _extract_images_from_messages(messages) or None, None\n"
+    )
+    sys.path.append(str(tmp_path))
+    importlib.invalidate_caches()
+    module = importlib.import_module("qwen_vl_utils")
+    yield
+    sys.path.remove(str(tmp_path))
+    if module.__file__ == str(tmp_path / "qwen_vl_utils.py"):
+        del sys.modules["qwen_vl_utils"]
 
 
 class TestParity:
@@ -210,16 +282,40 @@ class TestParity:
 
     def test_the_multi_turn_example_is_played_as_in_slime(self, bench: Bench) -> None:
         """Its generate function gets slime's sample with its images, and what it returns is the sample of the batch."""
-        flags = {
-            "custom_generate_function_path": f"{EXAMPLE}.rollout.generate",
-            "rollout_interaction_env_path": f"{EXAMPLE}.env_geo3k",
-            "max_turns": 3,
-            "rollout_max_context_len": 512,
-        }
-        theirs, ours = bench.both(evaluation=False, **flags)
+        theirs, ours = bench.both(evaluation=False, **FLAGS)
         assert ours.requests == theirs.requests
         assert sorted(len(images or ()) for _, images, *_ in ours.requests) == [0, 0, 1, 1, 2, 2]
         assert ours.fields() == theirs.fields()
+
+    @pytest.mark.usefixtures("vision_utils")
+    def test_several_turns_of_the_example_are_played_as_in_slime(self, bench: Bench) -> None:
+        """Observations of text and with an image: equal requests, and samples equal in every field."""
+        flags = {**FLAGS, "rollout_interaction_env_path": __name__, "zero_logprobs": True}
+        with calls(bench, 2):
+            theirs, ours = bench.both(evaluation=False, **flags)
+        assert ours.requests == theirs.requests
+        assert ours.fields() == theirs.fields()
+        images = [len(images or ()) for _, images, *_ in ours.requests]
+        assert sorted(images) == sorted(2 * [0, 0, 1, 1, 1, 2, 2, 2, 3])
+        for sample in ours.samples:
+            assert sum(left > right for left, right in itertools.pairwise([*sample.loss_mask, 0])) == 3
+        shown = [len(sample.multimodal_train_inputs.get("pixel_values", ())) for sample in ours.samples]
+        assert sorted(shown) == [0, 0, 0, 0, 1, 1]  # the example drops those of a prompt, which are no tensors there
+
+    @pytest.mark.usefixtures("vision_utils")
+    def test_an_observation_that_slime_refuses_is_refused(self, bench: Bench) -> None:
+        """slime's sample takes no logprobs of the example's observations: both functions name that, at the same id."""
+        flags = {**FLAGS, "rollout_batch_size": 1, "over_sampling_batch_size": 1, "n_samples_per_prompt": 1}
+        refusal = "non-trainable response tokens should not pass rollout log probabilities"
+        with calls(bench, 1):
+            with pytest.raises(ValueError, match=refusal):
+                bench.theirs(evaluation=False, **flags)
+            (sent,) = [_asked(request) for request in bench.router.requests]
+            start_slime(bench.args(**flags))
+            with pytest.raises(Exception, match=refusal):
+                bench.play(generate_rollout_batch, bench.args(**flags), evaluation=False)
+        asked = [request for request in bench.router.requests if tuple(request.input_ids) != PROBE]
+        assert [_asked(request) for request in asked] == [sent, sent]  # the second is our second attempt
 
     def test_a_reply_whose_prompt_the_server_counts_otherwise_is_refused(self, bench: Bench) -> None:
         """slime's ids would not be those that the model saw: its rollouts fail, those of text do not."""

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Literal
 
 from rollouts.dtypes import Message, Tool
 from rollouts.environments.base import StepResult
-from rollouts.environments.python_tool import Execution, PythonToolEnvironment, notes, run_python
+from rollouts.environments.python_tool import (
+    REQUIRED,
+    Execution,
+    PythonLimits,
+    PythonToolEnvironment,
+    notes,
+    run_python,
+)
 
 __all__ = ["STOP", "CodeTagsEnvironment"]
 
@@ -32,8 +40,18 @@ _CODE = (re.compile(r"<code>(.*?)</code>", re.DOTALL), re.compile(r"```python\s*
 class CodeTagsEnvironment(PythonToolEnvironment):
     """Programs in ``<code>`` tags, ``<tool_call>`` tags or fenced blocks; ``Answer: \\boxed{…}`` is the answer.
 
-    Arguments and errors are those of :class:`~rollouts.environments.python_tool.PythonToolEnvironment`.
+    Arguments and errors are those of :class:`~rollouts.environments.python_tool.PythonToolEnvironment`, without
+    ``images``: the output is text of the model's turn.
     """
+
+    def __init__(
+        self,
+        *,
+        limits: PythonLimits | None = None,
+        require: Collection[str] | Literal["all"] = REQUIRED,
+        paths: Sequence[str] = (),
+    ) -> None:
+        super().__init__(limits=limits, require=require, paths=paths)
 
     system_prompt = (
         "You are a helpful assistant that can use Python tools to solve mathematical problems. When you need to "
