@@ -405,7 +405,7 @@ ROWS = [
     Row(DATA, "a row without a prompt", "DIR/data.jsonl, line 1: row: got ['question']; expected the keys \"prompt\", and \"label\" and \"metadata\" where known", data('{"question": "a"}\n')),
     Row(DATA, "a message without a role", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),
     Row(DATA, "tool calls that are none", "DIR/data.jsonl, line 1: message.tool_calls: got 'x'; expected an object with a function that has name and arguments", data('{"prompt": [{"role": "assistant", "tool_calls": ["x"]}]}\n')),
-    Row(DATA, "an image that cannot be decoded", "DIR/data.jsonl, line 1: image: got b'GIF87a'; expected an image that Pillow decodes (cannot identify image file)", image("data:image/gif;base64,R0lGODdh"), needs="PIL"),
+    Row(DATA, "an image that cannot be decoded", "DIR/data.jsonl, line 1: image: got b'GIF87a'; expected an image that Pillow decodes as BMP, GIF, JPEG, PNG, TIFF or WEBP (cannot identify image file)", image("data:image/gif;base64,R0lGODdh"), needs="PIL"),
     Row(DATA, "an image that is not in the data", "DIR/data.jsonl, line 1: message.content: got {'type': 'image_url', 'image_url': {'url': 'cat.png'}}; expected a string, or a list of text parts and image parts; an image is a data: URL, bytes, a PIL image or Image", image("cat.png")),
     Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 100_000)),
     Row(FOREIGN, "a world that does not start", "World.start raised ConnectionError: the world is down", world(start=raises)),

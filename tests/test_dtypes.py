@@ -359,6 +359,11 @@ def _with_size(width: int, height: int) -> bytes:
 BAD_IMAGES: dict[str, tuple[Any, str]] = {
     "a huge one": (_with_size(8_192, 8_193), "image: got '8192x8193 pixels'; expected at most 67,108,864 pixels"),
     "no image": (b"GIF89a not really", "image: got b'GIF89a not really'; expected an image that Pillow decodes"),
+    "PostScript, for which Pillow starts a program": (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+        "decodes as BMP, GIF, JPEG",
+    ),
+    "an uncommon format": (b"P6 1 1 255\n\0\0\0", "decodes as BMP, GIF, JPEG, PNG, TIFF or WEBP"),
     "cut off": (_file(_pixels(30, 30))[:-400], "expected an image that Pillow decodes"),
     "a URL": ("https://example.org/cat.png", "expected a data: URL, a path or bytes: no image is downloaded"),
     "no file": ("/none/cat.png", "image: got '/none/cat.png'; expected a file with an image"),

@@ -26,6 +26,9 @@ _DATA_URL = "data:image/png;base64,"
 _EXIF_ORIENTATION = 0x0112
 _MOST_PIXELS = 1 << 26
 """A few bytes can hold an image of any size."""
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""What Pillow decodes itself: for PostScript it starts a program."""
+_FORMAT_NAMES = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
 
 
 @attrs.frozen(repr=False)
@@ -57,8 +60,9 @@ class Image:
     def of(cls, value: Any) -> Image:
         """Convert an image: bytes of a file, a path, a PIL image, a ``data:`` URL, or an :class:`Image`.
 
-        Bytes of an RGB PNG stay as they are. A file with an EXIF orientation is turned upright, as transformers does
-        when it loads one; the pixels of a PIL image stay where they are. Transparency is dropped.
+        A file is a BMP, GIF, JPEG, PNG, TIFF or WEBP. Bytes of an RGB PNG stay as they are. A file with an EXIF
+        orientation is turned upright, as transformers does when it loads one; the pixels of a PIL image stay where they
+        are. Transparency is dropped.
 
         Raises:
             ConfigError: it is none of these, it cannot be decoded, or Pillow is not installed.
@@ -136,13 +140,13 @@ def _decoded(data: bytes) -> Any:
     """Decode all pixels; a file that is cut off is refused."""
     pillow = _pillow()
     try:
-        image = pillow.Image.open(io.BytesIO(data))
+        image = pillow.Image.open(io.BytesIO(data), formats=_FORMATS)
         pixels = image.width * image.height
         if pixels <= _MOST_PIXELS:
             image.load()
     except Exception as error:  # noqa: BLE001 - a decoder of foreign bytes may raise anything
         why = str(error).partition(" <_io.")[0]  # without the address of the buffer
-        raise ConfigError.of("image", data[:40], f"an image that Pillow decodes ({why})") from None
+        raise ConfigError.of("image", data[:40], f"an image that Pillow decodes as {_FORMAT_NAMES} ({why})") from None
     if pixels > _MOST_PIXELS:
         raise ConfigError.of("image", f"{image.width}x{image.height} pixels", f"at most {_MOST_PIXELS:,} pixels")
     return image

@@ -391,7 +391,7 @@ def _image_of(file: SavedFile, limits: PythonLimits) -> Image:
         raise ConfigError("expected a file")
     if file.data is None:
         raise ConfigError(f"{file.size} bytes; expected at most {limits.image_bytes} bytes")
-    if not file.data.startswith(_PNG):  # Pillow would start programs for some other formats
+    if not file.data.startswith(_PNG):  # as the tool's description says
         raise ConfigError(f"{file.size} bytes; expected a PNG")
     try:
         return Image.of(file.data)

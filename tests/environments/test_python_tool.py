@@ -1022,7 +1022,7 @@ async def test_the_model_sees_the_images_that_its_program_saves() -> None:
         ("os.mkdir('images/a')", "images/a is not shown: expected a file"),
         (
             "open('images/a', 'wb').write(b'\\x89PNG\\r\\n\\x1a\\n' + b'x' * 9)",
-            r"images/a is not shown: 17 bytes; expected an image that Pillow decodes \(.*\)",
+            r"images/a is not shown: 17 bytes; expected an image that Pillow decodes as .*",
         ),
         ("[open(f'images/{n}', 'w') for n in range(5)]", "3 further files of images: not shown; expected at most 2"),
     ],
