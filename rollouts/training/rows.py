@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "int_version",
     "reward_of",
     "row_columns",
+    "row_images",
     "segments",
     "split",
     "trimmed",
@@ -126,6 +127,25 @@ def trimmed(sample: Sample) -> Sample:
     )
     cut.image_inputs = sample.image_inputs
     return cut
+
+
+def row_images(sample: Sample) -> dict[str, npt.NDArray[Any]]:
+    """What the model computes with for the images of ``trimmed(sample)``, such as ``pixel_values``.
+
+    Returns:
+        For each name the arrays of the images in the order of their ids, joined along dimension 0; ``{}`` without
+        images. The images themselves are ``trimmed(sample).images``.
+
+    Raises:
+        ConfigError: the row ends inside an image, or has no sampled token, or the sample has images and no
+            ``image_inputs``.
+    """
+    row = trimmed(sample)
+    for span in sample.images:
+        if span.start < len(row) < span.stop:
+            expected = f"ids of an image before or after the end of the row, {len(row)}"
+            raise ConfigError.of(f"{sample!r}.images", (span.start, span.stop), expected)
+    return row.multimodal_train_inputs or {}
 
 
 def segments(sample: Sample) -> list[tuple[int, int, bool]]:

@@ -18,6 +18,7 @@ from rollouts.training.rows import (
     int_version,
     reward_of,
     row_columns,
+    row_images,
     segments,
     split,
     trimmed,
@@ -199,3 +200,21 @@ def test_a_trimmed_sample_keeps_its_images_and_what_makes_their_tensors() -> Non
     cut = trimmed(sample)
     assert cut.images == (ImageSpan(image, 0, 1),)
     assert cut.multimodal_train_inputs == {"count": np.array([1])}
+
+
+def test_the_arrays_of_a_row_are_those_of_its_images() -> None:
+    """Images behind the last sampled token are left out, as their ids are; a row of text has no arrays."""
+    first, second = picture(4, 3), picture(5, 2)
+    sample = a_sample(tail=2, images=[ImageSpan(first, 0, 1), ImageSpan(second, 4, 5), ImageSpan(first, 6, 8)])
+    sample.image_inputs = lambda images: {"width": np.array([image.width for image in images])}
+    assert {name: array.tolist() for name, array in row_images(sample).items()} == {"width": [4, 5]}
+    assert row_images(a_sample(tail=2)) == {}
+    assert row_images(a_sample(tail=2, images=[ImageSpan(first, 6, 8)])) == {}
+
+
+def test_a_row_that_ends_inside_an_image_is_refused() -> None:
+    """It would have placeholder ids without their image: such an id was sampled."""
+    sample = a_sample(tail=2, images=[ImageSpan(picture(4, 3), 5, 7)])
+    sample.image_inputs = lambda images: {"count": np.array([len(images)])}
+    with pytest.raises(ConfigError, match=r"images: got \(5, 7\); expected .* the end of the row, 6"):
+        row_images(sample)
