@@ -43,12 +43,6 @@ def verl(sample: Sample) -> Any:
     return to_outputs([sample])
 
 
-def areal(sample: Sample) -> Any:
-    from rollouts.integrations.areal import to_tensors
-
-    return to_tensors([sample])
-
-
 def prime_rl(sample: Sample) -> Any:
     from rollouts.integrations.prime_rl import training_columns
 
@@ -97,7 +91,7 @@ def own_packed_batch(sample: Sample) -> Any:
     return collate_packed([sample])
 
 
-NEEDS = {"verl": "verl", "areal": "areal", "rllm": "rllm"}
+NEEDS = {"verl": "verl", "rllm": "rllm"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,6 @@ NEEDS = {"verl": "verl", "areal": "areal", "rllm": "rllm"}
         trl,
         trl_rollout_func,
         verl,
-        areal,
         prime_rl,
         skyrl,
         tinker,
