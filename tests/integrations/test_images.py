@@ -37,12 +37,6 @@ def trl_rollout_func(sample: Sample) -> Any:
     return RolloutFunc(RolloutConfig(batch_size=1, generate_fn=generate), [])._row(sample)
 
 
-def verl(sample: Sample) -> Any:
-    from rollouts.integrations.verl.rows import to_outputs
-
-    return to_outputs([sample])
-
-
 def prime_rl(sample: Sample) -> Any:
     from rollouts.integrations.prime_rl import training_columns
 
@@ -91,7 +85,7 @@ def own_packed_batch(sample: Sample) -> Any:
     return collate_packed([sample])
 
 
-NEEDS = {"verl": "verl", "rllm": "rllm"}
+NEEDS = {"rllm": "rllm"}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +93,6 @@ NEEDS = {"verl": "verl", "rllm": "rllm"}
     [
         trl,
         trl_rollout_func,
-        verl,
         prime_rl,
         skyrl,
         tinker,
