@@ -23,11 +23,13 @@ from rollouts.dtypes import SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
-from rollouts.training.rows import by_rollout, check_fields, reward_of, split
+from rollouts.training.rows import by_rollout, check_fields, reward_of, row_images, split
 from rollouts.training.types import Sample, Status
 
 __all__ = ["Generator", "SkyRLPolicy", "to_generator_output", "write_batch"]
-_UNUSED = ("trajectory_generation_times", "rollout_expert_indices", "env_metrics", "pixel_values", "image_grid_thw")
+_UNUSED = ("trajectory_generation_times", "rollout_expert_indices", "env_metrics")
+_VISION = ("pixel_values", "image_grid_thw")
+"""The arrays of images that SkyRL passes to the model: a tensor for each row, or for none."""
 
 
 def to_generator_output(
@@ -42,7 +44,7 @@ def to_generator_output(
 
     Raises:
         ConfigError: a sample that is failed, unscored, without logprobs, or with a field that SkyRL has no place for; a
-            rollout that forks, without ``step_wise``; or no sample.
+            rollout that forks, without ``step_wise``; a row of text among rows with images; or no sample.
     """
     rollouts = by_rollout(samples)
     if not rollouts:
@@ -53,13 +55,15 @@ def to_generator_output(
         trajectory_ids = [TrajectoryID(*one) for one in _ids(rollouts)]
     names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs")
     output: dict[str, Any] = {name: [] for name in (*names, "trajectory_ids", "is_last_step")}
+    arrays = []
     for branches, trajectory_id in zip(rollouts, trajectory_ids, strict=True):
         if len(branches) > 1 and not step_wise:
             expected = "one row each; generator.step_wise_trajectories takes rollouts that fork"
             raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
         for branch in branches:
-            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs", "images")
+            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs")
             row = split(branch)
+            arrays.append((branch, row_images(branch, "SkyRL", *_VISION)))
             output["prompt_token_ids"].append(row.prompt.tolist())
             output["response_ids"].append(row.response.tolist())
             output["rewards"].append(reward_of(branches[-1]))
@@ -69,11 +73,30 @@ def to_generator_output(
             output["trajectory_ids"].append(trajectory_id)
             output["is_last_step"].append(branch is branches[-1])
     output["is_last_step"] = output["is_last_step"] if step_wise else None
-    return {**output, "rollout_metrics": {}, **dict.fromkeys(_UNUSED)}
+    return {**output, **_vision(arrays), "rollout_metrics": {}, **dict.fromkeys(_UNUSED)}
+
+
+def _vision(rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The tensors of images, one for each row and name; ``None`` for rows of text."""
+    if not any(arrays for _, arrays in rows):
+        return dict.fromkeys(_VISION)
+    import torch
+
+    for branch, arrays in rows:
+        if arrays.keys() != set(_VISION):
+            expected = f"{' and '.join(_VISION)} of each row: SkyRL takes no batch that has them for some rows only"
+            raise ConfigError.of(f"{branch!r}.multimodal_train_inputs", sorted(arrays), expected)
+    return {name: [torch.tensor(arrays[name]) for _, arrays in rows] for name in _VISION}
 
 
 def write_batch(samples: Sequence[Sample], path: Path) -> None:
-    """Write a batch as one JSON object, its trajectory ids too; raises as :func:`to_generator_output`."""
+    """Write a batch as one JSON object, its trajectory ids too.
+
+    Raises:
+        ConfigError: as :func:`to_generator_output`, or a sample has images.
+    """
+    for sample in samples:
+        check_fields(sample, "SkyRL's file in JSON", "images")
     rollouts = by_rollout(samples)
     step_wise = len(rollouts) < len(samples)
     ids = [{"instance_id": group, "repetition_id": number} for group, number in _ids(rollouts)]

@@ -43,12 +43,6 @@ def prime_rl(sample: Sample) -> Any:
     return training_columns(sample, 1.0, env_name="e")
 
 
-def skyrl(sample: Sample) -> Any:
-    from rollouts.integrations.skyrl import to_generator_output
-
-    return to_generator_output([sample], trajectory_ids=["a"])
-
-
 def tinker(sample: Sample) -> Any:
     from rollouts.integrations.tinker import datum_columns
 
@@ -94,7 +88,6 @@ NEEDS = {"rllm": "rllm"}
         trl,
         trl_rollout_func,
         prime_rl,
-        skyrl,
         tinker,
         nemo_rl,
         openrlhf,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
 from rollouts.integrations.episodes import Episodes
-from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output
+from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output, write_batch
 from rollouts.renderer import load_tokenizer
 from rollouts.training import Status
 from rollouts.training.batch import group_advantages
+from rollouts.training.rows import image_column, trimmed
+from tests.image_samples import image_samples, vision_model
 from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
 
 
@@ -73,6 +76,69 @@ def test_no_sample_is_refused() -> None:
     """Their checks would fail later."""
     with pytest.raises(ConfigError, match="at least one sample"):
         to_generator_output([])
+
+
+def test_a_batch_has_images_in_every_row_or_in_none(small_tokenizer_folder: Callable[[str], Path]) -> None:
+    """SkyRL concatenates the tensors of all rows; a row of text, or arrays without sizes, would end the step."""
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    with pytest.raises(ConfigError, match=r"index 1.*multimodal_train_inputs: got \[\]; expected .* of each row"):
+        to_generator_output(image_samples(model, [(1,), (0,)], unanswered=[1]), trajectory_ids=ids(2))
+    text = to_generator_output(image_samples(model, [(0,)], unanswered=[0]), trajectory_ids=ids(1))
+    assert (text["pixel_values"], text["image_grid_thw"]) == (None, None)
+    other = vision_model("internvl", small_tokenizer_folder)
+    with pytest.raises(ConfigError, match=r"got \['pixel_values'\]; expected pixel_values and image_grid_thw of each"):
+        to_generator_output(image_samples(other, [(1,)], unanswered=[]), trajectory_ids=ids(1))
+
+
+def test_a_file_has_no_images(tmp_path: Path, small_tokenizer_folder: Callable[[str], Path]) -> None:
+    """It is JSON, which has no tensors."""
+    samples = image_samples(vision_model("qwen3_vl", small_tokenizer_folder), [(1,)], unanswered=[])
+    with pytest.raises(ConfigError, match=r"\.images: got '1 images'.*SkyRL's file in JSON has no field for it"):
+        write_batch(samples, tmp_path / "batch.json")
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_a_batch_with_images_reaches_their_model(
+    family: str, small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """validate_generator_output, convert_to_training_input with its padding, and the chunks of micro batches."""
+    torch = pytest.importorskip("torch")
+    trainer = pytest.importorskip("skyrl.train.trainer")
+    trainer_utils = pytest.importorskip("skyrl.train.utils.trainer_utils")
+    model = vision_model(family, small_tokenizer_folder)
+    samples = image_samples(model)
+    output = to_generator_output(samples)
+    trainer_utils.validate_generator_output(4, output, step_wise=False)
+    assert rows_of(output) == [columns(sample) for sample in samples]
+    output["rewards"] = [[0.0] * len(response) for response in output["response_ids"]]
+    algorithm = SimpleNamespace(
+        max_seq_len=4096, off_policy_correction=SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
+    )
+    settings = SimpleNamespace(
+        algorithm=algorithm, train_batch_size=1, policy_mini_batch_size=1,
+        critic=SimpleNamespace(model=SimpleNamespace(path=None)),
+    )  # fmt: skip
+    generator = SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=False)
+    given = SimpleNamespace(
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        cfg=SimpleNamespace(trainer=settings, generator=generator),
+        all_metrics={},
+        dispatch=SimpleNamespace(get_lcm_dp_size=lambda: 6),
+    )
+    batch = trainer.RayPPOTrainer.convert_to_training_input(given, output, ["0"] * 4)
+    assert len(batch["pixel_values"]) == 6, "padded with its first row"
+    rows = [*samples, samples[0], samples[0]]
+    for number, chunk in enumerate(batch.chunk(2)):
+        members = rows[2 * number : 2 * number + 2]
+        shown = [span.image for row in members for span in trimmed(row).images]
+        for name, array in model.images.inputs(shown).items():
+            assert torch.cat(chunk[name].tensors, dim=0).equal(torch.tensor(array)), name
+        tokens = [chunk["sequences"][at][chunk["attention_mask"][at] == 1].tolist() for at in range(2)]
+        assert tokens == [columns(row)[0] for row in members]
+        types = [(chunk["sequences"][at] == model.placeholder)[chunk["attention_mask"][at] == 1] for at in range(2)]
+        assert all(np.array_equal(one, image_column(row)) for one, row in zip(types, members, strict=True))
+    compared("SkyRL 0.3.0", "b", f"rows with images, {family}: ids, pixel_values, image_grid_thw of a batch", 0.0)
 
 
 @pytest.mark.trainer
