@@ -19,8 +19,8 @@ import attrs
 import msgspec
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.dtypes import SamplingParams, TokenColumn
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.training.rows import by_rollout, check_fields, reward_of, row_images, split
@@ -114,17 +114,24 @@ class SkyRLPolicy(TrainerPolicy):
     """A policy over SkyRL's ``inference_engine_client``, which pauses requests by itself while weights change.
 
     ``version`` is the trainer's step: SkyRL reports none with a reply, so a reply across an update has the earlier one.
-    ``max_context`` is the context of the engine, if known.
+    ``max_context`` is the context of the engine, if known. A request with images has all ids, and what the server's own
+    processor makes of the images; the ids that it writes for each are compared with those of the request.
     """
 
     trainer = "SkyRL"
     unsupported = ("seed",)
+    takes_images = True
 
     def __init__(self, client: Any, *, version: int, max_context: int | None = None) -> None:
         self.client, self.version, self.max_context = client, version, max_context
 
     async def sample(
-        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+        self,
+        tokens: TokenColumn,
+        sampling: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        session: str,
+        images: Sequence[ImageSpan] = (),
     ) -> Reply:
         asked: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
@@ -136,8 +143,9 @@ class SkyRLPolicy(TrainerPolicy):
         }
         asked |= {n: getattr(sampling, n) for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         request = {"prompts": None, "prompt_token_ids": [tokens.tolist()], "sampling_params": asked}
+        features = [await self._features(tokens, images)] if images else None
         output = await self.client.generate(
-            {**request, "session_ids": [session] if session else None, "mm_features": None, "cache_salt": None}
+            {**request, "session_ids": [session] if session else None, "mm_features": features, "cache_salt": None}
         )
         if len(output["response_ids"]) != 1:
             raise EndpointUnavailable(f"SkyRL returned {len(output['response_ids'])} replies; expected 1")
@@ -148,6 +156,27 @@ class SkyRLPolicy(TrainerPolicy):
             stopped_by=output["stop_reasons"][0],
             version=self.version,
         )
+
+    async def _features(self, tokens: TokenColumn, images: Sequence[ImageSpan]) -> dict[str, Any]:
+        """What the server makes of the images, at their positions in the request.
+
+        Raises:
+            EndpointRefused: it writes other ids for an image.
+        """
+        content = [{"type": "image_url", "image_url": {"url": span.image.url}} for span in images]
+        body = {"model": self.client.model_name, "messages": [{"role": "user", "content": content}]}
+        rendered = await self.client.render_chat_completion({"json": body})
+        features = rendered.get("features") or {}
+        places = features.get("mm_placeholders", {}).get("image", ())
+        theirs = [rendered["token_ids"][one["offset"] : one["offset"] + one["length"]] for one in places]
+        ours = [tokens[span.start : span.stop].tolist() for span in images]
+        if theirs != ours:
+            got, expected = [len(ids) for ids in theirs], [len(ids) for ids in ours]
+            raise EndpointRefused(
+                f"SkyRL's server writes {got} ids for the images; expected the {expected} of the prompt"
+            )
+        at = [{"offset": span.start, "length": span.stop - span.start} for span in images]
+        return {**features, "mm_placeholders": {"image": at}}
 
 
 class Generator:

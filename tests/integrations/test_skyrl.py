@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Limits, SamplingParams, packed_tokens
+from rollouts.dtypes import Image, Limits, Message, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
@@ -20,7 +20,8 @@ from rollouts.renderer import load_tokenizer
 from rollouts.training import Status
 from rollouts.training.batch import group_advantages
 from rollouts.training.rows import image_column, trimmed
-from tests.image_samples import image_samples, vision_model
+from tests.image_samples import VisionModel, image_samples, vision_model
+from tests.processors import picture
 from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
 
 
@@ -248,6 +249,116 @@ async def test_the_inference_client_is_a_policy() -> None:
         await policy.complete(packed_tokens([1]), SamplingParams(seed=1))
     with pytest.raises(EndpointRefused, match="no logprobs"):
         await SkyRLPolicy(Client([7], logprobs=False), version=3).complete(packed_tokens([1]), SamplingParams())
+
+
+def rendered(model: VisionModel, body: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM's endpoint ``/v1/chat/completions/render`` answers, with the processor of the model."""
+    (message,) = body["messages"]
+    shown = [Image.of(part["image_url"]["url"]) for part in message["content"]]
+    messages = [Message("user", shown)]
+    tokens = model.renderer.opening(messages)
+    places = [
+        {"offset": span.start, "length": span.stop - span.start}
+        for span in model.renderer.image_spans(tokens, messages)
+    ]
+    features = {
+        "mm_hashes": {"image": [image.sha256 for image in shown]},
+        "mm_placeholders": {"image": places},
+        "kwargs_data": {"image": [f"arrays of {image.sha256}" for image in shown]},
+    }
+    return {"token_ids": tokens.tolist(), "features": features}
+
+
+class Rendering(Client):
+    """A client whose server has the processor of a model."""
+
+    model_name = "model"
+
+    def __init__(self, ids: list[int], renders: VisionModel) -> None:
+        super().__init__(ids)
+        self.renders = renders
+
+    async def render_chat_completion(self, payload: dict[str, Any]) -> dict[str, Any]:
+        assert payload["json"]["model"] == "model"
+        return rendered(self.renders, payload["json"])
+
+
+async def test_the_generator_plays_prompts_with_images(small_tokenizer_folder: Callable[[str], Path]) -> None:
+    """Each row has the tensors of its own images."""
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    options = {"images": model.processor, "chat_template": model.template}
+    episodes = Episodes(environment_cls=SingleTurnEnvironment, reward_fn=length_reward, options=options)
+    batch, shown = batch_of(2), [picture(97, 61), picture(30, 150)]
+    for prompt, image in zip(batch["prompts"], shown, strict=True):
+        prompt[0]["content"] = [{"type": "image_url", "image_url": {"url": image.url}}]
+    client = Rendering(model.renderer.encode("5<|im_end|>").tolist(), model)
+    output = await Generator(episodes, client, model.tokenizer).generate(batch)
+    for number, image in enumerate(shown):
+        for name, array in model.images.inputs([image]).items():
+            assert np.array_equal(output[name][number].numpy(), array)
+
+
+async def test_a_request_with_images_has_what_the_server_makes_of_them(
+    small_tokenizer_folder: Callable[[str], Path],
+) -> None:
+    """At their positions among all ids; ids that the server would write otherwise are refused, unsent."""
+    model, other = (vision_model(name, small_tokenizer_folder) for name in ("qwen3_vl", "glm4v"))
+    client = Rendering([7, 8], model)
+    (sample,) = image_samples(model, [(2, 1)], unanswered=[])
+    policy = SkyRLPolicy(client, version=3)
+    await policy.complete(sample.token_column, SamplingParams(), images=sample.images)
+    (request,) = client.requests
+    (features,) = request["mm_features"]
+    assert request["prompt_token_ids"] == [sample.tokens]
+    assert features == {
+        "mm_hashes": {"image": [span.image.sha256 for span in sample.images]},
+        "mm_placeholders": {
+            "image": [{"offset": span.start, "length": span.stop - span.start} for span in sample.images]
+        },
+        "kwargs_data": {"image": [f"arrays of {span.image.sha256}" for span in sample.images]},
+    }
+    client.renders = other
+    with pytest.raises(EndpointRefused, match=r"SkyRL's server writes \[.*\] ids for the images; expected the \["):
+        await policy.complete(sample.token_column, SamplingParams(), images=sample.images)
+    assert len(client.requests) == 1
+
+
+@pytest.mark.trainer
+async def test_a_request_with_images_is_that_of_their_client(
+    small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """Their ``RemoteInferenceClient`` posts the ids and features that its ``sample`` posts for the same images."""
+    remote = pytest.importorskip("skyrl.backends.skyrl_train.inference_servers.remote_inference_client")
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    posted = []
+
+    class Served(remote.RemoteInferenceClient):  # type: ignore[misc, name-defined]
+        async def _post(self, url: str, json: dict[str, Any], headers: Any = None) -> dict[str, Any]:
+            if url.endswith("/render"):
+                return rendered(model, json)
+            posted.append(json)
+            reply = {"token_ids": [7, 8], "finish_reason": "stop"}
+            return {"choices": [{**reply, "logprobs": {"content": [{"logprob": -0.5}] * 2}}]}
+
+    client = Served(
+        "http://nowhere", ["http://nowhere"], data_parallel_size=1, model_name="model", tokenizer=model.tokenizer
+    )
+    (sample,) = image_samples(model, [(2, 1)], unanswered=[])
+    done = await SkyRLPolicy(client, version=3).complete(sample.token_column, SamplingParams(), images=sample.images)
+    assert done.tokens.tolist() == [7, 8]
+    chunks: list[dict[str, Any]] = []
+    ends = [0, *(span.stop for span in sample.images)]
+    for before, span in zip(ends, sample.images, strict=False):
+        data = span.image.url.partition(",")[2]
+        chunks += [
+            {"type": "encoded_text", "tokens": sample.tokens[before : span.start]},
+            {"type": "image", "data": data, "format": "png"},
+        ]
+    chunks.append({"type": "encoded_text", "tokens": sample.tokens[sample.images[-1].stop :]})
+    await client.sample({"json": {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 4}}})
+    ours, theirs = posted
+    assert (ours["token_ids"], ours["features"]) == (theirs["token_ids"], theirs["features"])
+    compared("SkyRL 0.3.0", "a", "a request with images and that of RemoteInferenceClient.sample: ids, features", 0.0)
 
 
 def test_their_sampling_parameters_are_ours() -> None:
