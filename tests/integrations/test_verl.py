@@ -399,7 +399,7 @@ def of_verl(model: VisionModel, family: str) -> Any:
 
 
 def check_arrays(row: dict[str, Any], sample: Any) -> None:
-    """What verl made of the images of a row, beside what it makes of their sizes."""
+    """What verl made of the images of a row, without what it makes of their sizes."""
     import torch
 
     theirs = {**row}
