@@ -25,7 +25,7 @@ VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 @attrs.frozen
 class Trainer:
-    """One environment, on the torch and the transformers of this project."""
+    """One environment, on the torch of this project, and on its transformers unless ``packages`` names another."""
 
     tests: tuple[str, ...]
     """Test files and options of pytest."""
@@ -57,6 +57,7 @@ TRAINERS: dict[str, Trainer] = {
         packages=(
             "tensordict==0.10.0", "ray", "hydra-core", "peft", "datasets", "accelerate", "codetiming", "dill", "pandas",
             "pillow", "torchdata", "orjson", "cachetools", "fastapi", "uvicorn", "TransferQueue==0.1.11",
+            "transformers==5.9.0",  # as verl pins it; later processors refuse its texts, which lack the placeholders
         ),
         no_deps=("verl==0.9.1",),
     ),

@@ -32,9 +32,8 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
-from rollouts.training.rows import reward_of, row_columns, turn_column, version_column
+from rollouts.training.rows import image_column, reward_of, row_columns, row_images, turn_column, version_column
 from rollouts.training.types import Sample
-from rollouts.validators import is_int
 
 __all__ = ["EnginePolicy", "ServersPolicy", "Workflow", "to_tensors", "write_batch"]
 
@@ -82,24 +81,18 @@ class ServersPolicy(TrainerPolicy):
     A part of a reply during which the version changed has the older one.
     """
 
+    takes_images = True
+
     def __init__(self, engine: Any, gconfig: Any) -> None:
         self.engine, self.max_context = engine, gconfig.max_tokens
         urls = [address if "//" in address else f"http://{address}" for address in engine.addresses]
         self.inner = shared_policy(Endpoint(model="trained", base_url=urls), None)
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
+    async def complete(self, tokens: TokenColumn, sampling: SamplingParams, **options: Any) -> Completion:
         while self.engine.workflow_executor.is_paused():  # noqa: ASYNC110 - AReaL has no event for it
             await anyio.sleep(_PAUSE_SECONDS)
         version = str(int(self.engine.get_version()))
-        reply = await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session, route=route)
+        reply = await self.inner.complete(tokens, sampling, **options)
         spans = [VersionSpan(version, 0, len(reply.tokens))] if len(reply.tokens) else []
         return attrs.evolve(reply, versions=spans)
 
@@ -143,6 +136,9 @@ class Workflow:
         self.gconfig, self.tokenizer, self.inference = gconfig, tokenizer, inference
         self.prompt_key, self.label_key = prompt_key, label_key
         self.episodes = Episodes.of(**options)
+        self.images = bool(self.episodes.options.get("images"))
+        if self.images and inference == "engine":
+            raise ConfigError.of("images", True, 'inference="http": engine.agenerate reports no number of prompt ids')
         self.sampling = SamplingParams(
             temperature=0 if gconfig.greedy else gconfig.temperature,
             top_p=gconfig.top_p,
@@ -157,7 +153,7 @@ class Workflow:
         prompt = prompt_of(data[self.prompt_key], label=data.get(self.label_key), metadata=rest)
         try:
             rows = await self.episodes.play(prompt, lambda: self._policy(engine), self.tokenizer, self.sampling)
-            return to_tensors(rows)
+            return to_tensors(rows, images=self.images)
         except ConfigError:
             raise
         except RolloutsError as error:
@@ -171,15 +167,17 @@ class Workflow:
         return ResumablePolicy(ServersPolicy(engine, self.gconfig))
 
 
-def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict[str, Any]:
+def to_tensors(samples: Sequence[Sample], *, version: int | None = None, images: bool = False) -> dict[str, Any]:
     """Samples as AReaL's dict of tensors ``[m, T]``, one row a sample, in order, padded on the right by AReaL.
 
     Keys: ``input_ids``, ``loss_mask``, ``versions``, ``turn_ids`` (int32), ``logprobs`` (float32), ``attention_mask``
-    (bool); ``rewards`` (float32 ``[m]``).
+    (bool); ``rewards`` (float32 ``[m]``). With images also ``mm_token_type_ids`` (int64, 1 on the ids of images), and
+    ``multi_modal_input``, a list of ``m`` dicts: ``pixel_values`` and ``image_grid_thw``, ``{}`` for a row of text.
 
     Args:
         samples: the branches of one rollout, or all samples of one group.
         version: the version of all tokens, where theirs are no numbers.
+        images: whether the keys of images are there although no sample has one.
 
     Raises:
         ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward or with a
@@ -188,13 +186,9 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict
     import torch
     from areal.utils.data import concat_padded_tensors
 
-    if version is not None and not is_int(version, 0):
-        raise ConfigError.of("version", version, "an integer >= 0")
-    rows = []
+    rows, images = [], images or any(sample.images for sample in samples)
     for sample in samples:
-        tokens, mask, logprobs = row_columns(
-            sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier", "images"
-        )
+        tokens, mask, logprobs = row_columns(sample, "AReaL", "advantages", "teacher_log_probs", "loss_multiplier")
         columns = {
             "input_ids": tokens,
             "loss_mask": mask.astype(np.int32),
@@ -203,8 +197,13 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None) -> dict
             "turn_ids": turn_column(sample),
             "attention_mask": np.ones(len(tokens), np.bool_),
         }
-        row = {name: torch.tensor(column).unsqueeze(0) for name, column in columns.items()}
-        rows.append({**row, "rewards": torch.tensor([reward_of(sample)], dtype=torch.float32)})
+        row: dict[str, Any] = {name: torch.tensor(column).unsqueeze(0) for name, column in columns.items()}
+        row["rewards"] = torch.tensor([reward_of(sample)], dtype=torch.float32)
+        if images:
+            row["mm_token_type_ids"] = torch.from_numpy(image_column(sample)).long().unsqueeze(0)
+            arrays = row_images(sample, "AReaL", "pixel_values", "image_grid_thw")
+            row["multi_modal_input"] = [{name: torch.tensor(array) for name, array in arrays.items()}]
+        rows.append(row)
     padded: dict[str, Any] = concat_padded_tensors(rows)
     return padded
 
@@ -218,8 +217,9 @@ def write_batch(samples: Sequence[Sample], path: Path) -> None:
     """
     import torch
 
+    images = any(sample.images for sample in samples)
     groups = itertools.groupby(samples, lambda sample: sample.group_index)
-    torch.save([to_tensors(list(members)) for _, members in groups], path)
+    torch.save([to_tensors(list(members), images=images) for _, members in groups], path)
 
 
 def __getattr__(name: str) -> Any:

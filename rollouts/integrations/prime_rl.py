@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import row_columns, row_images, trimmed
+from rollouts.training.rows import image_column, row_columns, row_images, trimmed
 from rollouts.training.types import Sample
 
 __all__ = ["MicroBatchFiles", "to_training_samples", "training_columns", "write_batch"]
@@ -64,8 +64,7 @@ def training_columns(
         columns["rl_weights"] = [float(sample.loss_multiplier)] * width
     if inputs := row_images(sample):
         columns["mm_kwargs"] = inputs
-        image_ids = [row.tokens[span.start] for span in trimmed(sample).images]
-        columns["mm_token_type_ids"] = np.isin(row.tokens, image_ids).astype(int).tolist()
+        columns["mm_token_type_ids"] = image_column(sample).astype(int).tolist()
     return columns
 
 

@@ -14,9 +14,9 @@ from typing import ClassVar
 import attrs
 import numpy as np
 
-from rollouts.dtypes import Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import Completion, FinishReason, ImageSpan, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import ServerInfo, check_takes_images, images_option
 from rollouts.trajectory import digest
 
 __all__ = ["Reply", "TrainerPolicy"]
@@ -43,6 +43,8 @@ class TrainerPolicy:
     """Its name, for messages."""
     unsupported: ClassVar[tuple[str, ...]]
     """Fields of :class:`SamplingParams` that its request has no place for."""
+    takes_images: ClassVar[bool] = False
+    """Whether its requests may have images: then :meth:`sample` has the argument ``images``."""
     max_context: int | None = None
     """The context of the model, if known."""
 
@@ -74,15 +76,18 @@ class TrainerPolicy:
         stop_token_ids: tuple[int, ...] = (),
         session: str = "",
         route: str = "",
+        images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """Sample one continuation.
 
         Raises:
-            ConfigError: a parameter is set that the trainer's request has no place for.
+            ConfigError: a parameter is set, or there are images, that the trainer's request has no place for.
             ContextOverflow: prompt and reply do not fit the context.
             EndpointUnavailable: the engine returned no token.
             EndpointRefused: it did not return one logprob for each token.
         """
+        if images:
+            check_takes_images(self)
         for name in self.unsupported:
             value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
             if value != default:
@@ -91,7 +96,7 @@ class TrainerPolicy:
                 )
         budget = self.budget(tokens, sampling, session)
         asked = attrs.evolve(sampling, max_new_tokens=budget)
-        reply = await self.sample(tokens, asked, stop_token_ids, route or session)
+        reply = await self.sample(tokens, asked, stop_token_ids, route or session, **images_option(images))
         count = len(reply.tokens)
         if not count:
             raise EndpointUnavailable(f"{self.trainer} returned 0 tokens, stop reason {reply.stopped_by!r}")

@@ -19,15 +19,17 @@ import attrs
 import msgspec
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.dtypes import SamplingParams, TokenColumn
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
-from rollouts.training.rows import by_rollout, check_fields, reward_of, split
+from rollouts.training.rows import by_rollout, check_fields, reward_of, row_images, split
 from rollouts.training.types import Sample, Status
 
 __all__ = ["Generator", "SkyRLPolicy", "to_generator_output", "write_batch"]
-_UNUSED = ("trajectory_generation_times", "rollout_expert_indices", "env_metrics", "pixel_values", "image_grid_thw")
+_UNUSED = ("trajectory_generation_times", "rollout_expert_indices", "env_metrics")
+_VISION = ("pixel_values", "image_grid_thw")
+"""The arrays of images that SkyRL passes to the model: a tensor for each row, or for none."""
 
 
 def to_generator_output(
@@ -42,7 +44,7 @@ def to_generator_output(
 
     Raises:
         ConfigError: a sample that is failed, unscored, without logprobs, or with a field that SkyRL has no place for; a
-            rollout that forks, without ``step_wise``; or no sample.
+            rollout that forks, without ``step_wise``; a row of text among rows with images; or no sample.
     """
     rollouts = by_rollout(samples)
     if not rollouts:
@@ -53,13 +55,15 @@ def to_generator_output(
         trajectory_ids = [TrajectoryID(*one) for one in _ids(rollouts)]
     names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs")
     output: dict[str, Any] = {name: [] for name in (*names, "trajectory_ids", "is_last_step")}
+    arrays = []
     for branches, trajectory_id in zip(rollouts, trajectory_ids, strict=True):
         if len(branches) > 1 and not step_wise:
             expected = "one row each; generator.step_wise_trajectories takes rollouts that fork"
             raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
         for branch in branches:
-            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs", "images")
+            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs")
             row = split(branch)
+            arrays.append((branch, row_images(branch, "SkyRL", *_VISION)))
             output["prompt_token_ids"].append(row.prompt.tolist())
             output["response_ids"].append(row.response.tolist())
             output["rewards"].append(reward_of(branches[-1]))
@@ -69,11 +73,30 @@ def to_generator_output(
             output["trajectory_ids"].append(trajectory_id)
             output["is_last_step"].append(branch is branches[-1])
     output["is_last_step"] = output["is_last_step"] if step_wise else None
-    return {**output, "rollout_metrics": {}, **dict.fromkeys(_UNUSED)}
+    return {**output, **_vision(arrays), "rollout_metrics": {}, **dict.fromkeys(_UNUSED)}
+
+
+def _vision(rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The tensors of images, one for each row and name; ``None`` for rows of text."""
+    if not any(arrays for _, arrays in rows):
+        return dict.fromkeys(_VISION)
+    import torch
+
+    for branch, arrays in rows:
+        if arrays.keys() != set(_VISION):
+            expected = f"{' and '.join(_VISION)} of each row: SkyRL takes no batch that has them for some rows only"
+            raise ConfigError.of(f"{branch!r}.multimodal_train_inputs", sorted(arrays), expected)
+    return {name: [torch.tensor(arrays[name]) for _, arrays in rows] for name in _VISION}
 
 
 def write_batch(samples: Sequence[Sample], path: Path) -> None:
-    """Write a batch as one JSON object, its trajectory ids too; raises as :func:`to_generator_output`."""
+    """Write a batch as one JSON object, its trajectory ids too.
+
+    Raises:
+        ConfigError: as :func:`to_generator_output`, or a sample has images.
+    """
+    for sample in samples:
+        check_fields(sample, "SkyRL's file in JSON", "images")
     rollouts = by_rollout(samples)
     step_wise = len(rollouts) < len(samples)
     ids = [{"instance_id": group, "repetition_id": number} for group, number in _ids(rollouts)]
@@ -91,17 +114,24 @@ class SkyRLPolicy(TrainerPolicy):
     """A policy over SkyRL's ``inference_engine_client``, which pauses requests by itself while weights change.
 
     ``version`` is the trainer's step: SkyRL reports none with a reply, so a reply across an update has the earlier one.
-    ``max_context`` is the context of the engine, if known.
+    ``max_context`` is the context of the engine, if known. A request with images has all ids, and what the server's own
+    processor makes of the images; the ids that it writes for each are compared with those of the request.
     """
 
     trainer = "SkyRL"
     unsupported = ("seed",)
+    takes_images = True
 
     def __init__(self, client: Any, *, version: int, max_context: int | None = None) -> None:
         self.client, self.version, self.max_context = client, version, max_context
 
     async def sample(
-        self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
+        self,
+        tokens: TokenColumn,
+        sampling: SamplingParams,
+        stop_token_ids: tuple[int, ...],
+        session: str,
+        images: Sequence[ImageSpan] = (),
     ) -> Reply:
         asked: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
@@ -113,8 +143,9 @@ class SkyRLPolicy(TrainerPolicy):
         }
         asked |= {n: getattr(sampling, n) for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         request = {"prompts": None, "prompt_token_ids": [tokens.tolist()], "sampling_params": asked}
+        features = [await self._features(tokens, images)] if images else None
         output = await self.client.generate(
-            {**request, "session_ids": [session] if session else None, "mm_features": None, "cache_salt": None}
+            {**request, "session_ids": [session] if session else None, "mm_features": features, "cache_salt": None}
         )
         if len(output["response_ids"]) != 1:
             raise EndpointUnavailable(f"SkyRL returned {len(output['response_ids'])} replies; expected 1")
@@ -125,6 +156,27 @@ class SkyRLPolicy(TrainerPolicy):
             stopped_by=output["stop_reasons"][0],
             version=self.version,
         )
+
+    async def _features(self, tokens: TokenColumn, images: Sequence[ImageSpan]) -> dict[str, Any]:
+        """What the server makes of the images, at their positions in the request.
+
+        Raises:
+            EndpointRefused: it writes other ids for an image.
+        """
+        content = [{"type": "image_url", "image_url": {"url": span.image.url}} for span in images]
+        body = {"model": self.client.model_name, "messages": [{"role": "user", "content": content}]}
+        rendered = await self.client.render_chat_completion({"json": body})
+        features = rendered.get("features") or {}
+        places = features.get("mm_placeholders", {}).get("image", ())
+        theirs = [rendered["token_ids"][one["offset"] : one["offset"] + one["length"]] for one in places]
+        ours = [tokens[span.start : span.stop].tolist() for span in images]
+        if theirs != ours:
+            got, expected = [len(ids) for ids in theirs], [len(ids) for ids in ours]
+            raise EndpointRefused(
+                f"SkyRL's server writes {got} ids for the images; expected the {expected} of the prompt"
+            )
+        at = [{"offset": span.start, "length": span.stop - span.start} for span in images]
+        return {**features, "mm_placeholders": {"image": at}}
 
 
 class Generator:

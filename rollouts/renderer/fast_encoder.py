@@ -19,7 +19,7 @@ import numpy as np
 
 from rollouts.dtypes import TokenColumn
 
-__all__ = ["FastEncoder", "loading"]
+__all__ = ["FastEncoder", "Loader", "loader"]
 
 _MOST_MARKS = 64
 """Number of added tokens that the hard texts contain."""
@@ -71,22 +71,40 @@ class FastEncoder:
         return np.frombuffer(ids, np.int32)
 
 
-# An encoder does not refer to its tokenizer, so both are freed together.
-_LOADED: weakref.WeakKeyDictionary[Any, Future[FastEncoder | None]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def loading(raw: Any) -> Future[FastEncoder | None]:
-    """The fast encoder of a tokenizer of the ``tokenizers`` library, loaded once in a thread of its own.
+class Loader:
+    """Loads the fast encoder of a tokenizer when it is first called."""
 
-    It takes one to three seconds of CPU for a vocabulary of 150,000 tokens, most of them without the interpreter lock.
-    """
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._future: Future[FastEncoder | None] | None = None
+
+    def __call__(self) -> Future[FastEncoder | None]:
+        """The encoder, loaded once in a thread of its own.
+
+        It takes one to three seconds of CPU for a vocabulary of 150,000 tokens, most without the interpreter lock.
+        """
+        with _LOCK:
+            if self._future is None:
+                self._future = Future()
+                threading.Thread(target=_load, args=(self._raw, self._future), name="fastokens").start()
+            return self._future
+
+
+# The key is the tokenizer of transformers, because those of the library tokenizers have no weak references before 0.23.
+# A loader does not refer to it, so both are freed together.
+_LOADERS: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+
+
+def loader(tokenizer: Any) -> Loader:
+    """The loader of a fast tokenizer of transformers: the same one for the same tokenizer."""
     with _LOCK:
-        future = _LOADED.get(raw)
-        if future is None:
-            future = _LOADED[raw] = Future()
-            threading.Thread(target=_load, args=(raw, future), name="fastokens").start()
-    return future
+        found = _LOADERS.get(tokenizer)
+        if found is None:
+            found = _LOADERS[tokenizer] = Loader(tokenizer.backend_tokenizer)
+    return found
 
 
 def _load(raw: Any, future: Future[FastEncoder | None]) -> None:

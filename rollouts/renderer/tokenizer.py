@@ -19,7 +19,7 @@ import numpy as np
 from rollouts.dtypes import TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
-from rollouts.renderer.fast_encoder import FastEncoder, loading
+from rollouts.renderer.fast_encoder import FastEncoder, loader
 from rollouts.renderer.special_text import plain_encoder
 
 __all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "local_decoder", "stop_ids_of", "vocab_size_of"]
@@ -151,6 +151,7 @@ class Codec:
         if self._raw is not None and self._slow is None:
             self._raw.no_truncation()
             self._raw.no_padding()
+        self._loader = loader(tokenizer) if self._slow is None else None
         self._fast: Future[FastEncoder | None] | None = None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
@@ -164,9 +165,9 @@ class Codec:
 
         Waits until ``fastokens`` is loaded; until then ``tokenizers`` encodes.
         """
-        if self._slow is not None:
+        if self._loader is None:
             return "transformers"
-        return "tokenizers" if loading(self._raw).result() is None else "fastokens"
+        return "tokenizers" if self._loader().result() is None else "fastokens"
 
     def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
         """Return the ids of a text; int32, read-only. Special tokens in the text become their ids; none is added.
@@ -175,8 +176,8 @@ class Codec:
             text: the text.
             counted: whether the text enters a conversation, and so the counters.
         """
-        if counted and self._fast is None and self._slow is None:
-            self._fast = loading(self._raw)
+        if counted and self._fast is None and self._loader is not None:
+            self._fast = self._loader()
         fast = self._fast.result() if self._fast is not None and self._fast.done() else None
         if fast is not None and self._raw is not None and self._raw.get_vocab_size() != fast.vocab_size:
             fast = None  # tokens were added

@@ -27,6 +27,7 @@ __all__ = [
     "by_rollout",
     "check_fields",
     "check_one_branch",
+    "image_column",
     "int_version",
     "reward_of",
     "row_columns",
@@ -129,8 +130,13 @@ def trimmed(sample: Sample) -> Sample:
     return cut
 
 
-def row_images(sample: Sample) -> dict[str, npt.NDArray[Any]]:
+def row_images(sample: Sample, trainer: str = "", *names: str) -> dict[str, npt.NDArray[Any]]:
     """What the model computes with for the images of ``trimmed(sample)``, such as ``pixel_values``.
+
+    Args:
+        sample: any sample.
+        trainer: the name of a trainer that passes only the arrays of ``names`` to the model.
+        *names: their names; by default all.
 
     Returns:
         For each name the arrays of the images in the order of their ids, joined along dimension 0; ``{}`` without
@@ -138,14 +144,31 @@ def row_images(sample: Sample) -> dict[str, npt.NDArray[Any]]:
 
     Raises:
         ConfigError: the row ends inside an image, or has no sampled token, or the sample has images and no
-            ``image_inputs``.
+            ``image_inputs``, or its processor makes an array of another name.
     """
     row = trimmed(sample)
     for span in sample.images:
         if span.start < len(row) < span.stop:
             expected = f"ids of an image before or after the end of the row, {len(row)}"
             raise ConfigError.of(f"{sample!r}.images", (span.start, span.stop), expected)
-    return row.multimodal_train_inputs or {}
+    arrays = row.multimodal_train_inputs or {}
+    if names and not arrays.keys() <= set(names):
+        expected = f"{' and '.join(names)}: {trainer} passes no others to the model"
+        raise ConfigError.of(f"{sample!r}.multimodal_train_inputs", sorted(arrays), expected)
+    return arrays
+
+
+def image_column(sample: Sample) -> npt.NDArray[np.bool_]:
+    """Which ids of ``trimmed(sample)`` stand for an image, ``[n]``.
+
+    Raises:
+        ConfigError: it has no sampled token.
+    """
+    row = trimmed(sample)
+    column = np.zeros(len(row), np.bool_)
+    for span in row.images:
+        column[span.start : span.stop] = True
+    return column
 
 
 def segments(sample: Sample) -> list[tuple[int, int, bool]]:

@@ -22,7 +22,7 @@ from rollouts.http.client import HttpClient
 from rollouts.inference.token_json import SequenceCache
 from rollouts.renderer import load_tokenizer
 from rollouts.renderer.byte_level import ByteTable
-from rollouts.renderer.fast_encoder import loading
+from rollouts.renderer.fast_encoder import loader
 from rollouts.testing.canned import Canned, canned_server
 from scripts.benches.workloads import default_tokenizer
 
@@ -57,7 +57,7 @@ def bench_internals(options: argparse.Namespace) -> list[Row]:
     """CPU time of each part of ``docs/internals.md``, and that of the plain way."""
     tokenizer = load_tokenizer(str(options.tokenizer or default_tokenizer()))
     raw = tokenizer.backend_tokenizer
-    fast, table, rounds = loading(raw).result(), ByteTable.of(tokenizer), options.rounds
+    fast, table, rounds = loader(tokenizer)().result(), ByteTable.of(tokenizer), options.rounds
     if fast is None or table is None:
         raise SystemExit("this tokenizer has no fast encoder or no byte table")
     book = "\n".join(topics.values())

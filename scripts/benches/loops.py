@@ -33,7 +33,7 @@ from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.errors import RolloutsError
 from rollouts.inference.sglang import SGLangPolicy
-from rollouts.renderer.fast_encoder import loading
+from rollouts.renderer.fast_encoder import Loader
 from rollouts.runs.journal import Journal
 from rollouts.runs.run_journal import RunJournal
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
@@ -110,7 +110,7 @@ def lean(play: Play, url: str, *, encoder: Literal["fastokens", "tokenizers"] = 
     raw = play.renderer._codec._raw  # the tokenizer without anything around it
     assert raw is not None
     encode = raw.encode_batch_fast
-    fast = loading(raw).result() if encoder == "fastokens" else None
+    fast = Loader(raw)().result() if encoder == "fastokens" else None
     if encoder == "fastokens" and fast is None:
         raise SystemExit(f"fastokens does not read this tokenizer: {play.renderer}")
     openings: dict[int, list[int]] = {}

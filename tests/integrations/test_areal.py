@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,8 +16,10 @@ from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
 from rollouts.training import Sample
-from rollouts.training.rows import row_columns, trimmed, turn_column, version_column
+from rollouts.training.rows import row_columns, split, trimmed, turn_column, version_column
+from tests.image_samples import image_samples, vision_model
 from tests.integrations.verl_recipe import PLAYED
+from tests.processors import own_text, picture
 from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
 
 needs_areal = pytest.mark.skipif(
@@ -57,6 +60,7 @@ def test_sampling_is_areals() -> None:
         ({"frequency_penalty": 0.5}, {}, r"gconfig\.frequency_penalty"),
         ({"ignore_eos": True}, {}, r"gconfig\.ignore_eos"),
         ({}, {"inference": "grpc"}, "inference"),
+        ({}, {"images": True}, 'images.*inference="http": engine.agenerate reports no number of prompt ids'),
         ({}, {"recipe": None}, "one of recipe and environment"),
     ],
 )
@@ -146,6 +150,97 @@ def test_a_sample_that_areal_cannot_take_is_refused(fields: dict[str, Any]) -> N
         to_tensors([sample])
     if "versions" in fields:
         assert to_tensors([sample], version=7)["versions"].max() == 7
+
+
+class Answering:
+    """AReaL's engine, whose reply is the one of a sample."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.row = split(sample)
+
+    async def agenerate(self, request: Any) -> Any:
+        from areal.api import ModelResponse
+
+        reply = self.row.response.tolist()
+        return ModelResponse(
+            input_tokens=request.input_ids, output_tokens=reply, output_logprobs=self.row.logprobs.tolist(),
+            output_versions=[3] * len(reply), stop_reason="stop", tokenizer=request.tokenizer,
+        )  # fmt: skip
+
+
+@trainer_test
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+async def test_rows_with_images_are_those_of_areals_vision_workflow(
+    family: str, small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """The same prompts, images and replies through ``VisionRLVRWorkflow``: equal ids, types, arrays and columns."""
+    from areal.api.cli_args import GenerationHyperparameters
+    from areal.workflow.vision_rlvr import VisionRLVRWorkflow
+
+    model = vision_model(family, small_tokenizer_folder)
+    samples = image_samples(model, [(1,), (3,)], unanswered=[1])
+    for sample in samples:
+        workflow = VisionRLVRWorkflow(
+            lambda *given, **named: 0.0, GenerationHyperparameters(), model.tokenizer, model.processor, False
+        )
+
+        async def scored(*given: Any, sample: Sample = sample, **named: Any) -> float:
+            return sample.reward or 0.0
+
+        workflow.async_reward_fn = scored
+        text = own_text(model.tokenizer, model.template, sample.prompt)
+        shown = [image.to_pil() for image in sample.prompt[0].images]
+        theirs = await workflow.arun_episode(Answering(sample), {"images": shown, "messages": text})
+        ours = to_tensors([sample])
+        assert ours.keys() == theirs.keys() | {"turn_ids"}
+        (arrays,), (own,) = ours.pop("multi_modal_input"), theirs.pop("multi_modal_input")
+        assert [*arrays] == [*own]
+        for name, tensor in own.items():
+            assert arrays[name].dtype == tensor.dtype
+            assert arrays[name].equal(tensor), name
+        for name, tensor in theirs.items():
+            assert ours[name].to(tensor.dtype).equal(tensor), name
+    what = f"VisionRLVRWorkflow with {family}: ids, types, arrays, columns"
+    compared("AReaL 1.0.4", "b", what, 0.0)
+
+
+@trainer_test
+def test_a_batch_with_images_reaches_areals_model(
+    actor: Any, small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """Through its own padding, advantages, micro batches and forward inputs; images after the last reply are cut."""
+    import torch
+    from areal.api.cli_args import MicroBatchSpec
+    from areal.engine.fsdp_engine import _prepare_multimodal_forward_inputs
+    from areal.utils.data import split_padded_tensor_dict_into_mb_list
+
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    samples = image_samples(model, [(1,), (2, 1), (0,), (1, 0, 2)], unanswered=[1, 2])
+    (data,) = actor.compute_advantages([to_tensors(samples)])
+    assert [len(row) for row in data["multi_modal_input"]] == [2, 2, 0, 2]
+    assert data["mm_token_type_ids"].bool().equal(data["input_ids"] == model.placeholder)
+    data["position_ids"] = torch.arange(4)[:, None].expand(data["input_ids"].shape).contiguous()
+    seen = 0
+    for batch in split_padded_tensor_dict_into_mb_list(data, MicroBatchSpec(n_mbs=2)).mbs:
+        rows = [samples[number] for number in batch["position_ids"][:, 0].tolist()]
+        forward = {**batch}
+        _prepare_multimodal_forward_inputs({**batch}, forward)
+        shown = [span.image for row in rows for span in trimmed(row).images]
+        for name, array in model.images.inputs(shown).items():
+            assert forward[name].equal(torch.tensor(array)), name
+        seen += len(shown)
+    assert seen == 7, "not the image after the last reply of the second row"
+    what = "padding, advantages and micro batches of rows with images: what the model gets"
+    compared("AReaL 1.0.4", "b", what, 0.0)
+
+
+@trainer_test
+def test_rows_of_text_have_the_keys_of_images_where_others_may_have_them() -> None:
+    """AReaL joins only dicts of equal keys, and its models of the Qwen-VL families need the types of every row."""
+    data = to_tensors(scored_groups(1, 2), images=True)
+    assert data["multi_modal_input"] == [{}, {}]
+    assert not data["mm_token_type_ids"].any()
+    assert "multi_modal_input" not in to_tensors(scored_groups(1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -321,3 +416,38 @@ def test_the_calculator_recipe_through_areals_executor(
     compared("AReaL 1.0.4", "a", f"calculator through its executor ({inference}): ids, mask, logprobs, reward", 0.0)
     what = f"calculator through its executor ({inference}): logprobs and a forward pass"
     compared("AReaL 1.0.4", "a", what, worst, within=1e-3, note="server: our engine; float32")
+
+
+@trainer_test
+def test_a_prompt_with_an_image_through_areals_executor(engine: Any, compared: Callable[..., None]) -> None:
+    """Our client sends the image to the engine's server, which counts the ids; the row has its array and its types."""
+    import torch
+    from areal.api.cli_args import GenerationHyperparameters
+
+    from rollouts.engine import DEMO_MODEL
+    from rollouts.integrations.areal import RolloutsWorkflow
+
+    workflow = RolloutsWorkflow(
+        GenerationHyperparameters(max_tokens=1024, max_new_tokens=16, temperature=1.0),
+        str(DEMO_MODEL),
+        inference="http",
+        environment="rollouts.environments:SingleTurnEnvironment",
+        reward="tests.integrations.verl_recipe:kept",
+        images=True,
+    )
+    PLAYED.clear()
+    shown = {"type": "image_url", "image_url": {"url": picture(40, 30).url}}
+    content = [{"type": "text", "text": "What is this?"}, shown]
+    engine.submit({"messages": [{"role": "user", "content": content}], "answer": "4"}, workflow=workflow, group_size=2)
+    (data,) = engine.wait(count=1, timeout=120)
+    assert workflow.failures == {}
+    by_ids = {tuple(sample.tokens): sample for sample in PLAYED}
+    for row in range(2):
+        real = data["attention_mask"][row].bool()
+        sample = by_ids[tuple(data["input_ids"][row][real].tolist())]
+        (span,) = sample.images
+        assert data["mm_token_type_ids"][row].nonzero()[:, 0].tolist() == [*range(span.start, span.stop)]
+        arrays = sample.multimodal_train_inputs or {}
+        assert data["multi_modal_input"][row].keys() == arrays.keys() == {"pixel_values"}
+        assert data["multi_modal_input"][row]["pixel_values"].equal(torch.tensor(arrays["pixel_values"]))
+    compared("AReaL 1.0.4", "a", "an image through its executor (http): ids, types, pixel_values", 0.0)

@@ -37,24 +37,6 @@ def trl_rollout_func(sample: Sample) -> Any:
     return RolloutFunc(RolloutConfig(batch_size=1, generate_fn=generate), [])._row(sample)
 
 
-def verl(sample: Sample) -> Any:
-    from rollouts.integrations.verl.rows import to_outputs
-
-    return to_outputs([sample])
-
-
-def areal(sample: Sample) -> Any:
-    from rollouts.integrations.areal import to_tensors
-
-    return to_tensors([sample])
-
-
-def skyrl(sample: Sample) -> Any:
-    from rollouts.integrations.skyrl import to_generator_output
-
-    return to_generator_output([sample], trajectory_ids=["a"])
-
-
 def tinker(sample: Sample) -> Any:
     from rollouts.integrations.tinker import datum_columns
 
@@ -98,7 +80,7 @@ def own_packed_batch(sample: Sample) -> Any:
     return collate_packed([sample])
 
 
-NEEDS = {"verl": "verl", "areal": "areal", "rllm": "rllm"}
+NEEDS = {"rllm": "rllm"}
 
 
 @pytest.mark.parametrize(
@@ -106,9 +88,6 @@ NEEDS = {"verl": "verl", "areal": "areal", "rllm": "rllm"}
     [
         trl,
         trl_rollout_func,
-        verl,
-        areal,
-        skyrl,
         tinker,
         nemo_rl,
         openrlhf,

@@ -7,10 +7,11 @@ from typing import Any
 import attrs
 import pytest
 
-from rollouts.dtypes import SamplingParams, TokenColumn, packed_tokens
+from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn, packed_tokens
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.trajectory import digest
+from tests.processors import picture
 
 PROMPT = packed_tokens([1, 2, 3])
 
@@ -43,6 +44,14 @@ async def test_a_reply_is_a_completion_of_its_prompt() -> None:
     assert (done.prompt_tokens, done.prompt_digest) == (3, digest(PROMPT))
     assert (done.cached_tokens, done.seconds) == (2, 0.5)
     assert [attrs.astuple(span) for span in done.versions] == [("4", 0, 2)]
+
+
+async def test_images_are_refused_where_the_request_has_no_place_for_them() -> None:
+    """Before it is sent."""
+    engine = Engine()
+    with pytest.raises(ConfigError, match=r"images: .*expected none: requests of this policy have no images"):
+        await engine.complete(PROMPT, SamplingParams(max_new_tokens=5), images=[ImageSpan(picture(4, 3), 0, 1)])
+    assert engine.asked is None
 
 
 async def test_each_token_has_its_version() -> None:

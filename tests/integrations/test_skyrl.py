@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Limits, SamplingParams, packed_tokens
+from rollouts.dtypes import Image, Limits, Message, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
 from rollouts.integrations.episodes import Episodes
-from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output
+from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output, write_batch
 from rollouts.renderer import load_tokenizer
 from rollouts.training import Status
 from rollouts.training.batch import group_advantages
+from rollouts.training.rows import image_column, trimmed
+from tests.image_samples import VisionModel, image_samples, vision_model
+from tests.processors import picture
 from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
 
 
@@ -73,6 +77,69 @@ def test_no_sample_is_refused() -> None:
     """Their checks would fail later."""
     with pytest.raises(ConfigError, match="at least one sample"):
         to_generator_output([])
+
+
+def test_a_batch_has_images_in_every_row_or_in_none(small_tokenizer_folder: Callable[[str], Path]) -> None:
+    """SkyRL concatenates the tensors of all rows; a row of text, or arrays without sizes, would end the step."""
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    with pytest.raises(ConfigError, match=r"index 1.*multimodal_train_inputs: got \[\]; expected .* of each row"):
+        to_generator_output(image_samples(model, [(1,), (0,)], unanswered=[1]), trajectory_ids=ids(2))
+    text = to_generator_output(image_samples(model, [(0,)], unanswered=[0]), trajectory_ids=ids(1))
+    assert (text["pixel_values"], text["image_grid_thw"]) == (None, None)
+    other = vision_model("internvl", small_tokenizer_folder)
+    with pytest.raises(ConfigError, match=r"got \['pixel_values'\]; expected pixel_values and image_grid_thw of each"):
+        to_generator_output(image_samples(other, [(1,)], unanswered=[]), trajectory_ids=ids(1))
+
+
+def test_a_file_has_no_images(tmp_path: Path, small_tokenizer_folder: Callable[[str], Path]) -> None:
+    """It is JSON, which has no tensors."""
+    samples = image_samples(vision_model("qwen3_vl", small_tokenizer_folder), [(1,)], unanswered=[])
+    with pytest.raises(ConfigError, match=r"\.images: got '1 images'.*SkyRL's file in JSON has no field for it"):
+        write_batch(samples, tmp_path / "batch.json")
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_a_batch_with_images_reaches_their_model(
+    family: str, small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """validate_generator_output, convert_to_training_input with its padding, and the chunks of micro batches."""
+    torch = pytest.importorskip("torch")
+    trainer = pytest.importorskip("skyrl.train.trainer")
+    trainer_utils = pytest.importorskip("skyrl.train.utils.trainer_utils")
+    model = vision_model(family, small_tokenizer_folder)
+    samples = image_samples(model)
+    output = to_generator_output(samples)
+    trainer_utils.validate_generator_output(4, output, step_wise=False)
+    assert rows_of(output) == [columns(sample) for sample in samples]
+    output["rewards"] = [[0.0] * len(response) for response in output["response_ids"]]
+    algorithm = SimpleNamespace(
+        max_seq_len=4096, off_policy_correction=SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
+    )
+    settings = SimpleNamespace(
+        algorithm=algorithm, train_batch_size=1, policy_mini_batch_size=1,
+        critic=SimpleNamespace(model=SimpleNamespace(path=None)),
+    )  # fmt: skip
+    generator = SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=False)
+    given = SimpleNamespace(
+        tokenizer=SimpleNamespace(pad_token_id=0),
+        cfg=SimpleNamespace(trainer=settings, generator=generator),
+        all_metrics={},
+        dispatch=SimpleNamespace(get_lcm_dp_size=lambda: 6),
+    )
+    batch = trainer.RayPPOTrainer.convert_to_training_input(given, output, ["0"] * 4)
+    assert len(batch["pixel_values"]) == 6, "padded with its first row"
+    rows = [*samples, samples[0], samples[0]]
+    for number, chunk in enumerate(batch.chunk(2)):
+        members = rows[2 * number : 2 * number + 2]
+        shown = [span.image for row in members for span in trimmed(row).images]
+        for name, array in model.images.inputs(shown).items():
+            assert torch.cat(chunk[name].tensors, dim=0).equal(torch.tensor(array)), name
+        tokens = [chunk["sequences"][at][chunk["attention_mask"][at] == 1].tolist() for at in range(2)]
+        assert tokens == [columns(row)[0] for row in members]
+        types = [(chunk["sequences"][at] == model.placeholder)[chunk["attention_mask"][at] == 1] for at in range(2)]
+        assert all(np.array_equal(one, image_column(row)) for one, row in zip(types, members, strict=True))
+    compared("SkyRL 0.3.0", "b", f"rows with images, {family}: ids, pixel_values, image_grid_thw of a batch", 0.0)
 
 
 @pytest.mark.trainer
@@ -182,6 +249,116 @@ async def test_the_inference_client_is_a_policy() -> None:
         await policy.complete(packed_tokens([1]), SamplingParams(seed=1))
     with pytest.raises(EndpointRefused, match="no logprobs"):
         await SkyRLPolicy(Client([7], logprobs=False), version=3).complete(packed_tokens([1]), SamplingParams())
+
+
+def rendered(model: VisionModel, body: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM's endpoint ``/v1/chat/completions/render`` answers, with the processor of the model."""
+    (message,) = body["messages"]
+    shown = [Image.of(part["image_url"]["url"]) for part in message["content"]]
+    messages = [Message("user", shown)]
+    tokens = model.renderer.opening(messages)
+    places = [
+        {"offset": span.start, "length": span.stop - span.start}
+        for span in model.renderer.image_spans(tokens, messages)
+    ]
+    features = {
+        "mm_hashes": {"image": [image.sha256 for image in shown]},
+        "mm_placeholders": {"image": places},
+        "kwargs_data": {"image": [f"arrays of {image.sha256}" for image in shown]},
+    }
+    return {"token_ids": tokens.tolist(), "features": features}
+
+
+class Rendering(Client):
+    """A client whose server has the processor of a model."""
+
+    model_name = "model"
+
+    def __init__(self, ids: list[int], renders: VisionModel) -> None:
+        super().__init__(ids)
+        self.renders = renders
+
+    async def render_chat_completion(self, payload: dict[str, Any]) -> dict[str, Any]:
+        assert payload["json"]["model"] == "model"
+        return rendered(self.renders, payload["json"])
+
+
+async def test_the_generator_plays_prompts_with_images(small_tokenizer_folder: Callable[[str], Path]) -> None:
+    """Each row has the tensors of its own images."""
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    options = {"images": model.processor, "chat_template": model.template}
+    episodes = Episodes(environment_cls=SingleTurnEnvironment, reward_fn=length_reward, options=options)
+    batch, shown = batch_of(2), [picture(97, 61), picture(30, 150)]
+    for prompt, image in zip(batch["prompts"], shown, strict=True):
+        prompt[0]["content"] = [{"type": "image_url", "image_url": {"url": image.url}}]
+    client = Rendering(model.renderer.encode("5<|im_end|>").tolist(), model)
+    output = await Generator(episodes, client, model.tokenizer).generate(batch)
+    for number, image in enumerate(shown):
+        for name, array in model.images.inputs([image]).items():
+            assert np.array_equal(output[name][number].numpy(), array)
+
+
+async def test_a_request_with_images_has_what_the_server_makes_of_them(
+    small_tokenizer_folder: Callable[[str], Path],
+) -> None:
+    """At their positions among all ids; ids that the server would write otherwise are refused, unsent."""
+    model, other = (vision_model(name, small_tokenizer_folder) for name in ("qwen3_vl", "glm4v"))
+    client = Rendering([7, 8], model)
+    (sample,) = image_samples(model, [(2, 1)], unanswered=[])
+    policy = SkyRLPolicy(client, version=3)
+    await policy.complete(sample.token_column, SamplingParams(), images=sample.images)
+    (request,) = client.requests
+    (features,) = request["mm_features"]
+    assert request["prompt_token_ids"] == [sample.tokens]
+    assert features == {
+        "mm_hashes": {"image": [span.image.sha256 for span in sample.images]},
+        "mm_placeholders": {
+            "image": [{"offset": span.start, "length": span.stop - span.start} for span in sample.images]
+        },
+        "kwargs_data": {"image": [f"arrays of {span.image.sha256}" for span in sample.images]},
+    }
+    client.renders = other
+    with pytest.raises(EndpointRefused, match=r"SkyRL's server writes \[.*\] ids for the images; expected the \["):
+        await policy.complete(sample.token_column, SamplingParams(), images=sample.images)
+    assert len(client.requests) == 1
+
+
+@pytest.mark.trainer
+async def test_a_request_with_images_is_that_of_their_client(
+    small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """Their ``RemoteInferenceClient`` posts the ids and features that its ``sample`` posts for the same images."""
+    remote = pytest.importorskip("skyrl.backends.skyrl_train.inference_servers.remote_inference_client")
+    model = vision_model("qwen3_vl", small_tokenizer_folder)
+    posted = []
+
+    class Served(remote.RemoteInferenceClient):  # type: ignore[misc, name-defined]
+        async def _post(self, url: str, json: dict[str, Any], headers: Any = None) -> dict[str, Any]:
+            if url.endswith("/render"):
+                return rendered(model, json)
+            posted.append(json)
+            reply = {"token_ids": [7, 8], "finish_reason": "stop"}
+            return {"choices": [{**reply, "logprobs": {"content": [{"logprob": -0.5}] * 2}}]}
+
+    client = Served(
+        "http://nowhere", ["http://nowhere"], data_parallel_size=1, model_name="model", tokenizer=model.tokenizer
+    )
+    (sample,) = image_samples(model, [(2, 1)], unanswered=[])
+    done = await SkyRLPolicy(client, version=3).complete(sample.token_column, SamplingParams(), images=sample.images)
+    assert done.tokens.tolist() == [7, 8]
+    chunks: list[dict[str, Any]] = []
+    ends = [0, *(span.stop for span in sample.images)]
+    for before, span in zip(ends, sample.images, strict=False):
+        data = span.image.url.partition(",")[2]
+        chunks += [
+            {"type": "encoded_text", "tokens": sample.tokens[before : span.start]},
+            {"type": "image", "data": data, "format": "png"},
+        ]
+    chunks.append({"type": "encoded_text", "tokens": sample.tokens[sample.images[-1].stop :]})
+    await client.sample({"json": {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 4}}})
+    ours, theirs = posted
+    assert (ours["token_ids"], ours["features"]) == (theirs["token_ids"], theirs["features"])
+    compared("SkyRL 0.3.0", "a", "a request with images and that of RemoteInferenceClient.sample: ids, features", 0.0)
 
 
 def test_their_sampling_parameters_are_ours() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import types
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, GenerateFailure
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.verl import (
@@ -25,7 +28,9 @@ from rollouts.integrations.verl import (
     worker,
 )
 from rollouts.integrations.verl.agent_loop import sampling_of
-from rollouts.training.rows import by_rollout, split, trimmed
+from rollouts.renderer import load_tokenizer
+from rollouts.training.rows import by_rollout, row_images, split, trimmed
+from tests.image_samples import VisionModel, image_samples, vision_model
 from tests.integrations.verl_recipe import PLAYED
 from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
 
@@ -198,6 +203,13 @@ def test_an_environment_is_named_in_the_yaml() -> None:
     assert made.options == {"template_kwargs": {"enable_thinking": False}}
 
 
+async def test_images_are_refused_where_replies_do_not_count_the_ids() -> None:
+    """Before a request: verl's SGLang encodes a prompt with images again, and its reply has no ids of the prompt."""
+    made = loop(recipe="calculator", images=True, tokenizer=load_tokenizer(DEMO_MODEL))
+    with pytest.raises(ConfigError, match=r"images: got <.*ServerManagerPolicy.*expected none: requests of this"):
+        await made.run({}, raw_prompt=QUESTION)
+
+
 def one(sample: Any) -> float:
     return 1.0
 
@@ -219,8 +231,6 @@ def verl_config(**rollout: Any) -> Any:
 @pytest.fixture(scope="module")
 def demo_tokenizer() -> Any:
     from transformers import AutoTokenizer
-
-    from rollouts.engine import DEMO_MODEL
 
     return AutoTokenizer.from_pretrained(DEMO_MODEL)
 
@@ -373,6 +383,84 @@ def test_a_row_that_ends_in_context_would_lose_its_reward(compared: Callable[...
 
     assert advantages([1, 1, 0, 0]).tolist() == [0, 0]
     compared("verl 0.9.1", "b", "GAE returns of a trimmed row", float((advantages([1, 1]) - 1).abs().max()))
+
+
+def of_verl(model: VisionModel, family: str) -> Any:
+    """The processor of a family as verl's ``hf_processor`` prepares it: with the positions of its model."""
+    names = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}
+    module = importlib.import_module(f"transformers.models.{family}")
+    kind = getattr(module, f"{names[family]}Model")
+    processor = copy.copy(model.processor)
+    processor.config = getattr(module, f"{names[family]}Config")()
+    for name in ("get_rope_index", "get_vision_position_ids"):
+        if hasattr(kind, name):
+            setattr(processor, name, types.MethodType(getattr(kind, name), processor))
+    return processor
+
+
+def check_arrays(row: dict[str, Any], sample: Any) -> None:
+    """What verl made of the images of a row, without what it makes of their sizes."""
+    import torch
+
+    theirs = {**row}
+    theirs.pop("images_seqlens", None)
+    ours = row_images(sample)
+    assert theirs.keys() == ours.keys()
+    for name, array in ours.items():
+        assert theirs[name].equal(torch.tensor(array)), name
+
+
+@trainer_test
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+async def test_what_verl_makes_of_images_is_ours(
+    family: str, store: Store, small_tokenizer_folder: Callable[[str], Path], compared: Callable[..., None]
+) -> None:
+    """v0 and V1 run their processor on decoded text: the ids stay ours, the arrays and positions are equal."""
+    import torch
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    model = vision_model(family, small_tokenizer_folder)
+    processor = of_verl(model, family)
+    samples = image_samples(model, [(1,), (2, 1), (0,), (1, 0, 2)], unanswered=[1, 2])
+    config = verl_config(prompt_length=256, response_length=256)
+    data = await to_data_proto(samples, worker(AgentLoopWorker, config, model.tokenizer, processor))
+    of_v1 = worker(AgentLoopWorkerTQ.__ray_metadata__.modified_class, config, model.tokenizer, processor)
+    await put_group(samples, of_v1, uid="a", global_steps=1)
+    for number, sample in enumerate(samples):
+        tokens = torch.tensor(trimmed(sample).tokens)
+        real = data.batch["attention_mask"][number].bool()
+        row = store.rows["train"][f"a_{number}_0"]
+        assert data.batch["input_ids"][number][real].equal(tokens)
+        assert row["input_ids"].equal(tokens)
+        check_arrays(data.non_tensor_batch["multi_modal_inputs"][number], sample)
+        made = row["multi_modal_inputs"]
+        check_arrays(getattr(made, "data", made), sample)
+        grid = row_images(sample).get("image_grid_thw")
+        positions, _ = processor.get_rope_index(
+            tokens[None],
+            mm_token_type_ids=(tokens == model.placeholder).long()[None],
+            image_grid_thw=None if grid is None else torch.tensor(grid),
+        )
+        assert data.batch["position_ids"][number][1:, real].equal(positions[:, 0])
+        assert row["position_ids"][1:].equal(positions[:, 0])
+    compared("verl 0.9.1", "b", f"rows with images (v0, V1), {family}: ids, multi_modal_inputs, position_ids", 0.0)
+
+
+@trainer_test
+async def test_other_arrays_than_those_of_the_rollout_are_refused(
+    v0: Any, small_tokenizer_folder: Callable[[str], Path]
+) -> None:
+    """Without a processor verl would train the row without its images, with other settings on other arrays."""
+    model = vision_model("qwen2_5_vl", small_tokenizer_folder)
+    (sample,) = image_samples(model, [(1,)], unanswered=[])
+    v0.rollout_config.prompt_length = 256
+    with pytest.raises(ConfigError, match=r"\.images: got '1 images'; expected none, or a worker with verl's"):
+        await to_data_proto([sample], v0)
+    v0.processor, v0.tokenizer = of_verl(model, "qwen2_5_vl"), model.tokenizer
+    v0.mm_processor_kwargs = {"images_kwargs": {"size": {"shortest_edge": 28 * 28, "longest_edge": 2 * 28 * 28}}}
+    with pytest.raises(ConfigError, match=r"arrays of verl's processor: got \{'pixel_values': .* those of the rollout"):
+        await to_data_proto([sample], v0)
 
 
 class Store:
@@ -662,8 +750,6 @@ def test_our_manager_fills_verls_prompts(demo_tokenizer: Any, store: Store) -> N
 def test_verl_makes_our_manager_from_its_configuration(tmp_path: Path) -> None:
     """With the entry ``rollouts`` of the YAML and the model's tokenizer; a reward model would replace the rewards."""
     from omegaconf import OmegaConf
-
-    from rollouts.engine import DEMO_MODEL
 
     path = tmp_path / "loops.yaml"
     path.write_text("- name: rollouts\n  _target_: x\n  recipe: calculator\n  over_sampling_factor: 1.5\n")

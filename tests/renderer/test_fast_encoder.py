@@ -160,6 +160,27 @@ def test_an_encoder_is_loaded_once_for_a_tokenizer() -> None:
     assert len(one.encode("plums")) == len(other.encode("plums")) == 5
 
 
+class Unreferable:
+    """A tokenizer as before version 0.23 of its library: no weak reference to it."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+def test_a_tokenizer_without_weak_references_is_loaded() -> None:
+    """Those of the library before version 0.23, which transformers 5.9 needs."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes())
+    tokenizer._tokenizer = Unreferable(tokenizer._tokenizer)
+    codec = Codec(tokenizer)
+    assert len(codec.encode("plums")) == 5
+    assert codec.encoder == "fastokens"
+
+
 def test_a_text_that_cannot_be_encoded_has_the_tokenizers_error() -> None:
     """A lone surrogate is no text."""
     codec = codec_of(of_bytes())

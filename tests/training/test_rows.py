@@ -15,6 +15,7 @@ from rollouts.training.rows import (
     by_rollout,
     check_fields,
     check_one_branch,
+    image_column,
     int_version,
     reward_of,
     row_columns,
@@ -218,3 +219,21 @@ def test_a_row_that_ends_inside_an_image_is_refused() -> None:
     sample.image_inputs = lambda images: {"count": np.array([len(images)])}
     with pytest.raises(ConfigError, match=r"images: got \(5, 7\); expected .* the end of the row, 6"):
         row_images(sample)
+
+
+def test_arrays_that_a_trainer_does_not_pass_on_are_refused() -> None:
+    """It knows some names, and the model would compute without the others."""
+    sample = a_sample(images=[ImageSpan(picture(4, 3), 0, 2)])
+    sample.image_inputs = lambda images: {"pixel_values": np.zeros((1, 3)), "image_sizes": np.zeros((1, 2))}
+    assert row_images(sample, "verl", "pixel_values", "image_sizes").keys() == {"pixel_values", "image_sizes"}
+    with pytest.raises(
+        ConfigError, match=r"multimodal_train_inputs: got \['image_sizes', .*pixel_values: verl passes no others"
+    ):
+        row_images(sample, "verl", "pixel_values")
+    assert row_images(a_sample(), "verl", "pixel_values") == {}
+
+
+def test_the_ids_of_images_are_marked() -> None:
+    """As wide as the row: an image after the last sampled token is left out."""
+    spans = [ImageSpan(picture(4, 3), 0, 1), ImageSpan(picture(4, 3), 4, 5), ImageSpan(picture(4, 3), 6, 8)]
+    assert image_column(a_sample(tail=2, images=spans)).astype(int).tolist() == [1, 0, 0, 0, 1, 0]

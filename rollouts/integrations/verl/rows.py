@@ -19,7 +19,7 @@ import anyio
 import numpy as np
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import by_rollout, check_fields, reward_of, split, version_column
+from rollouts.training.rows import by_rollout, check_fields, reward_of, row_images, split, trimmed, version_column
 from rollouts.training.types import Sample
 
 __all__ = ["put_group", "to_data_proto", "to_outputs", "worker", "write_batch"]
@@ -27,6 +27,8 @@ __all__ = ["put_group", "to_data_proto", "to_outputs", "worker", "write_batch"]
 
 def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored: bool = True) -> list[Any]:
     """The branches of one rollout as verl's ``AgentLoopOutput``, in order.
+
+    verl makes the arrays of the images in ``multi_modal_data`` again, with its own processor.
 
     Args:
         samples: of one rollout.
@@ -41,7 +43,7 @@ def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored:
 
     outputs = []
     for sample in samples:
-        check_fields(sample, "verl", "advantages", "teacher_log_probs", "loss_multiplier", "images")
+        check_fields(sample, "verl", "advantages", "teacher_log_probs", "loss_multiplier")
         row, versions = split(sample), version_column(sample, version)
         steps = versions[versions >= 0]
         outputs.append(
@@ -51,6 +53,7 @@ def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored:
                 response_mask=row.mask.astype(np.int8).tolist(),
                 response_logprobs=row.logprobs.tolist(),
                 reward_score=reward_of(sample) if scored or sample.reward is not None else None,
+                multi_modal_data=trimmed(sample).multimodal_inputs,
                 num_turns=sum(message.get("role") != "system" for message in sample.messages),
                 metrics=AgentLoopMetrics(
                     generate_sequences=sample.metrics.get("generation_seconds", 0.0),
@@ -79,7 +82,8 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
         version: as for :func:`to_outputs`.
 
     Raises:
-        ConfigError: as :func:`to_outputs`; or a row that is longer than verl's lengths, which it would not cut.
+        ConfigError: as :func:`to_outputs`; a row that is longer than verl's lengths, which it would not cut; or one for
+            whose images the worker makes other arrays.
     """
     lengths = worker.rollout_config.prompt_length, worker.rollout_config.response_length
     padded, rollouts = [], set()
@@ -91,23 +95,47 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
         if sample.group_index is None or (sample.rollout_id is not None and sample.rollout_id in rollouts):
             raise ConfigError.of(f"{sample!r}", sample.rollout_id, "one sample a rollout, with a group: no forks in v0")
         rollouts.add(sample.rollout_id)
-        messages = sample.messages
-        padded.append(await worker._agent_loop_postprocess(output, False, raw_prompt=messages))
+        _check_images(sample, output, worker)
+        padded.append(await worker._agent_loop_postprocess(output, False, raw_prompt=sample.messages))
     uids = np.array([str(sample.group_index) for sample in samples], dtype=object)
     return worker._postprocess(padded, input_non_tensor_batch={"uid": uids})
 
 
-def worker(kind: Any, config: Any, tokenizer: Any) -> Any:
+def _check_images(sample: Sample, output: Any, worker: Any) -> None:
+    """Check that verl makes of the images of a row what the processor of the rollout made."""
+    ours = row_images(sample)
+    if not ours:
+        return
+    if worker.processor is None:
+        count = f"{len(sample.images)} images"
+        raise ConfigError.of(f"{sample!r}.images", count, "none, or a worker with verl's processor")
+    import torch
+
+    made = worker._compute_multi_modal_inputs(output, torch.tensor(output.prompt_ids + output.response_ids))
+    theirs = {name: array for name, array in made.items() if name not in _OF_VERL}
+    equal = theirs.keys() == ours.keys() and all(np.array_equal(theirs[name], ours[name]) for name in ours)
+    if not equal:
+        got = {name: tuple(array.shape) for name, array in theirs.items()}
+        expected = f"those of the rollout, { ({name: array.shape for name, array in ours.items()}) }"
+        raise ConfigError.of(f"{sample!r}: arrays of verl's processor", got, expected)
+
+
+_OF_VERL = ("mm_token_type_ids", "images_seqlens")
+"""What verl makes of the ids and of ``image_grid_thw``."""
+
+
+def worker(kind: Any, config: Any, tokenizer: Any, processor: Any = None) -> Any:
     """An agent loop worker of verl of which only the conversion of rows is used: no servers, no Ray, no reward loop.
 
     Args:
         kind: ``AgentLoopWorker`` or, of V1, the class behind the Ray actor ``AgentLoopWorkerTQ``.
         config: verl's configuration.
-        tokenizer: pads the rows; text only.
+        tokenizer: pads the rows.
+        processor: for rows with images: that of verl's ``hf_processor``.
     """
     made = object.__new__(kind)
     rollout = config.actor_rollout_ref.rollout
-    made.config, made.rollout_config, made.tokenizer, made.processor = config, rollout, tokenizer, None
+    made.config, made.rollout_config, made.tokenizer, made.processor = config, rollout, tokenizer, processor
     made.distillation_enabled, made.reward_loop_worker_handles, made.mm_processor_kwargs = False, None, {}
     return made
 
@@ -134,13 +162,16 @@ async def put_group(
         columns: further columns of the data set; default: those of the prompt.
 
     Raises:
-        ConfigError: as :func:`to_outputs`, or ``uid`` has an underscore, at which verl splits the keys of its rows.
+        ConfigError: as :func:`to_outputs`; ``uid`` has an underscore, at which verl splits the keys of its rows; or the
+            worker makes other arrays of images.
     """
     import transfer_queue
 
     if "_" in uid:
         raise ConfigError.of("uid", uid, "a key without an underscore: verl would find no rows of it")
     rollouts = [to_outputs(branches, version=version) for branches in by_rollout(samples)]
+    for sample, output in zip(itertools.chain(*by_rollout(samples)), itertools.chain(*rollouts), strict=True):
+        _check_images(sample, output, worker)
     first = samples[0]
     given = {
         "raw_prompt": list(itertools.takewhile(lambda message: message.get("role") != "assistant", first.messages)),
