@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -17,6 +19,9 @@ from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import ToolEnvironment, tool
 from rollouts.environments.base import StepResult
+from rollouts.gateway import chat, messages, responses
+from rollouts.gateway.types import CallReply
+from rollouts.gateway.wire import Entries, Wire, decoded_body
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import Renderer, load_tokenizer
 from rollouts.runs.journal import Journal, read_journal
@@ -31,6 +36,7 @@ from rollouts.training import (
     agent_rollout_to_samples,
     generate_rollout_batch,
 )
+from tests.gateway.programs import session_of, spoken
 
 TURNS, GROUPS, N = 3, 2, 4
 
@@ -231,3 +237,50 @@ async def test_what_a_history_policy_trains(history: Any, sequences: int) -> Non
     else:
         assert trained == 5 * len(reply)
         assert (longest < 3 * len(reply)) == (history == "fork")
+
+
+HISTORIES: dict[str, tuple[Wire, Any]] = {
+    "chat": (chat, lambda answer: [answer["choices"][0]["message"]]),
+    "responses": (responses, lambda answer: answer["output"]),
+    "messages": (messages, lambda answer: [{"role": "assistant", "content": answer["content"]}]),
+}
+"""Each wire format, and what a program adds to its history of an answer."""
+TOOLS = {
+    "chat": {"type": "function", "function": {"name": "look", "description": "Looks."}},
+    "responses": {"type": "function", "name": "look", "description": "Looks."},
+    "messages": {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+async def test_a_late_call_of_a_program_does_what_an_early_one_does(name: str) -> None:
+    """The number of function calls does not grow with the history: no entry is read, keyed or copied again."""
+    wire, added = HISTORIES[name]
+    reply, entries = spoken(Message("assistant", "I look.", reasoning="Hm.")), Entries()
+    history: list[Any] = []
+    calls: list[int] = []
+
+    def count(frame: object, event: str, argument: object) -> None:
+        calls[-1] += event in ("call", "c_call")
+
+    async with session_of(ScriptedPolicy(lambda tokens: reply)) as session:
+
+        async def turn(body: bytes) -> Sequence[CallReply]:
+            request = wire.read(decoded_body(body, wire.HISTORY), session.reply, entries)
+            replies = await session.call(request, lineage={})
+            session.delivered(replies)
+            history.extend(added(wire.answer(request, replies)))
+            return replies
+
+        for number in range(44):
+            history.append({"role": "user", "content": f"Look {number}!"})
+            body = json.dumps({"model": "any", "tools": [TOOLS[name]], wire.HISTORY: history}).encode()
+            calls.append(0)
+            sys.setprofile(count)
+            try:
+                await turn(body)
+            finally:
+                sys.setprofile(None)
+    assert len(session.tree.roots) == 1
+    early, late = calls[11], calls[43]  # neither is a turn whose bridge is compared with the whole rendering
+    assert late < 1.02 * early, calls

@@ -16,6 +16,7 @@ from rollouts.gateway.wire import (
     Counts,
     Entries,
     Fields,
+    Joined,
     ReplyOf,
     arguments_text,
     call_of,
@@ -48,7 +49,8 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice"), ("audio", "text")):
         if fields.value.get(name) is not None:
             raise fields.wrong(name, f"no such field; this server takes {instead} only")
-    messages = (entries or Entries()).of(fields, HISTORY, _message, counts)
+    entries = entries or Entries()
+    messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     n = fields.positive("n") or 1
@@ -59,7 +61,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     _count_not_enforced(fields, counts)
     return CallRequest(
         messages=tuple(messages),
-        tools=_tools(fields, counts),
+        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
         stop=stops(fields, "stop"),
         stream=fields.flag("stream"),
@@ -71,15 +73,12 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _tools(fields: Fields, counts: Counts) -> tuple[Tool, ...]:
-    tools = []
-    for tool in fields.objects("tools"):
-        kind = tool.text("type") or "function"
-        if kind == "function":
-            tools.append(tool_of(tool.object("function") or tool, "parameters"))  # some clients leave the object out
-        else:
-            counts[f"server_tool/{kind}"] += 1
-    return offered(fields, tools, counts)
+def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+    kind = tool.text("type") or "function"
+    if kind == "function":
+        return [tool_of(tool.object("function") or tool, "parameters")]  # some clients leave the object out
+    counts[f"server_tool/{kind}"] += 1
+    return []
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:
@@ -92,6 +91,10 @@ def _count_not_enforced(fields: Fields, counts: Counts) -> None:
         counts["not_enforced/logprobs"] += 1
     if fields.value.get("web_search_options") is not None:
         counts["server_tool/web_search"] += 1
+
+
+def _messages(fields: Fields, counts: Counts) -> list[Message]:
+    return [_message(fields, counts)]
 
 
 def _message(fields: Fields, counts: Counts) -> Message:

@@ -17,6 +17,7 @@ from rollouts.gateway.wire import (
     Counts,
     Entries,
     Fields,
+    Joined,
     ReplyOf,
     arguments_text,
     call_of,
@@ -46,15 +47,15 @@ _KEPT = "clear_thinking_20251015"
 def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.gateway.wire.Wire.read`."""
     fields, counts = Fields.of(body), Counts()
-    messages = _system(fields, counts)
-    for read_messages in (entries or Entries()).of(fields, HISTORY, _messages, counts):
-        messages += read_messages
-    if not fields.value.get("messages"):
+    entries = entries or Entries()
+    system = _system(fields, counts, entries)
+    messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
+    if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     _count_not_enforced(fields, counts)
     return CallRequest(
-        messages=tuple(messages),
-        tools=_tools(fields, counts),
+        messages=(*system, *messages),
+        tools=_offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
         max_tokens=fields.positive("max_tokens"),
         stop=stops(fields, "stop_sequences"),
         stream=fields.flag("stream"),
@@ -64,24 +65,25 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _system(fields: Fields, counts: Counts) -> list[Message]:
+def _system(fields: Fields, counts: Counts, entries: Entries) -> list[Message]:
     if not isinstance(fields.value.get("system"), list):
         text = text_of(fields, "system", lambda part: _part(part, counts))
-        return [Message("system", text)] if text else []
+        return [entries.system(text)] if text else []
     texts = [only_text(part, _part(part, counts)) for part in fields.objects("system")]
     if texts and texts[0].startswith(_BILLING):
         del texts[0]
-    return [Message("system", "\n".join(texts))] if texts else []
+    return [entries.system("\n".join(texts))] if texts else []
 
 
-def _tools(fields: Fields, counts: Counts) -> tuple[Tool, ...]:
-    tools = []
-    for tool in fields.objects("tools"):
-        kind = tool.text("type") or "custom"
-        if kind == "custom":
-            tools.append(tool_of(tool, "input_schema"))
-        else:
-            counts[f"server_tool/{kind}"] += 1
+def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+    kind = tool.text("type") or "custom"
+    if kind == "custom":
+        return [tool_of(tool, "input_schema")]
+    counts[f"server_tool/{kind}"] += 1
+    return []
+
+
+def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool, ...]:
     choice = fields.object("tool_choice")
     kind = "auto" if choice is None else choice.required("type")
     if kind == "none":

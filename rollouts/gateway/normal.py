@@ -7,8 +7,10 @@ key: programs change them when they send a conversation back. Pure; this module 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
@@ -19,6 +21,8 @@ from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 
 __all__ = [
+    "Conversation",
+    "Conversations",
     "EchoChange",
     "MessageRules",
     "echo_changes",
@@ -240,3 +244,84 @@ def message_rules(render: Callable[[Sequence[Message]], str]) -> MessageRules:
     if keeps("system", "user", "system") and keeps("system", "system", "user", "assistant", "user", "system"):
         return MessageRules("anywhere", neighbours)
     return MessageRules("first" if keeps("system", "user") else "never", neighbours)
+
+
+# -- what was read before ---------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Conversation:
+    """The messages of a request, in the forms that a session needs."""
+
+    whole: tuple[Message, ...]
+    """As the program sent them."""
+    messages: list[Message]
+    """As the chat template gets them."""
+    keys: list[int]
+    """The path keys of ``messages``."""
+    replies: list[tuple[int, int]]
+    """The places of each assistant message: in ``whole``, and in ``messages``."""
+    known: int = 0
+    """Number of messages of ``whole`` that an earlier conversation has, too."""
+    line: object = attrs.field(factory=object, repr=False)
+    """That of the earlier conversation, or a new one."""
+
+    @property
+    def new(self) -> tuple[Message, ...]:
+        """The messages of ``whole`` that no earlier conversation has, and those from its last reply on."""
+        return self.whole[self.known :]
+
+
+class Conversations:
+    """The latest conversations of a session, so that a request costs what is new in it.
+
+    A request is taken from an earlier conversation up to the last reply before which, and with which, it has the same
+    objects. Neither order nor folding crosses a reply, so that both stay as they are up to there.
+
+    Args:
+        rules: those of the chat template.
+        most: the number of conversations that are kept: agents that work at the same time have one each.
+    """
+
+    def __init__(self, rules: MessageRules, most: int = 8) -> None:
+        self.rules = rules
+        self._most = most
+        self._kept: dict[object, Conversation] = {}
+
+    def of(self, whole: tuple[Message, ...], ours: set[str]) -> Conversation:
+        """Order, fold and key the messages of a request; ``ours`` as in :func:`path_keys`."""
+        earlier, found = None, 0
+        for one in self._kept.values():
+            if (shared := _shared_replies(one, whole)) > found:
+                earlier, found = one, shared
+        if earlier is None:
+            messages = self.rules.applied(ordered_results(whole))
+            return Conversation(whole, messages, path_keys(messages, ours), _replies(whole, messages))
+        *before, (known, place) = earlier.replies[:found]
+        messages = self.rules.applied(ordered_results(whole[known:]))
+        keys = path_keys(messages, ours, earlier.keys[place - 1])
+        replies = [(known + at, place + its) for at, its in _replies(whole[known:], messages)]
+        messages, keys = earlier.messages[:place] + messages, earlier.keys[:place] + keys
+        return Conversation(whole, messages, keys, before + replies, known, earlier.line)
+
+    def keep(self, conversation: Conversation) -> None:
+        """Keep a conversation for later requests; the one that it was taken from is dropped."""
+        self._kept.pop(conversation.line, None)
+        self._kept[conversation.line] = conversation
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+
+
+def _replies(whole: Sequence[Message], messages: Sequence[Message]) -> list[tuple[int, int]]:
+    places = [[at for at, one in enumerate(part) if one.role == "assistant"] for part in (whole, messages)]
+    return list(zip(*places, strict=True))
+
+
+def _shared_replies(one: Conversation, whole: Sequence[Message]) -> int:
+    """The number of replies up to which a request has the objects of a conversation, without one at its start."""
+    try:
+        same = operator.indexOf(map(operator.is_, one.whole, whole), False)
+    except ValueError:
+        same = min(len(one.whole), len(whole))
+    found = bisect.bisect_left(one.replies, (same,))
+    return found if found and one.replies[found - 1][0] else 0

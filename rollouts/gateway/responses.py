@@ -19,6 +19,7 @@ from rollouts.gateway.wire import (
     Counts,
     Entries,
     Fields,
+    Joined,
     ReplyOf,
     arguments_text,
     call_of,
@@ -55,22 +56,21 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     if previous is not None and not previous.startswith("resp_"):
         raise fields.wrong("previous_response_id", "the id of a response of this session")
     instructions = fields.text("instructions")
-    conversation = _Conversation(reply_of)
-    if instructions is not None:
-        conversation.add(Message("system", instructions))
+    entries, conversation = entries or Entries(), _Conversation(reply_of)
+    system = [] if instructions is None else [entries.system(instructions)]
     given = fields.value.get(HISTORY)
     if isinstance(given, str):
         conversation.add(Message("user", given))
     else:
-        for index, item in enumerate((entries or Entries()).of(fields, HISTORY, _item, counts)):
-            conversation.take(item, f"{HISTORY}[{index}]")
+        conversation = entries.into(conversation, fields, HISTORY, _item, counts)
     conversation.close()
-    if not conversation.messages and previous is None:
+    messages = (*system, *conversation.messages)
+    if not messages and previous is None:
         raise fields.wrong("input", "a string, or a list of at least one item")
     _count_not_enforced(fields, counts)
     return CallRequest(
-        messages=tuple(conversation.messages),
-        tools=_tools(fields, counts),
+        messages=messages,
+        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
         max_tokens=fields.positive("max_output_tokens"),
         stream=fields.flag("stream"),
         previous_response_id=None if previous is None else previous.removeprefix("resp_"),
@@ -81,15 +81,12 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _tools(fields: Fields, counts: Counts) -> tuple[Tool, ...]:
-    tools = []
-    for tool in fields.objects("tools"):
-        kind = tool.required("type")
-        if kind == "function":
-            tools.append(tool_of(tool, "parameters"))
-        else:
-            counts[f"server_tool/{kind}"] += 1
-    return offered(fields, tools, counts)
+def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+    kind = tool.required("type")
+    if kind == "function":
+        return [tool_of(tool, "parameters")]
+    counts[f"server_tool/{kind}"] += 1
+    return []
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:
@@ -124,6 +121,10 @@ class _Conversation:
     reasoning: str | None = None
     content: str | None = None
     calls: list[ToolCall] = attrs.field(factory=list)
+
+    def copy(self) -> _Conversation:
+        """See :class:`~rollouts.gateway.wire.Reading`."""
+        return attrs.evolve(self, messages=[*self.messages], calls=[*self.calls])
 
     def add(self, message: Message) -> None:
         """Add a message that is no reply."""

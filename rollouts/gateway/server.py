@@ -415,8 +415,12 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
     """
     try:
         body = await http.read()
-        read = functools.partial(_read, wire, opened, body)
-        return await anyio.to_thread.run_sync(read) if len(body) > _IN_THREAD or b"base64" in body else read()
+        long = len(body) > _IN_THREAD
+        fields = await anyio.to_thread.run_sync(_decoded, wire, body) if long else _decoded(wire, body)
+        with _json_errors(body):
+            read = functools.partial(wire.read, fields, opened.session.reply, opened.entries[wire])
+            images = b"base64" in opened.entries[wire].unread(fields, wire.HISTORY)
+            return await anyio.to_thread.run_sync(read) if long or images else read()
     except web.HTTPRequestEntityTooLarge as error:
         opened.session.count("refused/too_large")
         raise ApiError("too_large", f"body: {error.text}") from None
@@ -428,9 +432,15 @@ async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallReq
         raise
 
 
-def _read(wire: Wire, opened: _Opened, body: bytes) -> CallRequest:
+def _decoded(wire: Wire, body: bytes) -> Any:
+    with _json_errors(body):
+        return decoded_body(body, wire.HISTORY)
+
+
+@contextlib.contextmanager
+def _json_errors(body: bytes) -> Iterator[None]:
     try:
-        return wire.read(decoded_body(body, wire.HISTORY), opened.session.reply, opened.entries[wire])
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected JSON ({error})") from None
 

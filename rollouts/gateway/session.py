@@ -16,6 +16,7 @@ import contextvars
 import os
 import string
 import time
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -50,12 +51,12 @@ from rollouts.errors import (
     HistoryRewritten,
 )
 from rollouts.gateway.normal import (
+    Conversation,
+    Conversations,
     EchoChange,
     MessageRules,
     echo_changes,
     message_rules,
-    ordered_results,
-    path_keys,
     tools_key,
     with_tool_names,
 )
@@ -75,6 +76,9 @@ _PROMPT_END = 16
 _MOST_STOPS = 32
 """Stop strings that servers accept."""
 _REWRITES_KEPT = 8
+_MOST_TOOL_KEYS = 64
+_RULES: weakref.WeakKeyDictionary[Renderer, MessageRules] = weakref.WeakKeyDictionary()
+"""The rules of the chat templates in use: sessions share a renderer."""
 _NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
 """The values of the parameters that a run does not have."""
 
@@ -102,11 +106,7 @@ class _Work:
     """One request under way, with all calls that wait for its replies."""
 
     request: CallRequest
-    whole: tuple[Message, ...]
-    """All messages, as the program sent them."""
-    messages: list[Message]
-    """All messages, as the chat template gets them."""
-    keys: list[int]
+    conversation: Conversation
     tools: tuple[Tool, ...]
     tools_key: bytes
     retry_key: object
@@ -122,11 +122,11 @@ class _Work:
 
     def asked(self, *, of_root: bool) -> tuple[tuple[Message, ...], str | None]:
         """What the program sent behind the last reply, and the instructions among it."""
+        whole = self.conversation.whole
         if of_root:
-            return self.whole, self.request.instructions
-        places = range(len(self.whole) - 1, -1, -1)
-        last = next(place for place in places if self.whole[place].role == "assistant")
-        return self.whole[last + 1 :], None
+            return whole, self.request.instructions
+        last, _ = self.conversation.replies[-1]
+        return whole[last + 1 :], None
 
 
 class ProgramSession:
@@ -194,9 +194,11 @@ class ProgramSession:
         self._works: dict[object, _Work] = {}
         self._group: contextlib.AbstractAsyncContextManager[TaskGroup] | None = None
         self._tasks: TaskGroup | None = None
-        self._rules: MessageRules | None = None
+        self._latest: Conversations | None = None
         self._tools: dict[bytes, tuple[Tool, ...]] = {}
         """The tools that were tested, by key: one object each, which the renderer finds again quickly."""
+        self._tool_keys: dict[tuple[int, ...], tuple[bytes, tuple[Tool, ...]]] = {}
+        """The keys of tools by the ids of their objects, with the objects, so that the ids stay theirs."""
         self._own_ids: dict[str, str] = {}
         """The id that the model wrote, by the id that the program was given."""
         self._asked: dict[str, tuple[tuple[Message, ...], str | None]] = {}
@@ -271,9 +273,9 @@ class ProgramSession:
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
-        await self._check_images(request)
-        messages = self._normal(request.messages)
-        opening, _ = await self._opening(self._to_render(messages), request.tools)
+        conversation = self._conversations().of(request.messages, self.tree.ours)
+        await self._check_images(conversation.new)
+        opening, _ = await self._opening(self._to_render(conversation.messages), request.tools)
         return len(opening)
 
     async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> list[CallReply]:
@@ -287,14 +289,16 @@ class ProgramSession:
             ApiError: the request is refused or cannot be answered; ``conflict`` if the session has ended.
             TokenMismatchError: a law was broken.
         """
-        await self._check_images(request)
+        conversation = self._conversations().of(self._whole(request), self.tree.ours)
+        await self._check_images(conversation.new)
         self._check_open()
+        self._conversations().keep(conversation)
         for name, amount in request.counts.items():
             self.count(name, amount)
         for name, value in request.sampling.items():
             if name == "seed" or value != self._run_value(name):  # each call has a seed of its own
                 self.count(f"sampling_overridden/{name}")
-        work = self._work_of(request, dict(lineage))
+        work = self._work_of(request, conversation, dict(lineage))
         running = self._works.get(work.retry_key)
         if running is not None and not running.scope.cancel_called:
             self.count("retries_joined")
@@ -349,12 +353,12 @@ class ProgramSession:
         if self.ended:
             raise ApiError("conflict", f"the session has ended: {self.stop_reason}")
 
-    async def _check_images(self, request: CallRequest) -> None:
+    async def _check_images(self, messages: Sequence[Message]) -> None:
         """Refuse images that the model does not see."""
-        if not any(message.images for message in request.messages):
+        if not any(message.images for message in messages):
             return
         try:
-            self._renderer.check_images(request.messages)
+            self._renderer.check_images(messages)
             check_takes_images(self._policy)
             if self._renderer.images is not None:
                 await in_thread(self._renderer.images.check_repeats)
@@ -362,20 +366,27 @@ class ProgramSession:
             self.count("refused/image")
             raise ApiError("invalid_request", f"messages: {error}") from None
 
-    def _work_of(self, request: CallRequest, lineage: dict[str, str]) -> _Work:
+    def _work_of(self, request: CallRequest, conversation: Conversation, lineage: dict[str, str]) -> _Work:
         if not self._calls and not self._works and lineage:
             self._names_agents = True
-        whole = self._whole(request)
-        messages = self._normal(whole)
-        keys = path_keys(messages, self.tree.ours)
-        named = tools_key(request.tools)
+        named = self._tools_key(request.tools)
         shape = (request.max_tokens, request.stop, request.n)
+        keys = conversation.keys
         retry_key = (tuple(sorted(lineage.items())), named, keys[-1] if keys else 0, shape)
         by_hand = self._names_agents and not lineage
         if by_hand:
             self.count("calls_by_hand")
         tools = self._tools.get(named, request.tools)
-        return _Work(request, whole, messages, keys, tools, named, retry_key, lineage, by_hand)
+        return _Work(request, conversation, tools, named, retry_key, lineage, by_hand)
+
+    def _tools_key(self, tools: tuple[Tool, ...]) -> bytes:
+        """The key of the tools; it is computed once where requests have the same objects."""
+        objects = tuple(map(id, tools))
+        if objects not in self._tool_keys:
+            if len(self._tool_keys) >= _MOST_TOOL_KEYS:
+                self._tool_keys.clear()
+            self._tool_keys[objects] = tools_key(tools), tools
+        return self._tool_keys[objects][0]
 
     def _whole(self, request: CallRequest) -> tuple[Message, ...]:
         """All messages of a request, with those of the replies that it follows by reference."""
@@ -396,13 +407,12 @@ class ProgramSession:
             return (*before, *request.messages)
         return (request.messages[0], *before, *request.messages[1:])
 
-    def _normal(self, messages: Sequence[Message]) -> list[Message]:
-        return self._template_rules().applied(ordered_results(messages))
-
-    def _template_rules(self) -> MessageRules:
-        if self._rules is None:
-            self._rules = message_rules(self._renderer.render)
-        return self._rules
+    def _conversations(self) -> Conversations:
+        if self._latest is None:
+            if self._renderer not in _RULES:
+                _RULES[self._renderer] = message_rules(self._renderer.render)
+            self._latest = Conversations(_RULES[self._renderer])
+        return self._latest
 
     async def _replies_of(self, work: _Work) -> list[CallReply]:
         """Wait for the replies; the last waiting call that is cancelled aborts the generation."""
@@ -464,13 +474,16 @@ class ProgramSession:
         line.append(context, new, images)
         lines = [line, *(self.tree.copy(line, prompt, len(line.messages)) for _ in range(n - 1))]
         self._calls += n
-        async with self._room_for(n * (prompt + budget)), first_error() as tasks:
-            for number, one in enumerate(lines, self._calls - n):
-                node = _Node(number, parent, one, start, prompt, tuple(new))
-                if n == 1:
-                    await self._complete(work, node, budget)
-                else:
-                    tasks.start_soon(self._complete, work, node, budget)
+        nodes = [
+            _Node(number, parent, one, start, prompt, tuple(new)) for number, one in enumerate(lines, self._calls - n)
+        ]
+        async with self._room_for(n * (prompt + budget)):
+            if n == 1:  # a task group costs more than the rest of this function
+                await self._complete(work, nodes[0], budget)
+            else:
+                async with first_error() as tasks:
+                    for node in nodes:
+                        tasks.start_soon(self._complete, work, node, budget)
         if len(work.calls) < n:
             raise ApiError("server", "the server aborted the generation")
         self._count_match(work, match, parent)
@@ -489,17 +502,18 @@ class ProgramSession:
     # -- match and render ---------------------------------------------------------------------------------------------
 
     def _matched(self, work: _Work) -> Match:
-        match = self.tree.match(work.messages, work.keys, work.tools_key)
+        messages = work.conversation.messages
+        match = self.tree.match(messages, work.conversation.keys, work.tools_key)
         if match.call is not None:
             self.tree.delivered(match.call)
-            work.changes = echo_changes(match.call.reply.message, work.messages[match.known - 1])
+            work.changes = echo_changes(match.call.reply.message, messages[match.known - 1])
             if work.changes and self._history == "error":
                 expected = 'the reply as it was given ("append" keeps the ids, "fork" opens a new root)'
                 raise HistoryRewritten(
                     f'messages[{match.known - 1}]: got {", ".join(work.changes)}; history="error" expects {expected}'
                 )
             if work.changes and self._history == "fork":
-                match = Match(None, rewritten_at=match.known - 1, rewritten=work.messages[match.known - 1].text[:80])
+                match = Match(None, rewritten_at=match.known - 1, rewritten=messages[match.known - 1].text[:80])
         most = self._limits.max_roots
         if match.call is None and most is not None and len(self.tree.roots) >= most:
             shown = "; ".join(f"message {at} became {text!r}" for at, text in self.rewrites[:3])
@@ -513,10 +527,10 @@ class ProgramSession:
         self, work: _Work, match: Match
     ) -> tuple[Call | None, Line, TokenColumn, list[Message], tuple[ImageSpan, ...]]:
         """The call to go on from, its claimed line, and what the request adds: ids, messages and images."""
-        parent = match.call
+        parent, messages = match.call, work.conversation.messages
         if parent is not None:
             line = self.tree.claim(parent)
-            new = self._to_render(work.messages[match.known :], work.messages[: match.known])
+            new = self._to_render(messages[match.known :], messages[: match.known])
             try:
                 bridge = await bridged(
                     self._renderer, line.messages, new, tools=work.tools, tail=parent.tail, memory=line.memory
@@ -530,7 +544,7 @@ class ProgramSession:
                 raise
             else:
                 return parent, line, bridge, new, images
-        new = self._to_render(work.messages)
+        new = self._to_render(messages)
         opening, images = await self._opening(new, work.tools)
         return None, self.tree.claim(None), opening, new, images
 
@@ -564,7 +578,7 @@ class ProgramSession:
         for change in work.changes:
             self.count(f"echo/{change}")
         asked, _ = work.asked(of_root=parent is None)
-        if folded := self._template_rules().folded(asked, at_start=parent is None):
+        if folded := self._conversations().rules.folded(asked, at_start=parent is None):
             self.count("folded_system_messages", folded)
         if match.rewritten_at is not None:
             self.count(f"rewritten_at/{match.rewritten_at}")
@@ -645,7 +659,7 @@ class ProgramSession:
             new=node.new,
             tools=work.tools,
             tools_key=work.tools_key,
-            request_key=work.keys[-1],
+            request_key=work.conversation.keys[-1],
             retry_key=work.retry_key,
             completion=completion,
             message=message,
@@ -670,6 +684,8 @@ class ProgramSession:
         seed = sampling.seed
         if seed is not None:
             seed = zlib.crc32(f"{seed}/{self.name}/{number}".encode()) & 0x7FFFFFFF
+        if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop:
+            return sampling  # the policy has encoded this object before
         least = min(sampling.min_new_tokens, budget)
         return attrs.evolve(sampling, max_new_tokens=budget, min_new_tokens=least, stop=stop, seed=seed)
 

@@ -11,12 +11,12 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 import attrs
 import msgspec
 
-from rollouts.dtypes import Content, Image, Tool, ToolCall, json_object
+from rollouts.dtypes import Content, Image, Message, Tool, ToolCall, json_object
 from rollouts.errors import ConfigError
 from rollouts.gateway.normal import joined
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
@@ -26,6 +26,8 @@ __all__ = [
     "Counts",
     "Entries",
     "Fields",
+    "Joined",
+    "Reading",
     "ReplyOf",
     "Wire",
     "arguments_text",
@@ -45,7 +47,6 @@ __all__ = [
 ]
 
 Counts: TypeAlias = Counter[str]
-Entry = TypeVar("Entry")
 ReplyOf: TypeAlias = Callable[[str], CallReply | None]
 """The reply of the session that has an id; ``None`` if it has none."""
 
@@ -138,7 +139,9 @@ class Fields:
 
     def wrong(self, name: str, expected: str) -> ApiError:
         """The error of a field: its path, its value and what was expected."""
-        return ApiError("invalid_request", str(ConfigError.of(self.at(name), self.value.get(name), expected)))
+        value = self.value.get(name)
+        shown = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+        return ApiError("invalid_request", str(ConfigError.of(self.at(name), shown, expected)))
 
     def text(self, name: str) -> str | None:
         """A string; ``None`` if the field is absent or ``null``."""
@@ -289,53 +292,163 @@ def sampling_of(fields: Fields) -> dict[str, Any]:
     return {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
 
 
-class Entries:
-    """The entries of a history as they were read, so that a request costs what is new in it.
+class Reading(Protocol):
+    """What the entries of a list become, one after the other."""
 
-    Programs send their whole history with each request. An entry with the JSON of an earlier one is not read again: it
-    is found by a hash of 64 bits, of this process only. One object serves one session and one wire format.
+    def take(self, entry: Any, path: str, /) -> None:
+        """Add an entry, which has this path in the body."""
+
+    def copy(self) -> Self:
+        """A reading that goes on from here, and leaves this one as it is."""
+
+
+ReadingT = TypeVar("ReadingT", bound=Reading)
+
+
+@attrs.define
+class Joined:
+    """The reading of entries that are lists of parts: all parts in one list."""
+
+    parts: list[Any] = attrs.field(factory=list)
+
+    def take(self, entry: Sequence[Any], path: str) -> None:
+        """Add the parts of an entry."""
+        self.parts += entry
+
+    def copy(self) -> Joined:
+        """See :class:`Reading`."""
+        return Joined([*self.parts])
+
+
+@attrs.frozen(eq=False)
+class _Beginning:
+    """The beginning of a list of an earlier request."""
+
+    text: bytes
+    """Its JSON, up to the start of an entry."""
+    length: int
+    """Number of entries before that."""
+    reading: Reading
+    counts: Counts
+    """Both of these entries."""
+
+
+class Entries:
+    """The lists of requests as they were read, so that a request costs what is new in it.
+
+    Programs send their whole history with each request. A list that begins as one of the latest requests is read from
+    some entries before its end on: programs change these from one request to the next. In what is left, an entry with
+    the JSON of an earlier one is not read again: it is found by a hash of 64 bits, of this process only. One object
+    serves one session and one wire format.
 
     Args:
         most: the number of entries that are kept; where a session has more, all are read again.
+        lists: the number of lists of each name whose beginnings are kept, with their JSON.
     """
 
-    def __init__(self, most: int = 1 << 14) -> None:
-        self._most = most
+    def __init__(self, most: int = 1 << 14, lists: int = 4) -> None:
+        self._most, self._lists = most, lists
         self._read: dict[int, tuple[Any, Counts]] = {}
+        self._beginnings: dict[str, list[_Beginning]] = {}
+        """By the name of the field, the latest one last."""
+        self._systems: dict[str, Message] = {}
 
-    def of(self, fields: Fields, name: str, read: Callable[[Fields, Counts], Entry], counts: Counts) -> list[Entry]:
-        """What ``read`` makes of each object of a list; empty if the field is absent or ``null``.
+    def system(self, text: str) -> Message:
+        """A system message; that of an earlier request if it has the same text."""
+        if len(self._systems) >= self._most:
+            self._systems.clear()
+        return self._systems.setdefault(text, Message("system", text))
+
+    def unread(self, body: Any, name: str) -> bytes:
+        """The JSON of the list in a field that was not read with an earlier one; empty if the field has no raw list."""
+        value = body.get(name) if isinstance(body, Mapping) else None
+        if not isinstance(value, msgspec.Raw):
+            return b""
+        text = bytes(value)
+        return text[len(self._beginning_of(name, text).text) :]
+
+    def into(
+        self,
+        reading: ReadingT,
+        fields: Fields,
+        name: str,
+        read: Callable[[Fields, Counts], Any],
+        counts: Counts,
+    ) -> ReadingT:
+        """Return ``reading``, or a copy of an earlier one, with each object of a list; none if the field is absent.
 
         Args:
-            fields: the body; entries that are raw JSON are looked up, and decoded if they are new.
+            reading: an empty one.
+            fields: the body; a list that is raw JSON is looked up, and decoded where it is new.
             name: the field with the list.
-            read: depends on the object alone, and not on its place.
+            read: makes an entry of an object; depends on the object alone, and not on its place.
             counts: gets what ``read`` counts, also where it is not called.
         """
         value = fields.value.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise fields.wrong(name, "a list of objects")
-        found = []
-        for index, entry in enumerate(value):
-            key = hash(bytes(entry)) if isinstance(entry, msgspec.Raw) else None
-            known = None if key is None else self._read.get(key)
-            if known is None:
-                decoded, own = entry if key is None else msgspec.json.decode(entry), Counts()
-                known = read(Fields.of(decoded, f"{fields.at(name)}[{index}]"), own), own
-                if key is not None:
-                    if len(self._read) >= self._most:
-                        self._read.clear()
-                    self._read[key] = known
-            found.append(known[0])
-            if known[1]:
-                counts.update(known[1])
-        return found
+        if isinstance(value, msgspec.Raw):
+            return self._into(reading, fields, name, bytes(value), read, counts)
+        for entry in fields.objects(name):
+            reading.take(read(entry, counts), entry.path)
+        return reading
+
+    def _into(
+        self,
+        reading: ReadingT,
+        fields: Fields,
+        name: str,
+        text: bytes,
+        read: Callable[[Fields, Counts], Any],
+        counts: Counts,
+    ) -> ReadingT:
+        known = self._beginning_of(name, text)
+        own = Counts(known.counts)
+        if known.length:
+            reading = cast(ReadingT, known.reading.copy())
+        raws = _LIST.decode(b"[" + text[len(known.text) :])
+        last, field = len(raws) - _CHANGED, fields.at(name)
+        for place, raw in enumerate(raws):
+            if place == last > 0:
+                before = _before(text, raws[place:])
+                self._keep(name, known, _Beginning(before, known.length + place, reading.copy(), Counts(own)))
+            key, path = hash((name, bytes(raw))), f"{field}[{known.length + place}]"
+            entry = self._read.get(key)
+            if entry is None:
+                found = Counts()
+                entry = read(Fields.of(msgspec.json.decode(raw), path), found), found
+                if len(self._read) >= self._most:
+                    self._read.clear()
+                self._read[key] = entry
+            reading.take(entry[0], path)
+            if entry[1]:
+                own.update(entry[1])
+        counts.update(own)
+        return reading
+
+    def _beginning_of(self, name: str, text: bytes) -> _Beginning:
+        beginnings = self._beginnings.get(name, ())
+        return next((one for one in reversed(beginnings) if text.startswith(one.text)), _NOTHING)
+
+    def _keep(self, name: str, known: _Beginning, new: _Beginning) -> None:
+        """Keep a beginning, instead of the one that it goes on from."""
+        others = [one for one in self._beginnings.get(name, ()) if one is not known]
+        self._beginnings[name] = [*others, new][-self._lists :]
+
+
+_CHANGED = 4
+"""Entries at the end of a history that the next request may have otherwise: programs move the marks of their caches."""
+_NOTHING = _Beginning(b"[", 0, Joined(), Counts())
+
+
+def _before(text: bytes, last: Sequence[msgspec.Raw]) -> bytes:
+    """The JSON of a list up to the start of the first of its last entries."""
+    stop = len(text)
+    for raw in reversed(last):
+        stop = text.rindex(bytes(raw), 0, stop)  # behind an entry are only separators
+    return text[:stop]
 
 
 def decoded_body(body: bytes, history: str) -> Any:
-    """A body of JSON, in which the entries of the list ``history`` stay raw.
+    """A body of JSON, in which the lists ``history`` and ``tools`` stay raw.
 
     Raises:
         msgspec.DecodeError: it is no JSON.
@@ -344,12 +457,12 @@ def decoded_body(body: bytes, history: str) -> Any:
         values = _OBJECT.decode(body)
     except msgspec.ValidationError:  # JSON, and no object
         return msgspec.json.decode(body)
-    return {name: _value_of(raw, raw_entries=name == history) for name, raw in values.items()}
+    return {name: _value_of(raw, is_list=name in (history, "tools")) for name, raw in values.items()}
 
 
-def _value_of(raw: msgspec.Raw, *, raw_entries: bool) -> Any:
-    if raw_entries and bytes(memoryview(raw)[:1]) == b"[":
-        return _LIST.decode(raw)
+def _value_of(raw: msgspec.Raw, *, is_list: bool) -> Any:
+    if is_list and bytes(memoryview(raw)[:1]) == b"[":
+        return raw
     return msgspec.json.decode(raw)
 
 

@@ -2,6 +2,8 @@
 
 256 sessions of 50 turns, whose requests have the whole history, as programs send it. Each server runs in its own
 process and asks a server with one prebuilt reply; all get the same requests of the same client.
+
+``python -m scripts.benches.gateway reading`` prints what it costs to read a request, by turn, in one process.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ from aiohttp import web
 
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint, Message, SamplingParams
+from rollouts.gateway import chat
+from rollouts.gateway.normal import Conversations, message_rules
 from rollouts.gateway.server import Gateway
 from rollouts.gateway.session import ProgramSession, SessionLimits
+from rollouts.gateway.wire import Entries, decoded_body
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import BridgeMemory, Renderer, renderer_for
 from rollouts.testing.canned import Canned, canned_server
@@ -262,6 +267,25 @@ async def played(server: Server, turns: int, phases: Sequence[int]) -> list[Phas
     return found
 
 
+def reading(turns: Sequence[int] = (10, 25, 50, 100, 200), sessions: int = 40) -> None:
+    """Print the CPU time in which a request becomes messages with their keys: the median of the sessions."""
+    rules = message_rules(renderer_for(default_tokenizer()).render)
+    spent: dict[int, list[float]] = {turn: [] for turn in turns}
+    for number in range(sessions):
+        entries, conversations = Entries(), Conversations(rules)
+        history = [text("system", SYSTEM), text("user", f"Task {number}.")]
+        for turn in range(1, max(turns) + 1):
+            body = json.dumps({"model": "any", "messages": history}).encode()
+            began = time.thread_time()
+            request = chat.read(decoded_body(body, chat.HISTORY), entries=entries)
+            conversations.keep(conversations.of(request.messages, set()))
+            if turn in spent:
+                spent[turn].append(time.thread_time() - began)
+            history += [text("assistant", REPLY.strip()), text("user", RESULT)]
+    for turn, seconds in spent.items():
+        print(f"{turn} turns: {1e6 * statistics.median(seconds):.0f} us, at least {1e6 * min(seconds):.0f} us")
+
+
 def text(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
@@ -338,5 +362,7 @@ if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
     if verb == "upstream":
         upstream(int(rest[0]), rest[1])
+    elif verb == "reading":
+        reading()
     else:
         anyio.run(serve_ours, rest[0], rest[1], int(rest[2]))

@@ -28,6 +28,8 @@ def main() -> None:
     import uvicorn
     from miles.rollout.session.server import SessionServer  # type: ignore[import-not-found]
 
+    # uvicorn closes connections that are idle for 5 seconds, as those of sessions that wait for the others between two
+    # phases of the benchmark: their next request is lost. The other servers keep idle connections.
     upstream, port, tokenizer = sys.argv[1:]
     arguments = argparse.Namespace(hf_checkpoint=tokenizer, lora_rank=0, lora_adapter_path=None)
     uvicorn.run(SessionServer(arguments, upstream).app, port=int(port), log_level="warning", timeout_keep_alive=3600)

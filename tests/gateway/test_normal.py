@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import attrs
@@ -10,6 +11,7 @@ import pytest
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.gateway.normal import (
+    Conversations,
     MessageRules,
     echo_changes,
     message_rules,
@@ -206,3 +208,51 @@ def test_a_template_without_system_messages_and_neighbours() -> None:
         return " ".join(message.content for message in messages)
 
     assert message_rules(render) == MessageRules("never", neighbours=False)
+
+
+@pytest.mark.parametrize("system", ["anywhere", "first", "never"])
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_a_conversation_is_what_it_is_without_those_before_it(system: Any, neighbours: bool) -> None:
+    """Order, folding, keys and places of replies do not depend on what was kept, however requests go on or change."""
+    rng, rules, ours = random.Random(0), MessageRules(system, neighbours), {f"c{number}" for number in range(50)}
+    kept, given = Conversations(rules, most=3), (Message("system", "S"), Message("user", "U"))
+    known = 0
+
+    def some(role: Any) -> list[Message]:
+        if role != "tool":
+            return [Message(role, str(rng.random()))]
+        ids = [f"c{rng.randrange(100)}" for _ in range(3)]
+        results = [Message("tool", str(rng.random()), tool_call_id=one) for one in rng.sample(ids, 3)]
+        return [Message("assistant", "", [ToolCall("f", {"x": rng.random()}, one) for one in ids]), *results]
+
+    for _ in range(400):
+        at, kind = rng.randrange(len(given)), rng.random()
+        role = rng.choice(["user", "system", "assistant", "tool"])
+        if kind < 0.7:
+            given = (*given, *some(role))
+        elif kind < 0.8:
+            given = (*given[:at], *some(role), *given[at + 1 :])
+        else:
+            given = given[: at + 1]
+        conversation, alone = kept.of(given, ours), Conversations(rules).of(given, ours)
+        assert (conversation.messages, conversation.keys) == (alone.messages, alone.keys)
+        assert (conversation.replies, conversation.whole) == (alone.replies, given)
+        assert conversation.new == given[conversation.known :]
+        known += conversation.known
+        kept.keep(conversation)
+    assert known > 200
+
+
+def test_agents_that_take_turns_are_kept_apart() -> None:
+    """A request goes on from the conversation of its agent; the one that was left for the longest time is dropped."""
+    kept, reply = Conversations(MessageRules(), most=2), Message("assistant", "A")
+    agents = [(Message("user", name), reply, Message("user", "more")) for name in ("one", "two", "three")]
+    for whole in agents[:2]:
+        assert kept.of(whole, set()).known == 0
+        kept.keep(kept.of(whole, set()))
+    for whole in agents[:2]:
+        longer = kept.of((*whole, reply, whole[2]), set())
+        assert longer.known == 1
+        kept.keep(longer)
+    kept.keep(kept.of(agents[2], set()))
+    assert [kept.of(whole, set()).known for whole in agents] == [0, 1, 1]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
+import attrs
 import msgspec
 import pytest
 
 from rollouts.gateway import chat, messages, responses
 from rollouts.gateway.types import ApiError, CallRequest
-from rollouts.gateway.wire import Counts, Entries, Fields, Wire, decoded_body, encoded
+from rollouts.gateway.wire import Counts, Entries, Fields, Joined, Wire, decoded_body, encoded
 from tests.fuzzing import fuzz, mutated_json, odd_values
 from tests.gateway.scripted import REPLIES, named_events
 from tests.processors import picture
@@ -148,25 +150,85 @@ def test_any_body_is_read_or_refused(name: str, request: pytest.FixtureRequest) 
     assert read, "some of the bodies are requests"
 
 
+@attrs.define
+class Texts:
+    """Reads texts from lists of requests, and records what was decoded."""
+
+    entries: Entries = attrs.field(factory=Entries)
+    decoded: list[str] = attrs.field(factory=list)
+    counts: Counts = attrs.field(factory=Counts)
+
+    def of(self, body: bytes) -> list[str]:
+        """The texts of a body; ``counts`` are those of this body."""
+        self.counts = Counts()
+        fields = Fields.of(decoded_body(body, "history"))
+        texts: list[str] = self.entries.into(Joined(), fields, "history", self._read, self.counts).parts
+        return texts
+
+    def _read(self, fields: Fields, counts: Counts) -> list[str]:
+        self.decoded.append(fields.required("text"))
+        counts["image"] += 1
+        return self.decoded[-1:]
+
+
 def test_an_entry_of_a_history_is_read_once() -> None:
     """A request costs what is new in it; what an entry counts is counted for each request, and few are kept."""
-    read: list[str] = []
-
-    def reading(fields: Fields, counts: Counts) -> str:
-        read.append(fields.required("text"))
-        counts["image"] += 1
-        return read[-1]
-
-    entries, texts = Entries(most=4), ["a", "b", "a", "c", "d"]
+    texts, given = Texts(Entries(most=4)), ["a", "b", "a", "c", "d"]
     for length, cost in ((1, 1), (3, 1), (5, 2), (5, 0)):
-        body = {"history": [{"text": text} for text in texts[:length]]}
-        counts, before = Counts(), len(read)
-        raw = Fields.of(decoded_body(json.dumps(body).encode(), "history"))
-        assert entries.of(raw, "history", reading, counts) == texts[:length]
-        assert (len(read) - before, counts) == (cost, {"image": length})
-    last = Fields.of(decoded_body(b'{"history": [{"text": "e"}, {"text": "a"}]}', "history"))
-    assert entries.of(last, "history", reading, Counts()) == ["e", "a"]
-    assert read == ["a", "b", "c", "d", "e", "a"]
+        before = len(texts.decoded)
+        assert texts.of(json.dumps({"history": [{"text": text} for text in given[:length]]}).encode()) == given[:length]
+        assert (len(texts.decoded) - before, texts.counts) == (cost, {"image": length})
+    assert texts.of(b'{"history": [{"text": "e"}, {"text": "a"}]}') == ["e", "a"]
+    assert texts.decoded == ["a", "b", "c", "d", "e", "a"]
+
+
+def test_a_list_is_read_from_where_it_differs() -> None:
+    """Lists that begin alike, are edited, cut or spelled otherwise, in any order, are what they are without memory."""
+    rng = random.Random(0)
+    texts, given = Texts(), [str(number) for number in range(12)]
+    for _ in range(300):
+        kind, at = rng.choice(["longer", "edited", "cut", "back"]), rng.randrange(len(given))
+        if kind == "longer":
+            given = [*given, *(f"{rng.random()}" for _ in range(2))]
+        elif kind == "edited":
+            given = [*given[:at], f'{rng.choice("],{[")}"\\', *given[at + 1 :]]
+        elif kind == "cut":
+            given = given[: max(at, 1)]
+        else:
+            given = [str(number) for number in range(20)]
+        separators = rng.choice([(",", ":"), (", ", ": "), (" ,\n ", " :")])
+        body = {"other": [{"text": "x"}], "history": [{"text": text} for text in given], "z": given}
+        assert texts.of(json.dumps(body, separators=separators).encode()) == given
+        assert texts.counts == {"image": len(given)}
+
+
+def test_equal_entries_of_two_lists_are_read_each_in_its_own_way() -> None:
+    """A tool and a message may have the same JSON."""
+    entry = {"role": "user", "content": "c", "type": "function", "name": "f"}
+    for entries in (Entries(), None):
+        body = decoded_body(json.dumps({"messages": [entry], "tools": [entry]}).encode(), "messages")
+        request = chat.read(body, entries=entries)
+        assert (request.messages[0].text, request.tools[0].name) == ("c", "f")
+
+
+@pytest.mark.parametrize("text", ['[{"a":1},]', '[{"a":1},,{"a":2}]', '[{"a":1}', '[{"a":1}}]', '[{"a":1} {"a":2}]'])
+def test_a_list_that_is_no_json_is_refused(text: str) -> None:
+    """Also one that begins as a list that was read: the body is checked as a whole."""
+    with pytest.raises(msgspec.DecodeError):
+        decoded_body(b'{"history": %b}' % text.encode(), "history")
+
+
+def test_what_is_unread_of_a_list_has_all_its_new_entries() -> None:
+    """It is some entries longer than what is new: a body is searched for new images in this part only."""
+    texts, given = Texts(), [{"text": str(number)} for number in range(40)]
+    read = 0
+    for length in (10, 30, 40):
+        body = json.dumps({"history": given[:length]}).encode()
+        unread = texts.entries.unread(decoded_body(body, "history"), "history")
+        assert unread.count(b"text") == length - max(read - 4, 0)
+        texts.of(body)
+        read = length
+    assert texts.entries.unread(decoded_body(b'{"history": "text"}', "history"), "history") == b""
 
 
 @pytest.mark.parametrize("name", WIRES)

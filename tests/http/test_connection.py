@@ -17,12 +17,14 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.writes = 0
         self.unsent = 0
         self.aborted = False
         self.reading = True
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
+        self.writes += 1
 
     def abort(self) -> None:
         self.aborted = True
@@ -244,3 +246,13 @@ async def test_reading_pauses_above_the_high_water_mark() -> None:
         assert transport.reading is not streamed
         connection.body()
         assert transport.reading
+
+
+@pytest.mark.parametrize(("size", "writes"), [(2, 1), (500_000, 1), (2_000_000, 2)])
+async def test_a_request_is_one_write_unless_it_is_very_long(size: int, writes: int) -> None:
+    """A body with the ids of a long history is sent with its head; a very long one is not copied."""
+    connection, transport = Connection(memoryview(bytearray(1 << 16)), lambda _: None), FakeTransport()
+    connection.connection_made(transport)
+    connection.send_request(b"POST / HTTP/1.1\r\n", b"x" * size)
+    assert transport.written == b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (size, b"x" * size)
+    assert transport.writes == writes
