@@ -434,7 +434,12 @@ async def play(scene: Scene, **changes: Any) -> tuple[World, Till, list[list[Sam
     """Run a scene to its end, with its interruptions, and check everything."""
     world = World(scene)
     till = Till(questions(scene.prompts), seed=scene.seed, epochs=scene.epochs)
-    manager = AsyncRolloutManager(world.config(**changes), till, on_group=world.settled.append)
+
+    async def on_group(group: Group) -> None:
+        world.settled.append(group)
+
+    on_settled = world.settled.append if scene.threads else on_group  # a sync function runs in a thread
+    manager = AsyncRolloutManager(world.config(**changes), till, on_group=on_settled)
     world.manager = manager
     batches: list[list[Sample]] = []
 
