@@ -40,6 +40,8 @@ from rollouts.training.types import Sample, Status
 __all__ = ["RolloutFunc", "RolloutRow", "RolloutWorker", "WeightTransfer", "dataset_rows", "env_reward", "to_row"]
 
 _FULL_SECONDS = 0.05
+_NO_IMAGES = "TRL, whose trainer makes pixel_values only of the images of its data set,"
+"""Extra columns of ``rollout_func`` are passed to rewards only, never to the model."""
 
 
 # -- GRPOTrainer -------------------------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class RolloutFunc:
             ids = sample.token_column.tolist() or [self.pad_token_id]
             pad = [self.pad_token_id]
             return {"prompt_ids": ids, "completion_ids": pad, "logprobs": [0.0], "env_mask": [0], "env_reward": None}
-        _check_images(sample)
+        check_fields(sample, _NO_IMAGES, "images")
         start = int(mask.argmax())
         return {
             "prompt_ids": sample.token_column[:start].tolist(),
@@ -165,13 +167,6 @@ class RolloutFunc:
             "env_mask": mask[start:].astype(np.int8).tolist(),
             "env_reward": sample.reward,
         }
-
-
-def _check_images(sample: Sample) -> None:
-    """Refuse images: GRPOTrainer passes extra columns of ``rollout_func`` to rewards only, never to the model."""
-    if sample.images:
-        expected = "(): TRL has no field for it; its trainer makes pixel_values only of the images of its data set"
-        raise ConfigError.of(f"{sample!r}.images", f"{len(sample.images)} images", expected)
 
 
 def _chat_key(messages: object) -> str:
@@ -210,7 +205,7 @@ def to_row(sample: Sample, advantage: float) -> RolloutRow:
     if sample.logprob_column is None or sample.group_index is None:
         raise ConfigError.of("to_row(sample)", sample, "a sample with logprobs and a group")
     check_fields(sample, "TRL", "advantages", "teacher_log_probs", "loss_multiplier")
-    _check_images(sample)
+    check_fields(sample, _NO_IMAGES, "images")
     messages = sample.read_record("messages")
     first = next((n for n, message in enumerate(messages) if message.get("role") == "assistant"), 0)
     return RolloutRow(

@@ -116,8 +116,8 @@ def _check_images(sample: Sample, output: Any, worker: Any) -> None:
     equal = theirs.keys() == ours.keys() and all(np.array_equal(theirs[name], ours[name]) for name in ours)
     if not equal:
         got = {name: tuple(array.shape) for name, array in theirs.items()}
-        expected = f"those of the rollout, { ({name: array.shape for name, array in ours.items()}) }"
-        raise ConfigError.of(f"{sample!r}: arrays of verl's processor", got, expected)
+        shapes = {name: array.shape for name, array in ours.items()}
+        raise ConfigError.of(f"{sample!r}: arrays of verl's processor", got, f"those of the rollout, {shapes}")
 
 
 _OF_VERL = ("mm_token_type_ids", "images_seqlens")
