@@ -26,10 +26,13 @@ def finite(value: Any) -> float | None:
     Any value that ``float()`` accepts is a number, also NumPy and torch scalars, except text.
     """
     try:
-        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+        number = math.nan if isinstance(value, _TEXTS) else float(value)
     except Exception:  # noqa: BLE001 - __float__ is user code: a tensor of two elements raises RuntimeError
         return None
     return number if math.isfinite(number) else None
+
+
+_TEXTS = (str, bytes, bytearray)
 
 
 def is_int(value: Any, least: int | None = None) -> TypeGuard[int]:

@@ -483,8 +483,9 @@ class Episode:
     async def _run_calls(self, environment: Environment, what: str, reply: Message, *, has_tools: bool) -> StepResult:
         """Step with the calls that can run; each other call gets an error message in its place among the results."""
         valid = [call for call in reply.tool_calls if call.error is None]
-        step = StepResult()
-        if valid or not reply.tool_calls:
+        if reply.tool_calls and not valid:
+            step = StepResult()
+        else:
             request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
             names = ", ".join(dict.fromkeys(call.name for call in valid))
             shown = f"tool {names}" if has_tools and valid else ""
@@ -518,8 +519,9 @@ class Episode:
                 EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown, kind=kind
             )
         finally:
-            self.trajectory.times.ended("environment", what, began)
-            self.trajectory.count("environment_seconds", now() - began)
+            spent = now() - began
+            self.trajectory.times.add("environment", what, began, spent)
+            self.trajectory.count("environment_seconds", spent)
 
     # -- 7. append the result --
 

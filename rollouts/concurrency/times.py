@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from rollouts.errors import ConfigError
 
-__all__ = ["Activity", "Span", "Timeline", "now"]
+__all__ = ["Activity", "Span", "Timeline", "checked_spans", "now"]
 
 _START = time.time() - time.monotonic()
 
@@ -55,8 +55,8 @@ class Timeline:
         self._names: list[tuple[Activity, str]] = []
         self._numbers = array("d")
         """For each span the number of its name, its begin and its seconds."""
-        for span in spans:
-            self.add(*_checked(span))
+        for span in checked_spans(spans):
+            self.add(*span)
 
     def __repr__(self) -> str:
         return f"<Timeline of {len(self)} spans>"
@@ -82,9 +82,12 @@ class Timeline:
     def add(self, activity: Activity, name: str, began: float, seconds: float) -> None:
         """Append a span."""
         key = _shared(activity, name)
-        if key not in self._names:
+        try:
+            number = self._names.index(key)
+        except ValueError:
+            number = len(self._names)
             self._names.append(key)
-        self._numbers.extend((self._names.index(key), began, seconds))
+        self._numbers.extend((number, began, seconds))
 
     def ended(self, activity: Activity, name: str, began: float) -> None:
         """Append a span that ends now."""
@@ -101,10 +104,19 @@ def _shared(activity: Activity, name: str) -> tuple[Activity, str]:
     return activity, name
 
 
-def _checked(span: Iterable[Any]) -> tuple[Activity, str, float, float]:
+def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
+    """Spans of user code or of a file.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    return tuple([_checked(span) for span in spans])
+
+
+def _checked(span: Iterable[Any]) -> Span:
     values = tuple(span)
     if len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str):
         began, seconds = values[2:]
         if isinstance(began, int | float) and isinstance(seconds, int | float):
-            return values[0], values[1], float(began), float(seconds)
+            return Span(values[0], values[1], float(began), float(seconds))
     raise ConfigError.of("times", values, f"one of {', '.join(ACTIVITIES)}, a name, the begin, and the seconds")

@@ -68,8 +68,12 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 def is_frozen(column: npt.NDArray[Any]) -> bool:
     """Whether a column is immutable: neither it nor the array that it is a view of is writeable."""
     base = column.base
-    base_frozen = isinstance(base, bytes | None) or (isinstance(base, np.ndarray) and not base.flags.writeable)
-    return base_frozen and not column.flags.writeable
+    if column.flags.writeable or (isinstance(base, np.ndarray) and base.flags.writeable):
+        return False
+    return base is None or isinstance(base, _FROZEN_BASES)
+
+
+_FROZEN_BASES = (bytes, np.ndarray)
 
 
 def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

@@ -210,7 +210,7 @@ class Message:
 
     def to_record(self) -> ChatDict:
         """As :meth:`to_chat`, with hash and size in the place of each image; :func:`with_images` restores them."""
-        if not self.images:
+        if isinstance(self.content, str):
             return self.to_chat()
         return {**attrs.evolve(self, content="").to_chat(), "content": [_part_to_record(part) for part in self.content]}
 

@@ -17,7 +17,7 @@ import anyio.to_thread
 import attrs
 import msgspec
 
-from rollouts.concurrency.times import Span, Timeline, now
+from rollouts.concurrency.times import Span, checked_spans, now
 from rollouts.dtypes import MAX_MESSAGE_BYTES, Content, Image, Message, Prompt, Tool, ToolCall, as_messages
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened
 from rollouts.validators import finite
@@ -95,7 +95,7 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
         truncated = sum([one is not other for one, other in zip((*cut, text), (*messages, continuation), strict=True)])
         if truncated:
             metrics[TRUNCATED] = metrics.get(TRUNCATED, 0) + truncated
-        return StepResult(cut, step.done, _reward_of(step), metrics, text, tuple(Timeline(step.times)))
+        return StepResult(cut, step.done, _reward_of(step), metrics, text, checked_spans(step.times))
     except ConfigError as error:
         raise bad_step(what, str(error)) from None
     except Exception as error:  # iterating a user-defined list or mapping runs user code
@@ -142,6 +142,8 @@ def _check_text(field: str, text: str) -> None:
 
 def _cut(message: Message, max_bytes: int) -> Message:
     """The message with all of its texts together cut to ``max_bytes``; images are not counted."""
+    if 4 * len(message.text) <= max_bytes:
+        return message
     left = max_bytes
 
     def cut(text: str) -> str:
@@ -165,10 +167,12 @@ def _continuation_of(step: StepResult, messages: Sequence[Message]) -> str:
     text: Any = step.continuation
     if not isinstance(text, str):
         raise ConfigError.of("StepResult.continuation", text, 'a text, "" for none')
+    if not text:
+        return ""
     _check_text("StepResult.continuation", text)
-    if text and messages:
+    if messages:
         raise ConfigError.of("StepResult.continuation", text, "none with messages: a step answers in one way")
-    if text and step.done:
+    if step.done:
         raise ConfigError.of("StepResult.continuation", text, "none with done=True: the model does not go on")
     return text
 

@@ -179,7 +179,7 @@ class ServerPolicy(abc.ABC):
         self._workers = Workers([_worker(url, endpoint.concurrency) for url in endpoint.base_url])
         self._transport = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._checked_stops: set[tuple[int, ...]] = set()
-        self._last_options: tuple[SamplingParams | None, tuple[int, ...], bool, bytes] = (None, (), False, b"")
+        self._last_options: tuple[object, bytes] = None, b""
         self._long_reply_lock = anyio.Lock(fast_acquire=True)
         self._running: dict[str, Worker] = {}
         """Workers of the requests in flight, by rid."""
@@ -297,11 +297,12 @@ class ServerPolicy(abc.ABC):
                 self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
 
     def _options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
-        """Encode the options; those of the last call are reused if they are the same objects."""
-        last_sampling, last_stops, last_sets, options = self._last_options
-        if sampling is not last_sampling or stop_token_ids is not last_stops or top_p_sets is not last_sets:
+        """Encode the options; those of the last call are reused if they are equal."""
+        key = (sampling, stop_token_ids, top_p_sets)
+        last, options = self._last_options
+        if key != last:  # compares the same objects without looking into them
             options = self._request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
-            self._last_options = (sampling, stop_token_ids, top_p_sets, options)
+            self._last_options = key, options
         return options
 
     async def interrupt(self) -> None:

@@ -161,7 +161,8 @@ class ResumablePolicy:
         images: Sequence[ImageSpan] = (),
     ) -> Completion:
         """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``."""
-        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
+        if self.stop_token_ids:
+            stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
         parts: list[Completion] = []
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:
@@ -195,18 +196,17 @@ class ResumablePolicy:
         route: str,
         images: Sequence[ImageSpan],
     ) -> Completion:
-        async with self.slot():
-            self.in_flight += 1
+        borrower = await self._take_slot()
+        self.in_flight += 1
+        try:
             options: dict[str, Any] = {} if self._extras is None else {"extras": self._extras_of(session)}
             options |= route_option(route) | images_option(images)
-            try:
-                part = await self.inner.complete(
-                    ids, sampling, stop_token_ids=stop_token_ids, session=session, **options
-                )
-            finally:
-                self.in_flight -= 1
-                if not self.in_flight and self._idle is not None:
-                    self._idle.set()
+            part = await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session, **options)
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight and self._idle is not None:
+                self._idle.set()
+            self._return_slot(borrower)
         if session and part.extras is not None and part.extras.experts is not None:
             self._routed.pop(session, None)
             self._routed[session] = part.extras.experts_start + len(part.extras.experts)
@@ -226,25 +226,31 @@ class ResumablePolicy:
 
         Also for code that sends requests of its own to the same servers.
         """
+        borrower = await self._take_slot()
+        try:
+            yield
+        finally:
+            self._return_slot(borrower)
+
+    async def _take_slot(self) -> object:
         borrower = object()
         while True:
             await self.wait_until_open()
             if self.limiter is None:
-                break
+                return borrower
             try:
                 self.limiter.acquire_on_behalf_of_nowait(borrower)
-                break
+                return borrower
             except anyio.WouldBlock:
                 with paused_deadlines():
                     await self.limiter.acquire_on_behalf_of(borrower)
             if not self.paused:
-                break
+                return borrower
             self.limiter.release_on_behalf_of(borrower)
-        try:
-            yield
-        finally:
-            if self.limiter is not None:
-                self.limiter.release_on_behalf_of(borrower)
+
+    def _return_slot(self, borrower: object) -> None:
+        if self.limiter is not None:
+            self.limiter.release_on_behalf_of(borrower)
 
     async def wait_until_open(self) -> None:
         """Return when the policy is not paused; deadlines are paused meanwhile."""

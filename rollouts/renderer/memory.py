@@ -28,7 +28,7 @@ class BridgeMemory:
 
     def __init__(self) -> None:
         self.bridges = 0
-        """Number of bridges so far."""
+        """Number of bridges behind a dummy so far."""
         self._start(())
 
     def _start(self, history: Sequence[Message]) -> None:
@@ -96,9 +96,9 @@ class BridgeMemory:
         self._most_kept = max(_KEPT, 2 * len(self._kept))
 
     def compares(self, reply: Message | None, new: Sequence[Message], switches: Switches) -> bool:
-        """Count a bridge; return whether to compare it with the rendering of the whole conversation.
+        """Count a bridge behind a dummy; return whether to compare it with the rendering of the whole conversation.
 
-        Those are the bridges 1, 2, 4, 8, …; and the two bridges after a message with a switch, if the conversation had
+        Those are the 1st, 2nd, 4th, 8th, …; and the two bridges after a message with a switch, if the conversation had
         no message with the same switches, or if it is the 1st, 2nd, 4th, 8th, … of its messages with switches. So the
         comparisons of a conversation cost, in all, in proportion to its length.
         """

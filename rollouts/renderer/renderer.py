@@ -43,7 +43,9 @@ _OPENINGS_KEPT = 512
 _RESULTS_KEPT = 1024
 """Results of self-tests: an environment may have other tools for each prompt."""
 _CHECKED_TEXT = 1000
-"""Characters at each end of a long text that are rendered when a bridge is checked."""
+"""Characters at each end of a long text that are rendered for a bridge."""
+_SHORT_HISTORY = 6
+"""Messages of a history that is rendered whole for a bridge: a dummy has hardly fewer."""
 _PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
 _SYSTEM = "You are a careful assistant."
 
@@ -270,18 +272,19 @@ class Renderer:
         They begin with the turn's closing mark only if the model sampled no stop token (the reply was cut). If the
         model sampled another stop token than the template writes, the sampled one stays.
 
-        The bridges 1, 2, 4, 8, … of a conversation, and those after a message that contains a switch of the template
-        (such as ``/no_think``), are compared with the template's rendering of the whole conversation, in which long
-        texts are shortened. Of many messages with the same switches, the 1st, 2nd, 4th, 8th, … count.
+        In a conversation of at most six messages so far, it is what the template writes there (long texts shortened).
+        In a longer one a dummy stands in place of the history. The bridges 1, 2, 4, 8, … from there on, and those after
+        a message that contains a switch of the template (such as ``/no_think``), are compared with the rendering of the
+        whole conversation. Of many messages with the same switches, the 1st, 2nd, 4th, 8th, … count.
 
         Args:
-            history: the conversation so far, ending with the reply. Of the earlier messages, only system messages and
-                those that contain a switch are rendered.
+            history: the conversation so far, ending with the reply. Of the earlier messages of a longer one, only
+                system messages and those that contain a switch are rendered.
             new: all messages since the reply: the tool results of the step, or user messages.
             tools: the tools of the opening.
             tail: the reply's sampled ids; the last one is enough.
             memory: what earlier bridges of the same ``history``, a list that grows, have found; without it, the whole
-                history is searched for switches, and the bridge's number is that of its replies.
+                history is searched for switches, and the bridge is compared.
 
         Raises:
             ConfigError: ``new`` is empty, the template cannot render it, the whole conversation is rendered with
@@ -290,15 +293,16 @@ class Renderer:
         if not new:
             raise ConfigError.of("bridge.new", (), "at least one message; without one there is nothing to reply to")
         new = self._marks.guarded(new)
-        if memory is None:
-            memory = BridgeMemory()
-            memory.bridges = sum(message.role == "assistant" for message in history) - 1
-        text = self._bridge_text(history, new, tools, memory)
         images = images_of(new)
         if self.images is not None:
             self.images.check_sampled(tail)
-        if memory.compares(history[-1] if history else None, new, self._switches) or images:
-            self._check_bridge(text, history, new, tools)
+        if len(history) <= _SHORT_HISTORY:
+            text = self._whole_bridge_text(history, new, tools)
+        else:
+            memory = memory or BridgeMemory()
+            text = self._bridge_text(history, new, tools, memory)
+            if memory.compares(history[-1], new, self._switches) or images:
+                self._check_bridge(text, history, new, tools)
         for message in new:
             # Some templates move system messages to the start of the conversation, which is already sampled from.
             if message.role == "system" and message.text.strip() not in text:
@@ -323,19 +327,27 @@ class Renderer:
         strategy = with_kept(STRATEGIES[self._strategy], memory.read(history, self._switches, self._marks))
         return bridge_text(self._template, strategy, history, new, tools, self._stops)
 
+    def _whole_bridge_text(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The bridge in the rendering of the whole conversation, in which long texts without a switch are shortened.
+
+        Raises:
+            ConfigError: the template raises.
+        """
+        shown = self._marks.guarded([self._shortened(message) for message in history])
+        reply = history[-1] if history else None
+        if reply is not None and reply.role == "assistant" and not reply.text.strip() and not reply.tool_calls:
+            self._template.render([*shown, *new], tools)  # some templates refuse an empty turn
+        return bridge_text(self._template, whole, shown, new, tools, self._stops)
+
     def _check_bridge(
         self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
     ) -> None:
-        """Compare a bridge with the rendering of the whole conversation, long texts without a switch shortened.
+        """Compare a bridge with that of the whole conversation.
 
         Raises:
             ConfigError: they differ in more than the mark that ends the reply, or the template raises.
         """
-        reply = history[-1]
-        shown = self._marks.guarded([self._shortened(message) for message in history])
-        if reply.role == "assistant" and not reply.text.strip() and not reply.tool_calls:
-            self._template.render([*shown, *new], tools)  # some templates refuse an empty turn
-        written = bridge_text(self._template, whole, shown, new, tools, self._stops)
+        written = self._whole_bridge_text(history, new, tools)
         if written == text or any(stop + written == text or stop + text == written for stop in self._stops):
             return
         at = max(shared(written, text) - 20, 0)

@@ -152,7 +152,8 @@ class Codec:
             self._raw.no_truncation()
             self._raw.no_padding()
         self._loader = loader(tokenizer) if self._slow is None else None
-        self._fast: Future[FastEncoder | None] | None = None
+        self._loading: Future[FastEncoder | None] | None = None
+        self._fast: FastEncoder | None = None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that :meth:`encode` has returned so far, if ``counted``."""
@@ -176,9 +177,12 @@ class Codec:
             text: the text.
             counted: whether the text enters a conversation, and so the counters.
         """
-        if counted and self._fast is None and self._loader is not None:
-            self._fast = self._loader()
-        fast = self._fast.result() if self._fast is not None and self._fast.done() else None
+        fast = self._fast
+        if fast is None:
+            if counted and self._loading is None and self._loader is not None:
+                self._loading = self._loader()
+            if self._loading is not None and self._loading.done():
+                fast = self._fast = self._loading.result()
         if fast is not None and self._raw is not None and self._raw.get_vocab_size() != fast.vocab_size:
             fast = None  # tokens were added
         ids = None if fast is None else fast.encode(text)

@@ -97,9 +97,14 @@ class GroupRunner:
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
                 group = _Round(attrs.evolve(prompt, replacement=replacement), finished)
-                async with anyio.create_task_group() as tasks:
-                    for number in self._missing(finished):
-                        tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope)
+                missing = self._missing(finished)
+                if len(missing) == 1:  # needs no task of its own
+                    with anyio.CancelScope() as scope:
+                        await self._run_rollout(group, missing[0], scope)
+                else:
+                    async with anyio.create_task_group() as tasks:
+                        for number in missing:
+                            tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope)
                 if group.broken is not None:
                     raise group.broken
                 lost = group.lost

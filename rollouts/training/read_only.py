@@ -53,9 +53,10 @@ class ReadOnlyDict(dict[Any, Any]):
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, and those inside them, as read-only copies; other values as they are."""
     if isinstance(value, list):
-        return ReadOnlyList([read_only(entry, name) for entry in value], name)
+        return ReadOnlyList([entry if type(entry) is str else read_only(entry, name) for entry in value], name)
     if isinstance(value, dict):
-        return ReadOnlyDict([(key, read_only(entry, name)) for key, entry in value.items()], name)
+        entries = value.items()
+        return ReadOnlyDict([(key, one if type(one) is str else read_only(one, name)) for key, one in entries], name)
     return value
 
 

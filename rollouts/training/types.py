@@ -440,9 +440,10 @@ class Sample:
     def pack(self) -> Sample:
         """Check the sample as :meth:`check`, and pack its columns."""
         self._advantages, self._teacher_log_probs = self.advantage_column, self.teacher_column
-        self._check_records()
-        if self._step_completions is not None:
-            self._step_completions = _pack("step_completions", np.int32, self._step_completions)
+        numbers = self._step_completions
+        if numbers is not None and getattr(numbers, "dtype", None) != np.int32:
+            self._check_records()  # before packing, which takes True for 1
+            self._step_completions = _pack("step_completions", np.int32, numbers)
         if self._is_unchanged():
             return self._check_records()
         self._tokens, self._loss_mask, self._rollout_log_probs = (
@@ -472,11 +473,17 @@ class Sample:
         return self._check_records()
 
     def _check_records(self) -> Sample:
-        for name, good, expected in _RECORDS:
-            if name == "completions" and type(self._completions) is CompactRecord:
-                continue
-            if not good(getattr(self, name)):
-                raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)
+        completions, weight = self._completions, self.loss_multiplier
+        if not isinstance(self.metadata, Mapping):
+            raise ConfigError.of("Sample.metadata", self.metadata, "a dict")
+        if not isinstance(self.metrics, dict) or not _are_numbers(self.metrics.values()):
+            raise ConfigError.of("Sample.metrics", self.metrics, "a dict of numbers")
+        if type(completions) is not CompactRecord and not _all_are(CompletionRecord, completions):
+            raise ConfigError.of("Sample.completions", completions, "a list of CompletionRecord")
+        if self.images and not _all_are(ImageSpan, self.images):
+            raise ConfigError.of("Sample.images", self.images, "ImageSpans")
+        if not is_number(weight) or weight < 0:
+            raise ConfigError.of("Sample.loss_multiplier", weight, "a finite number >= 0")
         for name, column in (("advantages", self._advantages), ("teacher_log_probs", self._teacher_log_probs)):
             if column is not None and len(column) != len(self):
                 lengths = {"tokens": len(self), name: len(column)}
@@ -596,6 +603,12 @@ def _are_numbers(values: Collection[Any]) -> bool:
 
 
 _NUMBERS = {int, float}
+
+
+def _all_are(kind: type, values: Iterable[object]) -> bool:
+    return all(isinstance(value, kind) for value in values)
+
+
 _FORMER_NAMES = {"calls": "completions"}
 """Field names in runs that earlier versions of this package stored, and their current names."""
 
@@ -607,21 +620,6 @@ def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 RECORDED = ("response", "messages", "completions", "versions")
 """The fields that a :class:`CompactRecord` stores."""
-_RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
-    (
-        "metrics",
-        lambda value: isinstance(value, dict) and _are_numbers(value.values()),
-        "a dict of numbers",
-    ),
-    (
-        "completions",
-        lambda value: all(isinstance(completion, CompletionRecord) for completion in value),
-        "a list of CompletionRecord",
-    ),
-    ("images", lambda value: all(isinstance(span, ImageSpan) for span in value), "ImageSpans"),
-    ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0"),
-]
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "stop_reason": StopReason,

@@ -193,10 +193,13 @@ def test_a_template_that_leaves_images_out_is_refused(model: Callable[[str], Mod
 
 
 def test_a_template_that_numbers_images_is_compared_at_each_of_them(model: Callable[[str], Model]) -> None:
-    """A bridge does not know how many images there were; the difference is refused, not sent."""
+    """In a long conversation a bridge does not know how many images there were; the difference is refused, not sent."""
     renderer = model("qwen3_vl").renderer(template_kwargs={"add_vision_id": True, "enable_thinking": False})
     image = picture(64, 64)
     history = [Message("user", ("a", image)), Message("assistant", "b")]
+    bridge = renderer.bridge(history, [Message("user", ("c", image))], tail=renderer.stop_token_ids[:1])
+    assert "Picture 2: " in renderer.decode(bridge)
+    history += [Message("user", "d"), Message("assistant", "e")] * 3
     with pytest.raises(
         ConfigError, match=r"after this conversation it writes .*Picture 2: .* the bridge has .*Picture 1: "
     ):

@@ -117,19 +117,19 @@ class Talking(Looking):
 
 
 async def test_a_late_dependence_on_earlier_text_fails_the_rollout() -> None:
-    """No switch is near, and the first two bridges are right: the comparison of bridge 8 finds it."""
+    """No switch is near, and the first six bridges are right: the comparison of the fourth behind a dummy finds it."""
     renderer = renderer_of(LATE)
     policy = ScriptedPolicy([DEMO.encode("ok<|im_end|>")] * 12)
     (only,) = await run_branches(Prompt("q"), Talking, policy, renderer, sampling=SAMPLING, limits=Limits(max_turns=12))
     assert only.failure is not None
     assert "after this conversation it writes" in only.failure.message
-    assert len(policy.requests) == 8
+    assert len(policy.requests) == 7
 
 
 def test_without_a_memory_the_bridge_after_a_switch_is_compared() -> None:
     """A call with a whole conversation: the switch is in the user message before the last reply."""
     renderer = renderer_of(SWITCHED_AND_COUNTED)
     user, said = Message("user", "Well?"), Message("assistant", "Yes.")
-    history = [user, said, user, said, Message("user", "Well? /x"), said]
+    history = [user, said, user, said, user, said, Message("user", "Well? /x"), said]
     with pytest.raises(ConfigError, match="after this conversation it writes"):
         renderer.bridge(history, [user], tools=TOOLS, tail=STOP)

@@ -118,11 +118,16 @@ def test_a_text_that_changes_no_bridge_is_no_switch(chat_template: Any, tokenize
 
 
 def test_a_bridge_that_depends_on_the_history_is_refused() -> None:
-    """Results that are numbered over the conversation: the error has both texts, and the policy that renders both."""
+    """Results that are numbered over a conversation that is too long to be rendered whole: the error has both texts."""
     renderer = renderer_of(NUMBERED)
-    assert as_rendered(renderer, [USER, calling(1)], [result(1)])
-    with pytest.raises(ConfigError, match=r'writes .*#1<.* where the bridge has .*#0<.*history="fork"'):
-        renderer.bridge([USER, *ROUND, calling(2)], [result(2)], tools=TOOLS, tail=[])
+    with pytest.raises(ConfigError, match=r'writes .*#3<.* where the bridge has .*#0<.*history="fork"'):
+        renderer.bridge([USER, *ROUND * 3, calling(4)], [result(4)], tools=TOOLS, tail=[])
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_the_bridge_of_a_short_conversation_is_the_templates_own(rounds: int) -> None:
+    """Also where it depends on the history, which no dummy shows."""
+    assert as_rendered(renderer_of(NUMBERED), [USER, *ROUND * rounds, calling(4)], [result(4)])
 
 
 @pytest.mark.parametrize(
