@@ -108,11 +108,15 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
             except ConfigError as error:  # the recipe's own generate function samples as it likes
                 console.print(Text(visible(f"no greedy rollouts: {error}")), soft_wrap=True)
         for name, (player, rollouts) in games.items():
-            done = Counter({score.key: score.rollouts for score in task_scores(_stored(options.out / name))})
+            stored = list(_stored(options.out / name))
+            done = Counter({score.key: score.rollouts for score in task_scores(stored)})
+            first = 1 + max((sample.index for sample in stored if sample.index is not None), default=-1)
             writer = _Writer(options.out / name, done.total(), rollouts * len(prompts))
             async with first_error() as tasks:
                 tasks.start_soon(observe, writer.watch, console)
-                await run_evaluation(player.config, prompts, rollouts, done=done, on_group=writer.add)
+                await run_evaluation(
+                    player.config, prompts, rollouts, done=done, first_index=first, on_group=writer.add
+                )
                 tasks.cancel_scope.cancel()
     wanted = {task_key(prompt.prompt, prompt.label) for prompt in prompts}
     scores, greedy = (

@@ -29,6 +29,8 @@ _SUPPRESSING_SECONDS = 1.0
 """A cancelled scope repeats its cancellation: a coroutine that suppressed this many, for this long, is abandoned."""
 _MAX_FORCED = 3
 """Number of cancellations sent to a coroutine behind a shield before it is abandoned."""
+_LOOK_SECONDS = 1.0
+"""Delay of the next look at a deadline that is paused or has expired."""
 
 _ABANDONED: list[CancellationGuard] = []
 
@@ -119,13 +121,13 @@ class CancellationGuard:
         """Cancel the future that the coroutine waits for if the grace period is over; else check again later."""
         loop = asyncio.get_running_loop()
         left = self._around.ends + self._grace - loop.time()
-        if left == math.inf and self._timer is None:
+        if left == math.inf and not self._around.paused:
             return
         if left <= 0 and self._around.expired:
             self._overdue = True
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
-        delay = min(left, 3600.0) if left > 0 else 1.0  # a paused clock moves the deadline
+        delay = min(left, 3600.0) if 0 < left < math.inf else _LOOK_SECONDS
         self._timer = loop.call_later(delay, self._check_grace)
 
     def _count(self, thrown: BaseException) -> None:

@@ -42,11 +42,12 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
             is the greater part of the cost. An armed deadline without ``seconds`` opens no scope.
     """
 
-    __slots__ = ("_armed", "_token", "ends", "scope")
+    __slots__ = ("_armed", "_left", "_pauses", "_token", "ends", "scope")
 
     def __init__(self, seconds: float | None, *, armed: bool = True) -> None:
         self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._armed = armed
+        self._pauses, self._left = 0, 0.0
         self.scope: anyio.CancelScope | None = None
         if seconds is None:
             self.ends = math.inf
@@ -84,10 +85,30 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
         """Start the timer."""
         if not self._armed:
             self._armed = True
-            self.move(self.ends)
+            self._move(self.ends)
 
-    def move(self, ends: float) -> None:
-        """Set the time of expiry, in seconds of the event loop's clock."""
+    @property
+    def paused(self) -> bool:
+        return self._pauses > 0
+
+    def pause(self) -> bool:
+        """Pause once more; false for a deadline that has expired or has no limit."""
+        if not self._pauses:
+            left = self.ends - asyncio.get_running_loop().time()
+            if not 0 < left < math.inf:
+                return False
+            self._left = left
+            self._move(math.inf)
+        self._pauses += 1
+        return True
+
+    def resume(self) -> None:
+        """End one pause; after the last one, as much time is left as before the first."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._move(asyncio.get_running_loop().time() + self._left)
+
+    def _move(self, ends: float) -> None:
         self.ends = ends
         if self._armed and self.scope is not None:
             self.scope.deadline = ends
@@ -144,20 +165,16 @@ class Clocks:
 
     def __init__(self) -> None:
         self._deadlines = _CLOCKS.get()
-        self._paused: list[tuple[deadline, float]] = []
+        self._paused: list[deadline] = []
 
     def pause(self) -> None:
-        """Pause the deadlines that have not expired."""
-        now = asyncio.get_running_loop().time()
-        self._paused += [(limit, limit.ends - now) for limit in self._deadlines if now < limit.ends < math.inf]
-        for limit, _ in self._paused:
-            limit.move(math.inf)
+        """Pause the deadlines that have not expired, each once."""
+        self._paused += [limit for limit in self._deadlines if limit not in self._paused and limit.pause()]
 
     def resume(self) -> None:
-        """Resume the paused deadlines with the time that each had left."""
-        now = asyncio.get_running_loop().time()
-        for limit, left in self._paused:
-            limit.move(now + left)
+        """Resume the paused deadlines; one that other tasks have paused too goes on after the last of them."""
+        for limit in self._paused:
+            limit.resume()
         self._paused.clear()
 
 

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Version = str | Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 

@@ -61,8 +61,6 @@ class Outage:
         finally:
             self._waiting.discard(clocks)
             clocks.resume()
-            for other in self._waiting:  # a deadline that both share, of their group, was paused by only one of them
-                other.pause()
             if not self._waiting:
                 self._left = time.monotonic()
                 self._unlist()

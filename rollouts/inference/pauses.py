@@ -82,9 +82,6 @@ class Pause:
         """Unregister a turn."""
         self._waiting.discard(clocks)
         clocks.resume()
-        if self.is_on:
-            for other in self._waiting:  # a deadline that both share, of their group, was paused by only one of them
-                other.pause()
 
     def detected(self, paused: bool) -> None:
         """Record the result of a poll."""

@@ -92,6 +92,8 @@ class RolloutFunc:
         self._prompts = {_chat_key(prompt.messages): prompt for prompt in prompts}
         self.served: int | None = None
         self._stack = contextlib.ExitStack()
+        self._played = 0
+        """Number of rollouts so far: each has an index of its own, with which a seed is mixed."""
         self._portal: anyio.from_thread.BlockingPortal | None = None
 
     def __enter__(self) -> Self:
@@ -134,7 +136,8 @@ class RolloutFunc:
         return columns
 
     async def _play(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        return await run_evaluation(self.config, prompts, 1)
+        first, self._played = self._played, self._played + len(prompts)
+        return await run_evaluation(self.config, prompts, 1, first_index=first)
 
     def _find(self, prompt: str | Sequence[ChatDict]) -> Prompt:
         known = self._prompts.get(_chat_key(Prompt(prompt).messages))

@@ -138,7 +138,8 @@ class Journal:
         Raises:
             JournalError: the write failed; then no record since the last commit is stored.
         """
-        if self._waiting <= _ON_THE_LOOP:
+        waits = self._end >= self._segment_bytes or self._writing.locked()  # for the disk: a new segment, or a thread
+        if self._waiting <= _ON_THE_LOOP and not waits:
             self.flush()
             return
         with anyio.CancelScope(shield=True):  # a write that has begun cannot be cancelled
@@ -178,12 +179,17 @@ class Journal:
 
     def _sync(self) -> None:
         self.flush()
-        with self._writing, self._breaking():
-            self._raise_if_broken()
-            self._to_disk()
+        with self._breaking():
+            with self._writing:  # released before the disk answers, so that commits do not wait for it
+                self._raise_if_broken()
+                file = os.dup(self._file.fileno())
+            try:
+                self._to_disk(file)
+            finally:
+                os.close(file)
 
-    def _to_disk(self) -> None:
-        os.fdatasync(self._file.fileno())
+    def _to_disk(self, file: int) -> None:
+        os.fdatasync(file)
         self.syncs += 1
 
     def _raise_if_broken(self) -> None:
@@ -216,7 +222,7 @@ class Journal:
         return b"".join(parts)
 
     def _rotate(self) -> None:
-        self._to_disk()
+        self._to_disk(self._file.fileno())
         self._file.close()
         self._open(self._segment + 1)
 

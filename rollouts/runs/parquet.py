@@ -24,6 +24,7 @@ import msgspec
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
+from rollouts.runs.plain_data import to_plain
 
 __all__ = [
     "RowWriter",
@@ -119,6 +120,7 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
     with RowWriter(buffer, _STORED, {"rollouts": _SEAL + _UNSEALED}) as writer:
         for row in rows:
             texts = {name: to_json(row[name]).decode() for name in _JSON_COLUMNS}
+            texts["response"] = to_plain(row["response"])  # without lone surrogates, as in JSON
             spans = [dict(zip(SPAN, span, strict=True)) for span in row["versions"]]
             times = [dict(zip(TIME, span, strict=True)) for span in row["times"]]
             images = [dict(zip(IMAGE, span, strict=True)) for span in row["images"]]

@@ -1,11 +1,12 @@
 """Conversion of any value to data that JSON and MessagePack can represent.
 
-Invariant: encoding never fails on a user's metadata; a value without a plain form is written as its ``repr``. This
-module knows no file.
+Invariant: encoding never fails on a user's metadata, whatever its own code does; a value without a plain form is
+written as its ``repr``. This module knows no file.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = ["to_json", "to_msgpack", "to_plain"]
 
 _TIMESTAMPS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
 """Heads of MessagePack's timestamps, which lose the time zone."""
+_MOST_LEVELS = 200
 
 
 def to_json(value: Any) -> bytes:
@@ -33,18 +35,23 @@ def to_msgpack(value: Any) -> bytes:
 def _encoded(encode: Callable[..., bytes], value: Any) -> bytes:
     try:
         return encode(value, enc_hook=_foreign)
-    except (UnicodeEncodeError, OverflowError, TypeError):
-        return encode(to_plain(value, keep_bytes=True), enc_hook=_foreign)
+    except Exception:  # noqa: BLE001 - the encoder does not take the value, or code of the value raises
+        return encode(to_plain(value, keep_bytes=True))
 
 
 def _foreign(value: Any) -> Any:
+    if isinstance(value, str):  # of a class of its own
+        return str.__str__(value)
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
-def to_plain(value: Any, *, keep_bytes: bool = False) -> Any:
+def to_plain(value: Any, *, keep_bytes: bool = False, around: tuple[int, ...] = ()) -> Any:
     """Convert to JSON types: keys as text, lone surrogates replaced, integers beyond 64 bits and bytes as text.
 
-    ``keep_bytes`` leaves bytes as they are, for MessagePack.
+    Args:
+        value: any value.
+        keep_bytes: leave bytes as they are, for MessagePack.
+        around: the ids of the values around this one; a value in itself, or in too many others, is only named.
     """
     if value is None or isinstance(value, bool | float) or (keep_bytes and isinstance(value, bytes)):
         return value
@@ -52,14 +59,23 @@ def to_plain(value: Any, *, keep_bytes: bool = False) -> Any:
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**64 else str(value)
-    if isinstance(value, Mapping):
-        return {
-            to_plain(key if isinstance(key, str) else str(key)): to_plain(entry, keep_bytes=keep_bytes)
-            for key, entry in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [to_plain(entry, keep_bytes=keep_bytes) for entry in value]
+    if id(value) in around or len(around) > _MOST_LEVELS:
+        return f"<{type(value).__name__}>"
+    inside = functools.partial(to_plain, keep_bytes=keep_bytes, around=(*around, id(value)))
     try:
-        return to_plain(msgspec.to_builtins(value, enc_hook=_foreign))  # as JSON writes it: dates, bytes, UUIDs, sets
-    except (OverflowError, TypeError, ValueError):
-        return to_plain(_foreign(value))
+        if isinstance(value, Mapping):
+            return {inside(key if isinstance(key, str) else _text(key, str)): inside(value[key]) for key in value}
+        if isinstance(value, list | tuple):
+            return [inside(entry) for entry in value]
+        if hasattr(value, "tolist"):
+            return inside(value.tolist())
+        return inside(msgspec.to_builtins(value, enc_hook=_foreign))  # as JSON writes it: dates, bytes, UUIDs, sets
+    except Exception:  # noqa: BLE001 - code of the value raises, or the value has no plain form
+        return to_plain(_text(value, repr))
+
+
+def _text(value: Any, form: Callable[[Any], str]) -> str:
+    try:
+        return form(value)
+    except Exception:  # noqa: BLE001 - code of the value
+        return f"<{type(value).__name__} that cannot be printed>"

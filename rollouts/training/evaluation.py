@@ -196,6 +196,7 @@ async def run_evaluation(
     rollouts: int,
     *,
     done: Mapping[str, int] | None = None,
+    first_index: int = 0,
     concurrency: int = 256,
     on_group: Callable[[Group], None] | None = None,
 ) -> list[Sample]:
@@ -208,6 +209,8 @@ async def run_evaluation(
         prompts: the tasks; duplicates add up.
         rollouts: number of rollouts of each task.
         done: number of existing rollouts by :func:`task_key`; they are not repeated.
+        first_index: index of the first new rollout, above those of the existing ones: a seed is mixed with the index,
+            and rollouts of one task with the same index are copies of each other.
         concurrency: rollouts in flight.
         on_group: called in a worker thread with every finished rollout, e.g. to write it to disk.
 
@@ -241,7 +244,10 @@ async def run_evaluation(
         filter_fn=None,
         patience=max(64, min(concurrency, len(wanted))),
     )
-    async with AsyncRolloutManager(config, DataBuffer(wanted, epochs=1), on_group=collect) as manager:
+    buffer = DataBuffer(wanted, epochs=1)
+    if first_index:
+        buffer.load_state(attrs.evolve(buffer.save_state(), next_group_index=first_index))
+    async with AsyncRolloutManager(config, buffer, on_group=collect) as manager:
         try:
             while True:
                 await manager.generate_batch()

@@ -188,12 +188,12 @@ class AsyncRolloutManager:
         Raises:
             ConfigError: the state is damaged or of other data, or this manager has already begun.
         """
+        self._check_not_begun()  # before the buffer is restored
         self.restore(ManagerState.load(state, self.data_buffer))
 
     def restore(self, state: ManagerState) -> None:
         """Restore a state whose buffer is already restored; raises as :meth:`load_state_dict`."""
-        if self.accounting.taken or self._tasks is not None:
-            raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
+        self._check_not_begun()
         self.accounting, self.batches = state.accounting, state.batches
         for number, samples in sorted(state.ready.items()):
             self._ready.append(Group(self.data_buffer.take_by_index(number), tuple(samples), "kept"))
@@ -202,6 +202,10 @@ class AsyncRolloutManager:
         self.run_metrics.load(state.totals)
         self._went_well = self.accounting.in_batch + self.accounting.ready + self.accounting.dropped > 0
         self.accounting.check()
+
+    def _check_not_begun(self) -> None:
+        if self.accounting.taken or self._tasks is not None:
+            raise ConfigError.of("load_state_dict()", repr(self), "a manager that has not begun")
 
     async def generate_batch(self) -> list[Sample]:
         """Generate until ``batch_size`` groups are accepted.

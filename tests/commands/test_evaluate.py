@@ -23,7 +23,7 @@ def rows(path: Path) -> list[bytes]:
 
 
 def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
-    """Rollouts on disk stay and are not played again, except one whose line was cut off; the rest is added."""
+    """Rollouts on disk stay and are not played again, except one whose line was cut off; what is added repeats none."""
     out = tmp_path / "exam"
     line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2"]
     assert main([*line, "--out", str(out)]) == 0
@@ -35,6 +35,8 @@ def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
     assert main([*line, "--rollouts", "4"]) == 0
     assert rows(out)[:3] == first[:3]
     assert len(rows(out)) == 12
+    stored = [msgspec.json.decode(row) for row in rows(out)]
+    assert len({row["index"] for row in stored}) == 12, "an index of their own, so that a seed repeats no rollout"
     assert {score.rollouts for score in load_evaluation(out)} == {4}
     assert set(msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]) == {
         "pass@1", "pass@2", "reward", "greedy pass@1", "greedy reward",

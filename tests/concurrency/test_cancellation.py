@@ -16,7 +16,7 @@ import pytest
 
 from rollouts.concurrency.boundary import boundary, call_foreign, waits
 from rollouts.concurrency.cancellation import CancellationGuard, left_behind
-from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.deadlines import Clocks, deadline
 from rollouts.concurrency.wait_report import report, where
 from rollouts.errors import EnvironmentFailure, at
 
@@ -202,3 +202,17 @@ def test_an_abandoned_coroutine_is_not_resumed_at_interpreter_exit() -> None:
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
     )
     assert (done.stdout, done.stderr, done.returncode) == ("4\n", "", 0)
+
+
+async def test_a_coroutine_whose_first_wait_is_in_a_pause_is_ended_too() -> None:
+    """Its grace period begins when the deadline, which the pause has moved, expires."""
+
+    async def call() -> None:
+        with boundary(EnvironmentFailure, "World.step", seconds=0.05, armed=False) as entered:
+            clocks = Clocks()
+            clocks.pause()
+            asyncio.get_running_loop().call_later(0.01, clocks.resume)
+            await entered.guarded(hides(), grace=0.0)
+
+    with anyio.fail_after(60), pytest.raises(EnvironmentFailure, match="did not answer"):
+        await call()

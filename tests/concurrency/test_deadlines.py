@@ -92,3 +92,18 @@ async def test_a_global_pause_is_reported_first() -> None:
         assert str(pauses()[0]) == "http://a is paused for new weights for 0.0 s, 7 turns wait"
         assert report().startswith("rollouts: http://a is paused for new weights for 0.0 s, 7 turns wait\n")
     assert pauses() == []
+
+
+async def test_a_deadline_stays_paused_until_the_last_of_its_waits_ends() -> None:
+    """Two turns of a group share its deadline and wait for different servers; each wait may end first."""
+    with deadline(60) as limit:
+        first, second = Clocks(), Clocks()
+        first.pause()
+        second.pause()
+        second.pause()  # known already
+        first.resume()
+        assert limit.ends == math.inf
+        first.resume()
+        assert limit.ends == math.inf
+        second.resume()
+        assert 59 < limit.ends - anyio.current_time() <= 60

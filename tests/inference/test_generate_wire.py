@@ -105,6 +105,13 @@ def test_versions_with_gaps_are_refused(edges: list[tuple[int, int]]) -> None:
         read(reply(weight_versions=spans))
 
 
+@pytest.mark.parametrize("field", ["cached_tokens", "prompt_tokens"])
+def test_a_count_of_tokens_has_31_bits(field: str) -> None:
+    """A larger one fits no column of a stored run, so that neither this run nor a resumed one could write its batch."""
+    with pytest.raises(EndpointRefused, match=rf"<= 2147483647.*{field}"):
+        read(reply(**{field: 2**31}))
+
+
 @pytest.mark.parametrize("logprob", [None, 1e300, -1e39])
 def test_a_logprob_is_a_finite_float32(logprob: float | None) -> None:
     """Servers write NaN as null; an overflow is refused, too."""

@@ -24,3 +24,18 @@ def test_variables_of_the_template_belong_to_the_generate_function() -> None:
             ConfigError, match=r"GRPOConfig.chat_template_kwargs: got .*; expected none: .*template_kwargs"
         ):
             rollout_func(["Hi"], trainer)
+
+
+def test_each_rollout_has_an_index_of_its_own() -> None:
+    """A recipe's seed is mixed with it: otherwise each step would sample with the random numbers of the first."""
+    played: list[int | None] = []
+
+    async def noted(prompts: Sequence[Prompt]) -> list[Sample]:
+        played.extend(prompt.index for prompt in prompts)
+        return [Sample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0, -1], reward=1.0) for _ in prompts]
+
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    with RolloutFunc(RolloutConfig(batch_size=1, generate_fn=noted), [Prompt("Hi")]) as rollout_func:
+        for _ in range(2):
+            rollout_func(["Hi", "Hi"], trainer)
+    assert sorted(index for index in played if index is not None) == [0, 1, 2, 3]

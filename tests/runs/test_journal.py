@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,33 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match="cannot be opened"):
         Journal(tmp_path / "file" / "journal")
+
+
+class SlowDisk(Journal):
+    """A journal whose disk answers when the test says so."""
+
+    asked: threading.Event
+    answers: threading.Event
+
+    def _to_disk(self, *_: int) -> None:
+        self.asked.set()
+        assert self.answers.wait(10)
+
+
+def test_nothing_but_a_sync_waits_for_the_disk(tmp_path: Path) -> None:
+    """A commit on the event loop, which all rollouts share, returns while a batch is being synced."""
+    with SlowDisk(tmp_path) as journal:
+        journal.asked, journal.answers = threading.Event(), threading.Event()
+        syncing = threading.Thread(target=anyio.run, args=(journal.sync,))
+        syncing.start()
+        try:
+            assert journal.asked.wait(10)
+            journal.append("sample", {"number": 0})
+            committing = threading.Thread(target=journal.flush, daemon=True)
+            committing.start()
+            committing.join(5)
+            assert not committing.is_alive()
+            assert [entry.fields["number"] for entry in read_journal(tmp_path)] == [0]
+        finally:
+            journal.answers.set()
+            syncing.join()

@@ -475,3 +475,17 @@ def test_a_state_of_something_else_is_refused() -> None:
     manager.accounting = Accounting(taken=1, in_flight=1)
     with pytest.raises(ConfigError, match="has not begun"):
         manager.load_state_dict(state)
+
+
+async def test_a_state_that_comes_too_late_changes_nothing() -> None:
+    """The buffer of a manager that has begun keeps its position: no prompt comes out twice, none gets a used index."""
+    manager = AsyncRolloutManager(config(Counted()), buffer())
+    state = manager.state_dict()
+    async with manager:
+        first = await manager.generate_batch()
+        before = manager.data_buffer.save_state()
+        with pytest.raises(ConfigError, match="has not begun"):
+            manager.load_state_dict(state)
+        assert manager.data_buffer.save_state() == before
+        second = await manager.generate_batch()
+    assert not {sample.group_index for sample in first} & {sample.group_index for sample in second}

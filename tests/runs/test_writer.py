@@ -250,6 +250,14 @@ def test_no_metadata_costs_a_group(tmp_path: Path, format: Format) -> None:
     assert loaded.metadata["huge"] == str(2**70)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_response_costs_a_batch(tmp_path: Path, format: Format) -> None:
+    """Half a character in the text of a generate function is stored as in metadata."""
+    RunWriter(tmp_path / "run", format=format).write_batch([Sample(tokens=[1], response="half \ud800")], {})
+    (loaded,) = load_run(tmp_path / "run")
+    assert loaded.response == "half ?"
+
+
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     """The error has the folder and what was expected."""
     with pytest.raises(ConfigError, match=r"run: got '.*'; expected the folder of a run"):

@@ -168,3 +168,18 @@ async def test_an_evaluation_where_everything_fails_says_so() -> None:
 
     with pytest.raises(GenerateFailure, match="no server"):
         await run_evaluation(config(fails), PROMPTS, 100)
+
+
+async def test_added_rollouts_have_indices_of_their_own() -> None:
+    """A seed is mixed with the index: with the same indices, rollouts added later would be copies of the first ones."""
+    played: list[int | None] = []
+
+    async def noted(prompts: Sequence[Prompt]) -> list[Sample]:
+        played.extend(prompt.index for prompt in prompts)
+        return await echo(prompts)
+
+    samples = await run_evaluation(config(noted), PROMPTS, 2)
+    done = {result.key: result.rollouts for result in task_scores(samples)}
+    first_index = 1 + max(sample.index for sample in samples if sample.index is not None)
+    await run_evaluation(config(noted), PROMPTS, 4, done=done, first_index=first_index)
+    assert sorted(index for index in played if index is not None) == list(range(20))

@@ -1,0 +1,92 @@
+"""Any value of user code as JSON and MessagePack: no object of a user costs a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+
+from rollouts.runs.plain_data import to_json, to_msgpack
+
+Node = attrs.make_class("Node", {"text": attrs.field(), "parent": attrs.field(default=None)}, eq=False)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Untouchable:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __repr__(self) -> str:
+        return "untouchable"
+
+
+class Endless:
+    """As a mock, whose methods return mocks."""
+
+    def tolist(self) -> Endless:
+        return Endless()
+
+    def __repr__(self) -> str:
+        return "endless"
+
+
+class Tree(dict[str, Any]):
+    """A dict of its own class that contains itself."""
+
+    def __init__(self) -> None:
+        super().__init__(me=self)
+
+
+class Text(str):
+    __slots__ = ()
+
+
+def family() -> Any:
+    """A tree whose nodes know their parents: a cycle."""
+    root = Node("root")
+    root.parent = Node("leaf", root)
+    return root
+
+
+ENCODERS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    "json": (to_json, msgspec.json.decode),
+    "msgpack": (to_msgpack, msgspec.msgpack.decode),
+}
+
+
+@pytest.mark.parametrize("form", ENCODERS)
+@pytest.mark.parametrize(
+    "value",
+    [Unprintable(), Untouchable(), Endless(), family(), Tree(), {Unprintable(): 1}],
+    ids=["unprintable", "untouchable", "endless", "parents", "in itself", "key"],
+)
+def test_any_object_is_encoded(form: str, value: Any) -> None:
+    """What is next to it is stored as it is."""
+    encode, decode = ENCODERS[form]
+    read = decode(encode({"a": 1, "object": value, "list": [value, "b"]}))
+    assert read["a"] == 1
+    assert read["list"][1] == "b"
+
+
+@pytest.mark.parametrize("form", ENCODERS)
+@pytest.mark.parametrize(
+    "keys", [[None, 1, True, 1.5, b"x", (1, 2), frozenset({1})], [(1, (2, "\ud800"))], [Text("a")]]
+)
+def test_any_key_is_read_again(form: str, keys: list[Any]) -> None:
+    """A journal with a key that no decoder reads could not be opened again."""
+    encode, decode = ENCODERS[form]
+    assert len(decode(encode({"in": dict.fromkeys(keys, 1)}))["in"]) == len(set(keys))
+
+
+@pytest.mark.parametrize("form", ENCODERS)
+def test_a_text_of_another_class_is_a_text(form: str) -> None:
+    """Not its repr."""
+    encode, decode = ENCODERS[form]
+    assert decode(encode({"text": Text("a")})) == {"text": "a"}
