@@ -57,6 +57,7 @@ from rollouts.gateway.normal import (
     MessageRules,
     echo_changes,
     message_rules,
+    sendable,
     tools_key,
     with_tool_names,
 )
@@ -495,6 +496,9 @@ class ProgramSession:
         try:
             (await in_thread(self._renderer.self_test, work.tools)).raise_if_refused()
         except ConfigError as error:
+            if any(self._tools.values()):  # those of the program are served: these are of this request
+                self.count("refused/tools")
+                raise ApiError("invalid_request", f"tools: {error}") from error
             self.fail(error)
             raise ApiError("conflict", f"the session has failed: {error}") from error
         work.tools = self._tools.setdefault(work.tools_key, work.tools)
@@ -707,7 +711,7 @@ class ProgramSession:
         own: list[ToolCall] = []
         served: list[ToolCall] = []
         used: set[str] = set()
-        for call in message.tool_calls:
+        for call in map(sendable, message.tool_calls):
             given = f"c{_base36(self._given):0>8}"
             self._given += 1
             if call.id in used:
