@@ -76,7 +76,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
 def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     kind = tool.text("type") or "function"
     if kind == "function":
-        return [tool_of(tool.object("function") or tool, "parameters")]  # some clients leave the object out
+        return [tool_of(tool.object("function") or tool, "parameters", counts)]  # some clients leave the object out
     counts[f"server_tool/{kind}"] += 1
     return []
 

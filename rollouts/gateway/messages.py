@@ -78,7 +78,7 @@ def _system(fields: Fields, counts: Counts, entries: Entries) -> list[Message]:
 def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     kind = tool.text("type") or "custom"
     if kind == "custom":
-        return [tool_of(tool, "input_schema")]
+        return [tool_of(tool, "input_schema", counts)]
     counts[f"server_tool/{kind}"] += 1
     return []
 
@@ -124,6 +124,8 @@ def _messages(fields: Fields, counts: Counts) -> list[Message]:
     for block in fields.objects("content"):
         if block.value.get("type") == "tool_result":
             content = content_of(block, "content", lambda part: _part(part, counts))
+            if block.value.get("is_error") is True:  # templates have no place for it; programs say it in the text too
+                counts["not_shown/is_error"] += 1
             results.append(Message("tool", content, tool_call_id=block.required("tool_use_id")))
         else:
             contents.append(_part(block, counts))

@@ -84,7 +84,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
 def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     kind = tool.required("type")
     if kind == "function":
-        return [tool_of(tool, "parameters")]
+        return [tool_of(tool, "parameters", counts)]
     counts[f"server_tool/{kind}"] += 1
     return []
 

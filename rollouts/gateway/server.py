@@ -185,7 +185,7 @@ class Gateway:
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)
-            with _failures(opened):
+            with _failures(opened, ConnectionError):  # the client has gone while it sent its body
                 return await self._route(http, wire, opened, path)
         except ApiError as error:
             return _json(*wire.error(error))
@@ -393,13 +393,17 @@ class _Call:
 
 
 @contextlib.contextmanager
-def _failures(opened: _Opened) -> Iterator[None]:
-    """Give an error that is no answer to the session, which fails with it, and answer with an error of the server."""
+def _failures(opened: _Opened, *passed: type[Exception]) -> Iterator[None]:
+    """Give an error that is no answer to the session, which fails with it, and answer with an error of the server.
+
+    Args:
+        passed: errors that are none of the session.
+    """
     try:
         yield
-    except (ApiError, ConnectionError):  # the latter: the client has gone while it sent its body
-        raise
     except Exception as error:
+        if isinstance(error, (ApiError, *passed)):
+            raise
         opened.session.fail(error)
         raise ApiError("server", f"the call failed ({type(error).__name__})") from error
 
@@ -462,7 +466,9 @@ def _json(status: int, value: Mapping[str, Any]) -> web.Response:
 
 def _digest(key: str) -> str:
     """What a key is found by: the time of a look-up shows nothing of the keys."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(
+        key.encode("utf-8", "surrogateescape")
+    ).hexdigest()  # as aiohttp decodes the bytes of a header
 
 
 def _name(digest: str) -> str:

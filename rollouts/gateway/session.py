@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import string
 import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -50,6 +49,8 @@ from rollouts.errors import (
     GenerateFailure,
     HistoryRewritten,
 )
+from rollouts.gateway.call_ids import CallIds
+from rollouts.gateway.in_flight import TokensInFlight
 from rollouts.gateway.normal import (
     Conversation,
     Conversations,
@@ -57,9 +58,9 @@ from rollouts.gateway.normal import (
     MessageRules,
     echo_changes,
     message_rules,
-    tools_key,
     with_tool_names,
 )
+from rollouts.gateway.tool_sets import ToolSets
 from rollouts.gateway.tree import Call, Line, Match, Training, Tree
 from rollouts.gateway.types import ApiError, CallReply, CallRequest, Usage
 from rollouts.inference.base import Policy, check_takes_images, images_option
@@ -76,7 +77,6 @@ _PROMPT_END = 16
 _MOST_STOPS = 32
 """Stop strings that servers accept."""
 _REWRITES_KEPT = 8
-_MOST_TOOL_KEYS = 64
 _RULES: weakref.WeakKeyDictionary[Renderer, MessageRules] = weakref.WeakKeyDictionary()
 """The rules of the chat templates in use: sessions share a renderer."""
 _NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
@@ -195,21 +195,10 @@ class ProgramSession:
         self._group: contextlib.AbstractAsyncContextManager[TaskGroup] | None = None
         self._tasks: TaskGroup | None = None
         self._latest: Conversations | None = None
-        self._tools: dict[bytes, tuple[Tool, ...]] = {}
-        """The tools that were tested, by key: one object each, which the renderer finds again quickly."""
-        self._tool_keys: dict[tuple[int, ...], tuple[bytes, tuple[Tool, ...]]] = {}
-        """The keys of tools by the ids of their objects, with the objects, so that the ids stay theirs."""
-        self._own_ids: dict[str, str] = {}
-        """The id that the model wrote, by the id that the program was given."""
-        self._asked: dict[str, tuple[tuple[Message, ...], str | None]] = {}
-        """What a request has behind its parent's reply, and its instructions, by the id of the reply."""
+        self._tools = ToolSets(renderer)
+        self._ids = CallIds()
+        self._in_flight = TokensInFlight(self._limits.max_tokens_in_flight)
         self._calls = 0
-        self._roots = 0
-        self._given = 0
-        """Number of tool calls given to the program."""
-        self._in_flight = 0
-        """Tokens at the policy, with their budgets."""
-        self._room = anyio.Event()
         self._names_agents = False
         """Whether the first request had a lineage."""
 
@@ -369,24 +358,14 @@ class ProgramSession:
     def _work_of(self, request: CallRequest, conversation: Conversation, lineage: dict[str, str]) -> _Work:
         if not self._calls and not self._works and lineage:
             self._names_agents = True
-        named = self._tools_key(request.tools)
+        named = self._tools.key(request.tools)
         shape = (request.max_tokens, request.stop, request.n)
         keys = conversation.keys
         retry_key = (tuple(sorted(lineage.items())), named, keys[-1] if keys else 0, shape)
         by_hand = self._names_agents and not lineage
         if by_hand:
             self.count("calls_by_hand")
-        tools = self._tools.get(named, request.tools)
-        return _Work(request, conversation, tools, named, retry_key, lineage, by_hand)
-
-    def _tools_key(self, tools: tuple[Tool, ...]) -> bytes:
-        """The key of the tools; it is computed once where requests have the same objects."""
-        objects = tuple(map(id, tools))
-        if objects not in self._tool_keys:
-            if len(self._tool_keys) >= _MOST_TOOL_KEYS:
-                self._tool_keys.clear()
-            self._tool_keys[objects] = tools_key(tools), tools
-        return self._tool_keys[objects][0]
+        return _Work(request, conversation, request.tools, named, retry_key, lineage, by_hand)
 
     def _whole(self, request: CallRequest) -> tuple[Message, ...]:
         """All messages of a request, with those of the replies that it follows by reference."""
@@ -398,11 +377,7 @@ class ProgramSession:
             raise ApiError(
                 "invalid_request", f"previous_response_id: got {request.previous_response_id!r}; expected {expected}"
             )
-        before: list[Message] = []
-        for one in call.path():
-            asked, instructions = self._asked[one.reply.id]
-            before += asked if instructions is None else asked[1:]
-            before.append(one.reply.message)
+        before = call.conversation()
         if request.instructions is None:
             return (*before, *request.messages)
         return (request.messages[0], *before, *request.messages[1:])
@@ -477,7 +452,7 @@ class ProgramSession:
         nodes = [
             _Node(number, parent, one, start, prompt, tuple(new)) for number, one in enumerate(lines, self._calls - n)
         ]
-        async with self._room_for(n * (prompt + budget)):
+        async with self._in_flight.more(n * (prompt + budget)):
             if n == 1:  # a task group costs more than the rest of this function
                 await self._complete(work, nodes[0], budget)
             else:
@@ -490,14 +465,14 @@ class ProgramSession:
 
     async def _test_tools(self, work: _Work) -> None:
         """Refuse tools whose calls would be lost, as in any other rollout."""
-        if work.tools_key in self._tools:
-            return
         try:
-            (await in_thread(self._renderer.self_test, work.tools)).raise_if_refused()
+            work.tools = await self._tools.tested(work.tools_key, work.tools)
         except ConfigError as error:
+            if self._tools.any_served:  # those of the program are served: these are of this request
+                self.count("refused/tools")
+                raise ApiError("invalid_request", f"tools: {error}") from error
             self.fail(error)
             raise ApiError("conflict", f"the session has failed: {error}") from error
-        work.tools = self._tools.setdefault(work.tools_key, work.tools)
 
     # -- match and render ---------------------------------------------------------------------------------------------
 
@@ -560,19 +535,7 @@ class ProgramSession:
 
     def _to_render(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
         """The messages with the names of tools, and with the ids that the model itself wrote into its calls."""
-        messages = with_tool_names(messages, before)
-        if not self._own_ids:
-            return messages
-        own = self._own_ids.get
-        changed = []
-        for message in messages:
-            if message.tool_call_id is not None:
-                message = attrs.evolve(message, tool_call_id=own(message.tool_call_id, message.tool_call_id))
-            if message.tool_calls:
-                calls = [attrs.evolve(call, id=own(call.id, call.id)) for call in message.tool_calls]
-                message = attrs.evolve(message, tool_calls=calls)
-            changed.append(message)
-        return changed
+        return self._ids.as_written(with_tool_names(messages, before))
 
     def _count_match(self, work: _Work, match: Match, parent: Call | None) -> None:
         for change in work.changes:
@@ -610,20 +573,6 @@ class ProgramSession:
         text = f"messages: {tokens} tokens do not fit the context of the model, at most {most} tokens"
         return ApiError("overflow", text, tokens=tokens, max_context=most)
 
-    @contextlib.asynccontextmanager
-    async def _room_for(self, tokens: int) -> AsyncIterator[None]:
-        """Wait until so many more tokens may be in flight."""
-        most = self._limits.max_tokens_in_flight
-        while most is not None and self._in_flight and self._in_flight + tokens > most:
-            await self._room.wait()
-        self._in_flight += tokens
-        try:
-            yield
-        finally:
-            self._in_flight -= tokens
-            self._room.set()
-            self._room = anyio.Event()
-
     async def _complete(self, work: _Work, node: _Node, budget: int) -> None:
         """Sample one reply and add it to the tree."""
         began, tokens = now(), node.line.sequence.tokens
@@ -641,7 +590,9 @@ class ProgramSession:
             raise self._overflow(asked, asked - 1) from error
         message = self._renderer.parse(completion.tokens, tools=work.tools, prompt=tokens[-_PROMPT_END:])
         message, stop_text = self._until_stop(message, work.request.stop, completion)
-        message, served = self._with_ids(message, work.tools)
+        self._count_ids(message.tool_calls)
+        message, served = self._ids.give(message)
+        self._count_calls(served.tool_calls, work.tools)
         reply = CallReply(
             id=f"r{node.number:08d}",
             message=served,
@@ -650,6 +601,7 @@ class ProgramSession:
             stop_text=stop_text,
             created=int(began),
         )
+        new, instructions = work.asked(of_root=node.parent is None)
         call = Call(
             number=node.number,
             parent=node.parent,
@@ -668,11 +620,12 @@ class ProgramSession:
             by_hand=work.by_hand,
             began=began,
             temperature=self._sampling.temperature,
+            asked=new,
+            instructions=instructions,
         )
         self.tree.add(call)
         self.overflowed = False
         self._denied.pop(work.retry_key, None)
-        self._asked[reply.id] = work.asked(of_root=node.parent is None)
         if completion.finish_reason != "abort":
             work.calls.append(call)
 
@@ -699,31 +652,19 @@ class ProgramSession:
         place, stop = min(found)
         return attrs.evolve(message, content=message.text[:place]), stop
 
-    def _with_ids(self, message: Message, tools: Sequence[Tool]) -> tuple[Message, Message]:
-        """The reply as it is rendered, with the model's own ids if it wrote any, and as the program is given it."""
-        if not message.tool_calls:
-            return message, message
+    def _count_ids(self, calls: Sequence[ToolCall]) -> None:
+        written = [call.id for call in calls if call.id]
+        if repeated := len(written) - len(set(written)):
+            self.count("duplicate_call_ids", repeated)
+
+    def _count_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
         known = {tool.name for tool in tools}
-        own: list[ToolCall] = []
-        served: list[ToolCall] = []
-        used: set[str] = set()
-        for call in message.tool_calls:
-            given = f"c{_base36(self._given):0>8}"
-            self._given += 1
-            if call.id in used:
-                self.count("duplicate_call_ids")
-            written = call.id if call.id and call.id not in used else given
-            used.add(written)
-            if written != given:
-                self._own_ids[given] = written
-            own.append(attrs.evolve(call, id=written))
-            served.append(attrs.evolve(call, id=given))
+        for call in calls:
             if call.error is not None:
                 self.count("malformed_tool_calls")
                 self.count(f"malformed_tool_calls/{call.fault or 'bad_form'}")
             elif call.name not in known:
                 self.count("unknown_tool_calls")
-        return attrs.evolve(message, tool_calls=own), attrs.evolve(message, tool_calls=served)
 
     def _usage(self, completion: Completion, message: Message) -> Usage:
         reasoning = 0
@@ -752,14 +693,3 @@ def _finish_reason(completion: Completion, message: Message) -> Literal["stop", 
     if completion.finish_reason == "length":
         return "length"
     return "tool_calls" if message.tool_calls else "stop"
-
-
-def _base36(number: int) -> str:
-    digits = ""
-    while number or not digits:
-        number, digit = divmod(number, 36)
-        digits = _DIGITS[digit] + digits
-    return digits
-
-
-_DIGITS = string.digits + string.ascii_lowercase

@@ -123,6 +123,10 @@ class Call:
     """Seconds since 1970."""
     temperature: float | None = None
     """That of its request to the policy."""
+    asked: tuple[Message, ...] = ()
+    """What the program sent behind the parent's reply."""
+    instructions: str | None = None
+    """Of a root: the instructions that are the first of the messages, which a request that follows it may replace."""
     path_key: int = 0
     """Key of the path, with the reply as the program was given it; set by :meth:`Tree.add`."""
     known: int = 0
@@ -150,6 +154,14 @@ class Call:
 
     def root(self) -> Call:
         return self.path()[0]
+
+    def conversation(self) -> list[Message]:
+        """The path in the messages of the program and in the replies that it was given, without instructions."""
+        messages: list[Message] = []
+        for call in self.path():
+            messages += call.asked if call.instructions is None else call.asked[1:]
+            messages.append(call.reply.message)
+        return messages
 
 
 @attrs.frozen

@@ -254,8 +254,10 @@ def arguments_text(call: ToolCall) -> str:
         return call.raw
 
 
-def tool_of(fields: Fields, schema: str) -> Tool:
-    """A tool from an object with name, description and a schema in the field of this name."""
+def tool_of(fields: Fields, schema: str, counts: Counts) -> Tool:
+    """A tool from an object with name, description and a schema in the field of this name, which is not enforced."""
+    if fields.value.get("strict") is True:
+        counts["not_enforced/strict"] += 1
     parameters = fields.object(schema)
     given = {} if parameters is None else {"parameters": dict(parameters.value)}
     try:

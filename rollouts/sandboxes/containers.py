@@ -125,7 +125,8 @@ class ContainerSandbox:
         if self.network == "bridge":
             body["HostConfig"]["ExtraHosts"] = [f"{_HOST}:host-gateway"]
         with anyio.move_on_after(_SETUP_SECONDS):
-            created = await api.json("POST", "/containers/create", None, body)
+            with anyio.CancelScope(shield=True):  # a container whose creation is cut would have no owner
+                created = await api.json("POST", "/containers/create", None, body)
             running = RunningContainer(self, api, created["Id"])
             try:
                 await api.json("POST", f"/containers/{running.id}/start")

@@ -1,7 +1,8 @@
 """A client of Docker's HTTP API over its unix socket, as far as a sandbox needs it. Podman serves the same API.
 
 Invariant: one connection for each request, closed with it, also when the caller is cancelled. An answer that is no
-HTTP, or is larger than its caller allows, is a :class:`SandboxError`. It knows no sandbox.
+HTTP, is larger than its caller allows, or is not there in time, is a :class:`SandboxError`; only a stream has no
+deadline. It knows no sandbox.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class DockerApi:
     """Requests to the daemon at one unix socket."""
 
     path: str
+    seconds: float = 60.0
+    """Deadline of a request whose answer is no stream; a second longer for each MiB of its body."""
 
     async def json(self, method: str, path: str, query: Mapping[str, str] | None = None, body: Any = None) -> Any:
         """Send a JSON request; return the decoded answer, ``None`` if it is empty."""
@@ -76,12 +79,15 @@ class DockerApi:
         most: int = _JSON_BYTES,
     ) -> bytes:
         """Send a request with a body of any kind; return the answer's body of at most ``most`` bytes."""
-        whole = bytearray()
-        async with contextlib.aclosing(self.stream(method, path, query, body, kind)) as chunks:
-            async for chunk in chunks:
-                whole += chunk
-                if len(whole) > most:
-                    raise SandboxError(f"{method} {path} at {self.path}: got more than {most:,} bytes")
+        whole, seconds = bytearray(), self.seconds + len(body or b"") / (1 << 20)
+        with anyio.move_on_after(seconds) as scope:
+            async with contextlib.aclosing(self.stream(method, path, query, body, kind)) as chunks:
+                async for chunk in chunks:
+                    whole += chunk
+                    if len(whole) > most:
+                        raise SandboxError(f"{method} {path} at {self.path}: got more than {most:,} bytes")
+        if scope.cancelled_caught:
+            raise SandboxError(f"{method} {path} at {self.path}: no answer within {seconds:g} s")
         return bytes(whole)
 
     async def frames(self, path: str, body: Any) -> AsyncGenerator[tuple[int, bytes], None]:

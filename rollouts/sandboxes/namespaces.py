@@ -251,6 +251,7 @@ class RunningNamespaces(Running):
         assert process.stdout is not None
         self._kind, self._process = kind, process
         self._answers = BufferedByteReceiveStream(process.stdout)
+        self._answer_due = False
 
     def url_inside(self, port: int | None = None) -> str:
         """The listener's address inside."""
@@ -320,12 +321,14 @@ class RunningNamespaces(Running):
                 with anyio.CancelScope(shield=True):  # half a request would spoil the next
                     if request:
                         await self._send({**request, "bytes": len(data)}, data)
+                self._answer_due = True
                 try:
                     return await self._receive(stop)
                 except anyio.get_cancelled_exc_class():
                     with anyio.move_on_after(_GRACE_SECONDS, shield=True) as scope:
-                        await self._send({"op": "kill"})
-                        await self._receive()
+                        if self._answer_due:
+                            await self._send({"op": "kill"})
+                            await self._receive()
                     if scope.cancelled_caught:
                         self._process.kill()
                     raise
@@ -354,7 +357,10 @@ class RunningNamespaces(Running):
 
     async def _read_answer(self) -> tuple[dict[str, Any], list[bytes]]:
         head: dict[str, Any] = msgspec.json.decode(await self._answers.receive_until(b"\n", _LINE_BYTES))
-        return head, [await self._answers.receive_exactly(size) for size in head["sizes"]]
+        with anyio.CancelScope(shield=True):  # the holder writes it at once; the rest of it would spoil the next
+            parts = [await self._answers.receive_exactly(size) for size in head["sizes"]]
+        self._answer_due = False
+        return head, parts
 
     async def _last_words(self) -> str:
         parts = []

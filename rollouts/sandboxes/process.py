@@ -35,6 +35,7 @@ from rollouts.sandboxes.base import (
     inner_path,
 )
 from rollouts.sandboxes.containment import NAMES, Containment
+from rollouts.sandboxes.removal import remove_tree
 from rollouts.sandboxes.running import Running
 
 __all__ = ["ProcessSandbox"]
@@ -166,9 +167,16 @@ class RunningProcess(Running):
         await anyio.to_thread.run_sync(store)
 
     async def close(self) -> None:
-        """Delete the folder."""
+        """Delete the folder.
+
+        Raises:
+            SandboxError: a file cannot be deleted, or a process that left its group still writes.
+        """
         self._closed = True
-        await anyio.to_thread.run_sync(_remove, self._folder)
+        try:
+            await anyio.to_thread.run_sync(_remove, self._folder)
+        except OSError as error:
+            raise SandboxError(f"{self._folder}: cannot be deleted: {error.strerror or error}") from error
 
     def _place(self, path: str) -> str:
         self._check_open()
@@ -227,11 +235,7 @@ def _kill_group(process: Process) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Delete a tree, also where a program took from us the right to change its folders."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if os.path.isdir(folder):
-        for place, folders, _ in os.walk(folder):
-            for name in folders:
-                if not os.path.islink(os.path.join(place, name)):
-                    os.chmod(os.path.join(place, name), 0o700)
-        shutil.rmtree(folder)
+    if sys.platform == "win32":
+        shutil.rmtree(folder, ignore_errors=True)
+    elif os.path.isdir(folder):
+        remove_tree(folder)

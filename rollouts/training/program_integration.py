@@ -520,7 +520,9 @@ async def _openai_client(server: ModelServer) -> AsyncIterator[Any]:
 
     # Without TLS, whose context costs more than the rest of the client: the gateway is on loopback.
     http = openai.DefaultAsyncHttpxClient(verify=False)
-    async with openai.AsyncOpenAI(base_url=server.openai_url, api_key=server.api_key, http_client=http) as client:
+    async with openai.AsyncOpenAI(
+        base_url=server.openai_url, api_key=server.api_key, http_client=http, timeout=None
+    ) as client:
         yield client
 
 

@@ -17,7 +17,7 @@ import attrs
 import msgspec
 import pytest
 
-from rollouts.dtypes import Message
+from rollouts.dtypes import Message, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.gateway.server import Gateway
 from rollouts.gateway.types import ApiError, CallRequest
@@ -292,6 +292,29 @@ async def test_a_key_is_of_one_session() -> None:
         assert gateway.open(second, "http://10.0.0.1:8080") == base.replace(gateway.url, "http://10.0.0.1:8080")
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("header", [b"x-api-key: key-of-a-test-000\xff", b"Authorization: Bearer \xf0\x9f"])
+async def test_a_key_of_any_bytes_is_unknown(path: str, header: bytes) -> None:
+    """Also of bytes that are no UTF-8: the answer has the form of the API."""
+    async with serving() as client:
+        status, whole = await sent_raw(client, path.encode(), header)
+        assert (status, client.session.requests) == (401, [])
+        error_in(path, whole)
+
+
+async def sent_raw(client: Client, path: bytes, header: bytes) -> tuple[int, Any]:
+    """The status and JSON of the answer to a request of these bytes."""
+    request = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\nContent-Length: 2\r\n\r\n{}" % (path, header)
+    answer = b""
+    async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
+        await stream.send(request)
+        with contextlib.suppress(anyio.EndOfStream):
+            while True:
+                answer += await stream.receive()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), msgspec.json.decode(body)
+
+
 # -- bodies -----------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +393,58 @@ async def test_a_body_over_the_limit_is_refused(path: str) -> None:
         assert client.session.counts == {"refused/too_large": 1}
 
 
+# -- arguments that the model writes ----------------------------------------------------------------------------------
+
+_SCHEMA = {"type": "object", "properties": {"at": {}}}
+_FUNCTION = {"name": "look", "description": "Looks.", "parameters": _SCHEMA}
+TOOLS: dict[str, dict[str, Any]] = {
+    CHAT: {"type": "function", "function": _FUNCTION},
+    RESPONSES: {"type": "function", **_FUNCTION},
+    MESSAGES: {"name": "look", "description": "Looks.", "input_schema": _SCHEMA},
+}
+ODD_ARGUMENTS = {
+    "an integer of more than 64 bits": '{"at": 123456789012345678901234567890}',
+    "half of a pair": '{"at": "\\ud83d"}',
+    "nested": '{"at": ' + "[" * 960 + "]" * 960 + "}",
+}
+
+
+def sent_back(path: str, whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """An answer as its program sends it back, with what follows it: results of its calls, or a message."""
+    if path == CHAT:
+        message = whole["choices"][0]["message"]
+        results = [{"role": "tool", "tool_call_id": one["id"], "content": "r"} for one in message.get("tool_calls", [])]
+        return [message, *(results or [{"role": "user", "content": "go on"}])]
+    if path == RESPONSES:
+        ids = [item["call_id"] for item in whole["output"] if item["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": one, "output": "r"} for one in ids]
+        return [*whole["output"], *(results or [{"role": "user", "content": "go on"}])]
+    ids = [block["id"] for block in whole["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": one, "content": "r"} for one in ids]
+    content = results or [{"type": "text", "text": "go on"}]
+    return [{"role": "assistant", "content": whole["content"]}, {"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("arguments", ODD_ARGUMENTS.values(), ids=ODD_ARGUMENTS)
+async def test_a_program_gets_any_arguments_and_goes_on(path: str, arguments: str) -> None:
+    """Whatever JSON the model writes: an answer, and the next request goes on from the kept ids."""
+    call = ToolCall("look", raw=f'{{"name": "look", "arguments": {arguments}}}')
+    history: list[dict[str, Any]] = list(HI)
+    async with session_of(ScriptedPolicy(replies(Message("assistant", "", [call]), "done"))) as session:
+        async with Gateway() as gateway, aiohttp.ClientSession() as http:
+            url, headers = gateway.open(session) + path, {"x-api-key": session.key}
+            for _ in range(2):
+                field = "input" if path == RESPONSES else "messages"
+                body = {**BODIES[path], "max_tokens": 4000, "tools": [TOOLS[path]], field: history}
+                async with http.post(url, data=json.dumps(body), headers=headers) as response:
+                    whole = json.loads(await response.read())
+                    assert response.status == 200, whole
+                history = [*history, *sent_back(path, whole)]
+    (branch,) = session.branches()
+    assert len(branch.completions) == 2
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -385,14 +460,15 @@ async def test_an_error_of_the_session_is_a_status(path: str, stream: bool) -> N
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_any_other_error_is_given_to_the_session(path: str, stream: bool) -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, ConnectionResetError])
+async def test_any_other_error_is_given_to_the_session(path: str, stream: bool, kind: type[Exception]) -> None:
     """The program gets a typed 500 without its text, and may try again; the session fails with it."""
-    broken = ZeroDivisionError("a secret")
+    broken = kind("a secret")
     async with serving(broken, "fine") as client:
         async with client.ask(path, {**BODIES[path], "stream": stream}) as response:
             assert "x-should-retry" not in response.headers
             error = error_in(path, await response.json())
-            assert (response.status, error["message"]) == (500, "the call failed (ZeroDivisionError)")
+            assert (response.status, error["message"]) == (500, f"the call failed ({kind.__name__})")
         assert client.session.failures == [broken]
         async with client.ask(path) as response:
             assert response.status == 200

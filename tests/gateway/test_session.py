@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Completion, Message, SamplingParams, StopReason, ToolCall
+from rollouts.dtypes import Completion, Message, SamplingParams, StopReason, Tool, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointAway, EndpointUnavailable, TokenMismatchError
 from rollouts.gateway.normal import message_rules
 from rollouts.gateway.session import ProgramSession, SessionLimits
@@ -682,6 +682,17 @@ async def test_tools_that_the_dialect_cannot_read_fail_the_session() -> None:
             await ask(session, "Look!")
     with pytest.raises(ConfigError):
         session.branches()
+
+
+async def test_later_tools_that_the_dialect_cannot_read_are_an_error_of_their_request() -> None:
+    """The model's own code can send any: it ends neither the session nor the run."""
+    async with session_of(ScriptedPolicy(replies())) as session:
+        await ask(session, "Look!")
+        with pytest.raises(ApiError, match=r"tools: .* does not read the tool calls") as refused:
+            await ask(session, "Leap!", tools=[Tool('a "leap"')])
+        await ask(session, "Look again!")
+    assert (refused.value.error_kind, session.counts["refused/tools"]) == ("invalid_request", 1)
+    check_laws(session, session.branches())
 
 
 FAMILIES_WITH_TOOLS = [

@@ -47,6 +47,8 @@ class Daemon:
     codes: dict[str, int] = attrs.Factory(dict)
     removed: list[str] = attrs.Factory(list)
     count: int = 0
+    hold: asyncio.Event | None = None
+    """What the answer to the creation of a container waits for."""
 
     @property
     def socket(self) -> str:
@@ -91,6 +93,8 @@ async def daemon(folder: Path) -> AsyncIterator[Daemon]:
             (state.folder / identity / name).mkdir(parents=True)
         for path in filter(os.path.islink, ("/bin", "/lib", "/lib64", "/sbin")):
             (state.folder / identity / path[1:]).symlink_to(os.readlink(path))
+        if state.hold is not None:
+            await state.hold.wait()
         return web.json_response({"Id": identity, "Warnings": []}, status=201)
 
     @routes.post("/v1.41/containers/{id}/start")

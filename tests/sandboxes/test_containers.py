@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from rollouts.errors import ConfigError
@@ -57,6 +59,19 @@ async def test_a_container_is_created_used_and_removed(fake: Daemon) -> None:
             ["sh", "-c", 'pwd; echo "$HOME|$GIVEN"; echo e >&2; exit 3'], {"GIVEN": "x"}, seconds=20
         )
         assert (end.code, end.stdout, end.stderr) == (3, "/workspace\n/home/agent|x\n", "e\n")
+    assert (fake.containers, len(fake.removed)) == ({}, 1)
+
+
+async def test_a_container_that_is_being_created_at_a_cancellation_is_removed(fake: Daemon) -> None:
+    """Its creation is not cut: without an answer nothing would know it."""
+    fake.hold = asyncio.Event()
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ContainerSandbox("small:1", fake.socket).open)
+            while not fake.containers:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+            fake.hold.set()
     assert (fake.containers, len(fake.removed)) == ({}, 1)
 
 

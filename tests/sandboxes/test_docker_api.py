@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from pathlib import Path
 
@@ -70,3 +71,14 @@ async def test_a_refusal_has_its_status() -> None:
     """A missing file is no broken daemon."""
     with pytest.RaisesGroup(pytest.RaisesExc(DockerError, check=lambda error: error.status == 404)):
         await _ask([b"HTTP/1.1 404 X\r\nContent-Length: 2\r\n\r\n{}"])
+
+
+async def test_a_daemon_that_does_not_answer_is_an_error() -> None:
+    """A request has a deadline: a command that waits for it would have none."""
+    with tempfile.TemporaryDirectory(prefix="rd-") as folder:
+        path = str(Path(folder) / "s")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            with anyio.fail_after(5), pytest.raises(SandboxError, match=r"GET /a at .*: no answer within 0\.05 s"):
+                await DockerApi(path, seconds=0.05).json("GET", "/a")

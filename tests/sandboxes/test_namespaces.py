@@ -186,6 +186,19 @@ async def test_an_outside_end_of_the_holder_is_an_error_of_the_sandbox() -> None
     await running.close()
 
 
+async def test_a_read_that_is_cancelled_in_its_answer_spoils_no_other(sandbox: RunningSandbox) -> None:
+    """The cancellation passes at once, and the next answer is that of the next request."""
+    assert isinstance(sandbox, RunningNamespaces)
+    await sandbox.write("large", bytes(LIMITS.file_bytes))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sandbox.read, "large")
+            while len(sandbox._answers.buffer) < 1000:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert (await sandbox.exec(["echo", "hi"])).stdout == "hi\n"
+
+
 async def test_a_set_up_that_fails_is_named() -> None:
     """With the step that failed."""
     await (await opened_here(NamespaceSandbox())).close()

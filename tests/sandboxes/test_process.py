@@ -62,6 +62,15 @@ async def test_read_only_folders_are_deleted() -> None:
     assert not _exists(Path(sandbox.workspace))
 
 
+@pytest.mark.parametrize("levels", [1500, 4000])
+async def test_deeply_nested_folders_are_deleted(levels: int) -> None:
+    """Deeper than the interpreter's stack, and than the longest path."""
+    code = f"import os\nfor _ in range({levels}): os.mkdir('d'); os.chdir('d')"
+    async with opened(ProcessSandbox()) as sandbox:
+        assert (await sandbox.exec([sys.executable, "-I", "-S", "-c", code])).code == 0
+    assert not _exists(Path(sandbox.workspace))
+
+
 async def test_close_changes_nothing_outside() -> None:
     """Neither the rights of the folder above, nor what a planted link leads to."""
     above = Path(tempfile.gettempdir())

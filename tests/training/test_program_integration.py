@@ -654,6 +654,19 @@ async def test_a_function_may_ask_for_a_client() -> None:
     assert (sample.reward, sample.turns) == (1.0, 1)
 
 
+@pytest.mark.extra
+async def test_the_client_of_a_function_has_no_deadline_of_its_own() -> None:
+    """A reply may wait for as long as an outage lasts, in which the deadline of the session does not run."""
+    pytest.importorskip("openai")
+
+    async def agent(client: Any, prompt: Prompt) -> float:
+        await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "one"}])
+        return float(client.timeout is None)
+
+    (sample,) = await by_function(agent)
+    assert sample.reward == 1.0
+
+
 def not_async(server: Any, prompt: Prompt) -> float:
     return 1.0
 

@@ -13,13 +13,13 @@ import json
 import os
 import selectors
 import signal
-import stat
 import sys
 import time
 from typing import Any
 
 from rollouts.sandboxes import kernel
 from rollouts.sandboxes.python.child import INNER_USER, enter, outer_user
+from rollouts.sandboxes.removal import remove_tree
 
 __all__ = ["BOOT", "main"]
 
@@ -50,7 +50,7 @@ def main(lifeline: int) -> None:
     try:
         answer, outputs = _Watch(request, folder, code, data, lifeline).run()
     finally:
-        _remove(folder)
+        remove_tree(folder)
     answer["sizes"] = [len(output) for output in outputs]
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + b"".join(outputs))
     sys.stdout.buffer.flush()
@@ -234,25 +234,3 @@ def _children() -> list[int]:
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
-
-
-def _remove(folder: str) -> None:
-    """Delete a tree of any depth without following links: moves the content of folders up instead of descending."""
-    moved = 0
-    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    while names := os.listdir(here):
-        for name in names:
-            if not stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
-                os.unlink(name, dir_fd=here)
-                continue
-            os.chmod(name, 0o700, dir_fd=here)  # not a link: checked above, and no other process is left
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
-            for child in os.listdir(inner):
-                moved += 1
-                if stat.S_ISDIR(os.lstat(child, dir_fd=inner).st_mode):
-                    os.chmod(child, 0o700, dir_fd=inner)
-                os.rename(child, f".{moved}-{os.getpid()}", src_dir_fd=inner, dst_dir_fd=here)
-            os.close(inner)
-            os.rmdir(name, dir_fd=here)
-    os.close(here)
-    os.rmdir(folder)
