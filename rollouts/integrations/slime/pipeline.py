@@ -190,8 +190,7 @@ class Pipeline:
             "over_sampling_factor": settings.over_sampling_factor,
             "generate_fn": self.generate,
         }
-        if settings.max_attempts is not None:
-            options["max_attempts"] = settings.max_attempts
+        options |= self._limits()
         if settings.group_rm and not settings.scored_by_slime and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
         if settings.scored_by_slime or base is None:
@@ -220,9 +219,15 @@ class Pipeline:
             over_sampling_factor=1.0,
             generate_fn=functools.partial(self.generate, data=data),
             reward_fn=reward,
-            patience=prompts + 1,
-            max_attempts=self.settings.max_attempts or 2,
+            **{**self._limits(), "patience": prompts + 1},
         )
+
+    def _limits(self) -> dict[str, Any]:
+        """Deadlines and attempts: those of the launch, or else of the recipe."""
+        names = ("max_attempts", "rollout_seconds", "reward_seconds", "patience")
+        found = {name: getattr(self.recipe.config, name) for name in names} if self.recipe is not None else {}
+        own = {name: getattr(self.settings, name) for name in names}
+        return found | {name: value for name, value in own.items() if value is not None}
 
     # -- one rollout --
 
