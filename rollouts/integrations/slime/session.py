@@ -215,6 +215,8 @@ class TrainerRollouts:
         record = self.pipeline.finished(sample, taken)
         if taken.begun < self.pipeline.rollout_id:
             _set_start(record, taken.begun)
+        if self._masks_earlier and self._ended_before(sample, record):
+            record.loss_mask = [0] * record.response_length
         return record
 
     def _group_records(self, taken: Taken, finished: dict[int, list[Sample]]) -> list[Any]:
@@ -268,6 +270,18 @@ class TrainerRollouts:
         if version is not None:
             with self._lock:
                 self._staleness.observe([version])
+
+    @property
+    def _masks_earlier(self) -> bool:
+        """Whether a batch trains only tokens of its call's weights; engines that never pause have several in a call."""
+        return self.settings.mask_earlier_versions and self.settings.carry_over and not self.settings.fully_async
+
+    def _ended_before(self, sample: Sample, record: Any) -> bool:
+        """Whether the last token was sampled by weights before the current ones; the mask has the tokens before it."""
+        last = [span.version for span in sample.versions[-1:]] or list(map(str, record.weight_versions[-1:]))
+        with self._lock:
+            self._staleness.observe(last)
+            return self._staleness.age_of(last) > 0
 
     def _is_stale(self, samples: list[Sample]) -> bool:
         """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
