@@ -67,8 +67,8 @@ class Request:
     body: Mapping[str, Any]
 
 
-def reply_body(script: Script, arrived: Request, fault: Fault | Answer) -> Mapping[str, Any]:
-    """The script's response to a request in SGLang's format, with the fault applied."""
+def reply_body(script: Script, arrived: Request, fault: Fault | Answer, *, version: str = "v1") -> Mapping[str, Any]:
+    """The script's response to a request in SGLang's format, by weights of a version, with the fault applied."""
     scripted: Any = script(arrived.input_ids, arrived.sampling_params)
     if isinstance(scripted, Mapping):
         return scripted
@@ -98,8 +98,8 @@ def reply_body(script: Script, arrived: Request, fault: Fault | Answer) -> Mappi
         "prompt_tokens": len(arrived.input_ids) + (fault == "wrong_count"),
         "completion_tokens": len(ids),
         "cached_tokens": max(0, len(arrived.input_ids) - 1),
-        "weight_version": "v1",
-        "weight_versions": [{"version": "v1", "start": 0, "end": len(ids)}],
+        "weight_version": version,
+        "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
         "output_token_logprobs": triples,
         "output_token_logprobs_length": len(triples),
         "e2e_latency": 0.0,

@@ -31,7 +31,8 @@ class StubServer:
         reply: the script; ids beyond ``max_new_tokens`` are cut.
         faults: the fault of each ``/generate`` in order; ``"none"`` when they are used up.
         latency: called with the request and awaited before each response; an abort cancels it.
-        model_info: body of ``/model_info`` and ``/server_info``; ``None`` for a server that is not SGLang.
+        model_info: body of ``/model_info`` and ``/server_info``, read at each request; replies have its
+            ``weight_version``. ``None`` for a server that is not SGLang.
         max_context: context length in ``/v1/models``, in tokens.
         old_routes: only ``/get_model_info`` and ``/get_server_info``, as before 0.5.9.
         workers: act as a router: no ``/abort_request``, and ``/workers`` lists these URLs.
@@ -193,7 +194,9 @@ class StubServer:
     async def _answer(self, request: web.Request, arrived: Request, fault: Fault | Answer) -> web.StreamResponse:
         if fault == "reset":
             return _cut(request)
-        payload = msgspec.json.encode(ERRORS[fault][1] if fault in ERRORS else reply_body(self._reply, arrived, fault))
+        version = str((self._model_info or {}).get("weight_version", "v1"))
+        body = ERRORS[fault][1] if fault in ERRORS else reply_body(self._reply, arrived, fault, version=version)
+        payload = msgspec.json.encode(body)
         if fault == "reset_in_body":
             return await _stream(request, payload, [payload[: len(payload) // 2]])
         if fault not in ("error_500", "error_duplicate"):

@@ -32,6 +32,15 @@ class Taken:
     sessions: dict[int, str] = attrs.field(factory=dict)
     """The routing key of each rollout's requests, by the rollout's position in the group."""
 
+    def own_prompt(self, number: int, prompt: Prompt) -> Prompt:
+        """The prompt of one rollout: samples of a group may have other prompts, labels and metadata than the first."""
+        own, first = self.group[number], self.group[0]
+        if own is first:
+            return prompt
+        # Where the prompts are equal, the rollouts share one object: its images are encoded once.
+        text = prompt.prompt if own.prompt == first.prompt else shown_prompt(own)
+        return attrs.evolve(prompt, prompt=text, label=own.label, metadata=_metadata_of(own))
+
 
 class TrainerBuffer(DataBuffer):
     """Takes groups from slime's data source, as one prompt each.
@@ -114,13 +123,11 @@ class TrainerBuffer(DataBuffer):
             self.taken[index] = Taken(self._again.pop(0) if again else self._new_group(), begun=self.rollout_id)
             if not again and self.on_new is not None:
                 self.on_new(index, self.taken[index].group)
-        first = self.taken[index].group[0]
-        prompt = Prompt(shown_prompt(first), label=first.label, metadata=first.metadata or {}, group_index=index)
         for sample in self.taken[index].group:
             if isinstance(sample.metadata, str):  # slime passes the row's value, JSON text included
-                sample.metadata = dict(prompt.metadata)
-        known = {name: value for name, value in prompt.metadata.items() if name != "start_rollout_id"}
-        return attrs.evolve(prompt, metadata=known)
+                sample.metadata = dict(Prompt("", metadata=sample.metadata).metadata)
+        first = self.taken[index].group[0]
+        return Prompt(shown_prompt(first), label=first.label, metadata=_metadata_of(first), group_index=index)
 
     def _new_group(self) -> list[Any]:
         groups = self.source.get_samples(1)
@@ -132,3 +139,7 @@ class TrainerBuffer(DataBuffer):
                 f"{type(self.source).__name__}.get_samples(1)", groups, f"one group of {self._n} samples"
             )
         return list(group)
+
+
+def _metadata_of(sample: Any) -> dict[str, Any]:
+    return {name: value for name, value in (sample.metadata or {}).items() if name != "start_rollout_id"}

@@ -1,7 +1,8 @@
 """A data source with complete checkpoints: ``--data-source-path rollouts.integrations.slime.CheckpointedDataSource``.
 
 Invariant: every group that left the data set and is in no batch yet is in the checkpoint, with its finished rollouts:
-groups in the buffer, and groups in flight. slime's own data source saves its cursor only.
+groups in the buffer, and groups in flight. slime's own data source saves its cursor only. Our rollout function alone
+reports which groups are in flight: with another one, the buffer is all that is saved.
 
 It reads no prompts itself: slime's data source, or the class of ``args.rollouts_inner_data_source_path``, does.
 """
@@ -34,7 +35,8 @@ class CheckpointedDataSource:
 
     Attributes:
         buffer: returned groups.
-        in_progress: maps a group in flight to the group with its finished rollouts; the rollout function sets it.
+        in_progress: maps a group in flight to the group with its finished rollouts; our rollout function sets it before
+            it takes a group.
     """
 
     def __init__(self, args: Any) -> None:
@@ -43,7 +45,7 @@ class CheckpointedDataSource:
         path = getattr(args, "buffer_filter_path", None)
         self.buffer_filter = filters.pop_first if path is None else load_function(path)
         self.buffer: list[list[Any]] = []
-        self.in_progress: Callable[[list[Any]], list[Any]] = list
+        self.in_progress: Callable[[list[Any]], list[Any]] | None = None
         self._out: list[list[Any]] = []
 
     def __len__(self) -> int:
@@ -59,7 +61,8 @@ class CheckpointedDataSource:
         groups = self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
         if len(groups) < num_samples:
             groups = [*groups, *self.inner.get_samples(num_samples - len(groups))]
-        self._out += groups
+        if self.in_progress is not None:
+            self._out += groups
         return groups
 
     def add_samples(self, samples: Sequence[list[Any]]) -> None:
@@ -85,7 +88,8 @@ class CheckpointedDataSource:
         import torch
 
         self.inner.save(rollout_id)
-        groups = [*(self.in_progress(group) for group in self._out), *self.buffer]
+        in_flight = [] if self.in_progress is None else [self.in_progress(group) for group in self._out]
+        groups = [*in_flight, *self.buffer]
         path = _path(self.args.save, rollout_id)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         written = io.BytesIO()

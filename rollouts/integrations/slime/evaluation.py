@@ -1,7 +1,8 @@
 """Evaluation: play every prompt of every configured data set ``n_samples`` times.
 
 Invariant: the lists of a data set are equally long and in the order of its rows. A rollout that fails all attempts is
-left out and counted in the metrics, never given a reward; if all fail, the evaluation raises.
+left out and counted in the metrics, never given a reward. With ``--log-passrate``, which counts by position, all
+rollouts of its prompt are left out. If none is left, the evaluation raises.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
             samples = await manager.generate_batch()
         except DataExhausted:
             samples = [sample for group in manager.ready_groups for sample in group.samples]
+    if pipeline.settings.whole_prompts:
+        incomplete = {(group.group_index or 0) // entry.n_samples for group in failures}
+        samples = [sample for sample in samples if (sample.group_index or 0) // entry.n_samples not in incomplete]
     if not samples:
-        raise GenerateFailure(f"evaluation {entry.name}: all {len(repeated)} rollouts failed: {failures[0].reason}")
+        lost = "a rollout of each prompt" if pipeline.settings.whole_prompts else f"all {len(repeated)} rollouts"
+        raise GenerateFailure(f"evaluation {entry.name}: {lost} failed: {failures[0].reason}")
     return samples, len(failures)
 
 
@@ -105,8 +110,9 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
     """
     prompts = []
     for number, row in enumerate(_rows(entry.path)):
-        if entry.input_key not in row:
-            raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {entry.input_key!r}")
+        for key in (entry.input_key, entry.label_key):
+            if key is not None and key not in row:
+                raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {key!r}")
         prompt = row[entry.input_key]
         if entry.apply_chat_template and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -120,7 +126,7 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
             prompt = _tokenizer(settings.endpoint.model).apply_chat_template(prompt, **options)
         if hasattr(entry.source, "inject_metadata"):
             metadata = entry.source.inject_metadata(metadata)
-        prompts.append(Prompt(prompt, label=row.get(entry.label_key) if entry.label_key else None, metadata=metadata))
+        prompts.append(Prompt(prompt, label=row[entry.label_key] if entry.label_key else None, metadata=metadata))
     longest = settings.eval_max_prompt_len
     if longest is not None and prompts and isinstance(prompts[0].prompt, str):
         codec = Codec(_tokenizer(settings.endpoint.model))

@@ -190,14 +190,13 @@ class Pipeline:
             "over_sampling_factor": settings.over_sampling_factor,
             "generate_fn": self.generate,
         }
-        if settings.max_attempts is not None:
-            options["max_attempts"] = settings.max_attempts
-        if settings.scored_by_slime:
+        options |= self._limits()
+        if settings.group_rm and not settings.scored_by_slime and base is None:
+            raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
+        if settings.scored_by_slime or base is None:
             key, is_processed = settings.reward_key, settings.reward_is_processed
             reward = SlimeReward(self.args, settings.custom_rm, key, self.record_of, any_reward=is_processed)
             options |= {"reward_fn": reward, "group_rm": settings.group_rm}
-        elif settings.group_rm and base is None:
-            raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
         if settings.filter_path is not None:
             options["filter_fn"] = SlimeFilter.of(settings, self.args, self.finished)
         elif not settings.recipe_filter:
@@ -209,10 +208,10 @@ class Pipeline:
         source = data.source
         path = getattr(source, "custom_rm_path", None) or self.settings.custom_rm
         reward: RewardFn | GroupRewardFn | None = None
-        if self.settings.scored_by_slime or path is not None or getattr(source, "rm_type", None):
+        if self.recipe is None or self.settings.scored_by_slime or path is not None or getattr(source, "rm_type", None):
             record_of = functools.partial(self.record_of, data=data)
             reward = SlimeReward(self.args, path, self.settings.eval_reward_key, record_of)
-        elif self.recipe is not None and not self.recipe.config.group_rm:
+        elif not self.recipe.config.group_rm:
             reward = self.recipe.config.reward_fn
         return RolloutConfig(
             batch_size=prompts,
@@ -220,9 +219,15 @@ class Pipeline:
             over_sampling_factor=1.0,
             generate_fn=functools.partial(self.generate, data=data),
             reward_fn=reward,
-            patience=prompts + 1,
-            max_attempts=self.settings.max_attempts or 2,
+            **{**self._limits(), "patience": prompts + 1},
         )
+
+    def _limits(self) -> dict[str, Any]:
+        """Deadlines and attempts: those of the launch, or else of the recipe."""
+        names = ("max_attempts", "rollout_seconds", "reward_seconds", "patience")
+        found = {name: getattr(self.recipe.config, name) for name in names} if self.recipe is not None else {}
+        own = {name: getattr(self.settings, name) for name in names}
+        return found | {name: value for name, value in own.items() if value is not None}
 
     # -- one rollout --
 
@@ -235,6 +240,8 @@ class Pipeline:
         """
         (prompt,) = prompts
         taken, number = self._place(prompt, data)
+        if taken is not None:
+            prompt = taken.own_prompt(number, prompt)
         if self._custom(data) is None and (taken is not None or self.rows):
             check_media(self._template(prompt, data), recipe=self.recipe is not None)
         recorder = SessionRecorder(self.policy)
@@ -309,9 +316,10 @@ class Pipeline:
         record = self.record_of(sample, taken, data=data)
         if data is None and self.settings.reward_is_processed and record.reward is not None:
             return record
-        parts = isinstance(record.reward, dict)
-        if not parts or reward_number(record.reward, self._reward_key(data)) != sample.reward:
-            key = self.settings.reward_key
+        key = self.settings.reward_key
+        if key is not None and not isinstance(record.reward, dict):
+            record.reward = {key: sample.reward}
+        elif reward_number(record.reward, self._reward_key(data)) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
         return record
 

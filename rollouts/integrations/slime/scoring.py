@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.integrations.slime.convert import leaves, reward_number
 from rollouts.integrations.slime.records import family, records
@@ -32,7 +33,8 @@ class SlimeReward:
     """The launch's reward, ``--custom-rm-path`` or ``--rm-type``, as our ``reward_fn``.
 
     As in slime, a sample that a generate function scored is not scored again, one call scores the list of samples of a
-    forked rollout, and with ``--group-rm`` one call scores the group.
+    forked rollout, and with ``--group-rm`` one call scores the group. A sample may name its own reward, as a field or
+    as ``rm_type`` of its metadata.
     """
 
     args: Any
@@ -65,14 +67,29 @@ class SlimeReward:
             sample.reward = value
 
     async def _call(self, given: Any) -> Any:
-        path = self.path if isinstance(given, list) else _reward_path(given) or self.path
+        of_list = getattr(self.args, "custom_rm_path", None)
+        if isinstance(given, list) and of_list is None:
+            return await self._each(given)
+        path = of_list if isinstance(given, list) else _reward_path(given) or self.path
         if path is not None:
             value = load_function(path)(self.args, given)
             return await value if inspect.isawaitable(value) else value
-        hub = importlib.import_module(family().rewards)
-        if isinstance(given, list):
-            return await hub.batched_async_rm(self.args, given)
-        return await hub.async_rm(self.args, given)
+        if not ((given.metadata or {}).get("rm_type") or getattr(self.args, "rm_type", None)):
+            expected = "a reward of the generate function, --custom-rm-path, --rm-type, or rm_type in the metadata"
+            raise RewardFailure(f"reward of slime sample {given.index}: got None; expected {expected}")
+        return await importlib.import_module(family().rewards).async_rm(self.args, given)
+
+    async def _each(self, samples: list[Any]) -> list[Any]:
+        """Score each sample alone: no function of the launch takes a list."""
+        values: list[Any] = [None] * len(samples)
+
+        async def score(number: int) -> None:
+            values[number] = await self._call(samples[number])
+
+        async with first_error() as calls:
+            for number in range(len(samples)):
+                calls.start_soon(score, number)
+        return values
 
     def _number(self, value: Any) -> Any:
         if self.any_reward and value is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,8 +71,6 @@ class TrainerRollouts:
         except BaseException:
             self._stack.close()
             raise
-        if hasattr(data_source, "in_progress"):
-            data_source.in_progress = self._in_progress
 
     def __repr__(self) -> str:
         return f"<TrainerRollouts {self.manager!r} · {self.policy!r}>"
@@ -95,6 +93,8 @@ class TrainerRollouts:
 
     def train(self, rollout_id: int) -> Any:
         """Fill one training batch; return ``RolloutFnTrainOutput``."""
+        if hasattr(self.data_source, "in_progress"):
+            self.data_source.in_progress = self._in_progress
         return self._call(self._train, rollout_id)
 
     def evaluate(self, rollout_id: int) -> Any:
@@ -147,7 +147,8 @@ class TrainerRollouts:
             load_function(self.settings.sample_filter)(self.args, groups)
         if self.settings.all_samples_process is not None:
             process = load_function(self.settings.all_samples_process)
-            every = sorted([*groups, *self._dropped_groups(settled)], key=lambda group: next(leaves(group)).index)
+            dropped = self._dropped_groups(settled, fans_out=isinstance(groups[0][0], list))
+            every = sorted([*groups, *dropped], key=lambda group: next(leaves(group)).index)
             process(self.args, every, self.data_source.get_samples)
         self._release(settled)
         metrics = {**self._metrics(settled, len(stale)), "rollouts/resumed": self.policy.resumed - resumed, **problems}
@@ -191,10 +192,7 @@ class TrainerRollouts:
             assert sample.group_index is not None  # the manager numbers them
             by_group.setdefault(sample.group_index, []).append(sample)
         fans_out = len(samples) != len(by_group) * size or any(_is_of_list(sample) for sample in samples)
-        groups: list[Any] = []
-        for index, members in by_group.items():
-            rollouts = self._rollout_records(self.buffer.pop(index), _by_number(members, size))
-            groups.append(rollouts if fans_out else [samples_of[0] for samples_of in rollouts])
+        groups = [self._played(self.buffer.pop(index), by_group[index], fans_out=fans_out) for index in by_group]
         check_training_batch(
             groups,
             groups_wanted=self.settings.batch_size,
@@ -205,14 +203,20 @@ class TrainerRollouts:
         )
         return groups
 
-    def _rollout_records(self, taken: Taken, rollouts: dict[int, list[Sample]]) -> list[list[Any]]:
-        return [[self._record_of(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
+    def _played(self, taken: Taken, samples: Sequence[Sample], *, fans_out: bool) -> list[Any]:
+        """The samples of a group in slime's shape, with a list for each rollout if any fans out."""
+        rollouts = _by_number(samples, len(taken.group))
+        played = [[self._record_of(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
+        fans_out = fans_out or any(len(rollout) > 1 for rollout in played)
+        return played if fans_out else [rollout[0] for rollout in played]
 
     def _record_of(self, sample: Sample, taken: Taken) -> Any:
         """slime's sample of ours; like slime's, it names its start if that was an earlier call."""
         record = self.pipeline.finished(sample, taken)
         if taken.begun < self.pipeline.rollout_id:
             _set_start(record, taken.begun)
+        if self._masks_earlier and self._ended_before(sample, record):
+            record.loss_mask = [0] * record.response_length
         return record
 
     def _group_records(self, taken: Taken, finished: dict[int, list[Sample]]) -> list[Any]:
@@ -267,6 +271,18 @@ class TrainerRollouts:
             with self._lock:
                 self._staleness.observe([version])
 
+    @property
+    def _masks_earlier(self) -> bool:
+        """Whether a batch trains only tokens of its call's weights; engines that never pause have several in a call."""
+        return self.settings.mask_earlier_versions and self.settings.carry_over and not self.settings.fully_async
+
+    def _ended_before(self, sample: Sample, record: Any) -> bool:
+        """Whether the last token was sampled by weights before the current ones; the mask has the tokens before it."""
+        last = [span.version for span in sample.versions[-1:]] or list(map(str, record.weight_versions[-1:]))
+        with self._lock:
+            self._staleness.observe(last)
+            return self._staleness.age_of(last) > 0
+
     def _is_stale(self, samples: list[Sample]) -> bool:
         """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
         masked = self.settings.mask_earlier_versions
@@ -287,14 +303,10 @@ class TrainerRollouts:
             settled, self._settled = self._settled, []
         return settled
 
-    def _dropped_groups(self, settled: list[Group]) -> list[Any]:
-        """The dropped groups, as slime's groups."""
+    def _dropped_groups(self, settled: list[Group], *, fans_out: bool) -> list[Any]:
+        """The dropped groups, in the shape of the batch."""
         dropped = [(self.buffer.taken.get(group.group_index), group) for group in settled if group.outcome == "dropped"]
-        return [
-            self._group_records(taken, _by_number(group.samples, len(taken.group)))
-            for taken, group in dropped
-            if taken is not None
-        ]
+        return [self._played(taken, group.samples, fans_out=fans_out) for taken, group in dropped if taken is not None]
 
     def _release(self, settled: list[Group]) -> None:
         """Remove settled groups that are in no batch; stale ones are played again."""

@@ -20,6 +20,7 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import family
 from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, vocab_size_of
+from rollouts.validators import is_number
 
 __all__ = [
     "OWN_KEYS",
@@ -41,10 +42,19 @@ OWN_KEYS: Mapping[str, str] = {
     "rollouts_fully_async": "true: carry over, and continue to generate between calls, while the trainer works",
     "rollouts_max_staleness": "most policy versions that a trained token may be old, with any kind of carry-over",
     "rollouts_max_attempts": "attempts at a rollout before its group fails",
+    "rollouts_request_seconds": "deadline of one request; by default time for the longest reply at 5 tokens a second,"
+    " at least 3600",
+    "rollouts_rollout_seconds": "deadline of an attempt at a rollout; by default the recipe's, without one 4 times that"
+    " of a request",
+    "rollouts_reward_seconds": "deadline of a reward; by default the recipe's, without one 3600",
+    "rollouts_patience": "groups in a row that may be dropped or fail before the call raises; by default 8 batches, at"
+    " least 64",
     "rollouts_teacher_url": "URL of a teacher's /generate, whose logprobs each sample gets, for --use-opd",
     "rollouts_recipe_filter": "true: the recipe's filter drops groups; without it only the launch's filter does",
 }
 
+_SLOWEST = 5
+"""Tokens a second of a reply on a busy engine; slime has no deadline for a request."""
 _NOT_SAMPLING = {
     "skip_special_tokens",
     "no_stop_trim",
@@ -149,10 +159,17 @@ class Settings:
     max_staleness: int | None
     """``None`` for no bound on the age of carried tokens."""
     max_attempts: int | None
+    rollout_seconds: float | None
+    """``None`` for the recipe's deadline."""
+    reward_seconds: float | None
+    """``None`` for the recipe's deadline."""
+    patience: int | None
     eval_sets: tuple[EvalSet, ...]
     eval_max_prompt_len: int | None
     """Longer prompts of an evaluation, in tokens, are left out."""
     eval_reward_key: str | None
+    whole_prompts: bool
+    """Whether an evaluation leaves out all rollouts of a prompt of which one failed, for ``--log-passrate``."""
 
     @property
     def vocab_size(self) -> VocabSizeOf:
@@ -182,14 +199,23 @@ class Settings:
         params = _slime_params(args)
         sampling = sampling_of(params)
         seed = get("rollout_seed", 42) if get("sglang_enable_deterministic_inference", False) else None
-        endpoint = Endpoint(model=str(_required(args, "hf_checkpoint")), base_url=_urls(args), sampling=sampling)
+        recipe = get("rollouts_recipe") or os.environ.get(RECIPE_VARIABLE) or None
+        eval_sets = tuple(_eval_set(args, entry) for entry in get("eval_datasets", ()))
+        longest = max([sampling.max_new_tokens, *(entry.sampling.max_new_tokens for entry in eval_sets)])
+        request_seconds = _seconds(get, "rollouts_request_seconds", max(3600.0, longest / _SLOWEST))
+        endpoint = Endpoint(
+            model=str(_required(args, "hf_checkpoint")),
+            base_url=_urls(args),
+            sampling=sampling,
+            request_seconds=request_seconds,
+        )
         return cls(
             batch_size=batch_size,
             n_samples_per_prompt=get("n_samples_per_prompt", 1),
             over_sampling_factor=get("rollouts_over_sampling_factor", refill / batch_size),
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
-            recipe=get("rollouts_recipe") or os.environ.get(RECIPE_VARIABLE) or None,
+            recipe=recipe,
             recipe_options=dict(get("rollouts_recipe_options", {})),
             custom_generate=get("custom_generate_function_path"),
             apply_chat_template=bool(get("apply_chat_template", False)),
@@ -217,9 +243,13 @@ class Settings:
             fully_async=fully_async,
             max_staleness=_max_staleness(get("rollouts_max_staleness"), carry_over),
             max_attempts=get("rollouts_max_attempts"),
-            eval_sets=tuple(_eval_set(args, entry) for entry in get("eval_datasets", ())),
+            rollout_seconds=_seconds(get, "rollouts_rollout_seconds", None if recipe else 4 * request_seconds),
+            reward_seconds=_seconds(get, "rollouts_reward_seconds", None if recipe else 3600.0),
+            patience=get("rollouts_patience"),
+            eval_sets=eval_sets,
             eval_max_prompt_len=get("eval_max_prompt_len"),
             eval_reward_key=get("eval_reward_key") or get("reward_key"),
+            whole_prompts=bool(get("log_passrate", False)),
         )
 
 
@@ -310,6 +340,14 @@ def _max_staleness(bound: Any, carry_over: bool) -> int | None:
             "0, or rollouts_carry_over, rollouts_fully_async or --partial-rollout with it: else no older tokens exist",
         )
     return bound if carry_over else 0
+
+
+def _seconds(get: Any, name: str, default: Any) -> Any:
+    """A deadline: of the launch, or else the default."""
+    value = get(name, default)
+    if value is not None and (not is_number(value) or value <= 0):
+        raise ConfigError.of(f"args.{name}", value, "a number > 0")
+    return value
 
 
 def _required(args: Any, name: str) -> Any:

@@ -125,6 +125,20 @@ def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None
     assert [launch.played[number] for number in (0, 1)] == [1, 1]
 
 
+def test_a_rollout_function_that_is_not_ours_leaves_nothing_in_flight(tmp_path: Path) -> None:
+    """slime's own never says which groups it used: only what it returned is in the checkpoint, and no group twice."""
+    pytest.importorskip("torch")
+    args = with_source(Launch(batch_size=3, n=2), tmp_path)
+    source = CheckpointedDataSource(args)
+    groups = source.get_samples(5)
+    source.add_samples(groups[4:])
+    source.save(0)
+    again = CheckpointedDataSource(args)
+    again.load(0)
+    assert [group[0].group_index for group in again.buffer] == [4]
+    assert [group[0].group_index for group in again.get_samples(2)] == [4, 5]
+
+
 def test_the_buffer_filter_chooses(tmp_path: Path) -> None:
     """``--buffer-filter-path`` applies to the waiting groups."""
     launch = Launch(n=2)
@@ -196,7 +210,8 @@ def test_images_stay_in_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     noise = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
     source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
-    for sample in source.get_samples(1)[0]:
+    source.buffer = source.get_samples(1)
+    for sample in source.buffer[0]:
         sample.multimodal_inputs = {"images": [PIL.Image.fromarray(noise.copy())], "videos": None}
     source.save(1)
     (file,) = (tmp_path / "rollout").glob("*buffer_1.pt")

@@ -68,6 +68,23 @@ def test_a_failed_rollout_is_left_out_and_counted(tmp_path: Path) -> None:
     assert output.metrics["eval/one/failed_samples"] == 1
 
 
+def test_pass_rates_need_whole_prompts(tmp_path: Path) -> None:
+    """With ``--log-passrate`` slime counts rewards by position: a failed rollout takes its siblings out, too."""
+
+    def reward(sample: Sample) -> float:
+        if sample.index == 3:
+            raise RuntimeError("no judge")
+        return 1.0
+
+    launch = Launch(reward=reward)
+    sets = [data_set(tmp_path, "one", 3, n_samples_per_eval_prompt=2)]
+    args = launch.args(eval_datasets=sets, log_passrate=True, n_samples_per_eval_prompt=2)
+    output = generate_rollout_batch(args, 0, launch.source(), evaluation=True)
+    assert [sample.index for sample in output.data["one"]["samples"]] == [0, 1, 4, 5]
+    assert len(output.data["one"]["rewards"]) == len(output.data["one"]["truncated"]) == 4
+    assert output.metrics["eval/one/failed_samples"] == 1
+
+
 def test_a_data_set_where_all_fail_raises(tmp_path: Path) -> None:
     """With the reason."""
 
@@ -153,7 +170,7 @@ def test_the_options_of_a_template_are_refused_with_a_recipe(tmp_path: Path) -> 
 def test_long_prompts_are_left_out(tmp_path: Path, tokenizer: str) -> None:
     """``--eval-max-prompt-len`` counts tokens; a data set without a prompt is an error that names it."""
     entry = data_set(tmp_path, "one", 2)
-    longer = [{"q": f"one {'more ' * i}", "meta": {"i": i}} for i in range(6)]
+    longer = [{"q": f"one {'more ' * i}", "a": str(i), "meta": {"i": i}} for i in range(6)]
     Path(entry.path).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in longer))
     codec = Codec(load_tokenizer(tokenizer))
     settings = plain(tokenizer, entry, eval_max_prompt_len=len(codec.encode("one more more ")))
@@ -203,4 +220,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     entry = data_set(tmp_path, "one", 1, input_key="question")
     settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
     with pytest.raises(ConfigError, match=r"row 0.*'question'"):
+        load_eval_prompts(settings.eval_sets[0], settings)
+
+
+def test_a_row_without_its_label_is_named(tmp_path: Path) -> None:
+    """Else every reward of a data set with a mistyped ``label_key`` would compare with nothing."""
+    settings = Settings.from_args(Launch().args(eval_datasets=[data_set(tmp_path, "one", 1, label_key="answer")]))
+    with pytest.raises(ConfigError, match=r"row 0.*'answer'"):
         load_eval_prompts(settings.eval_sets[0], settings)

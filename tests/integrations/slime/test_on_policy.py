@@ -46,11 +46,17 @@ class Weights:
 
     def __init__(self) -> None:
         self.codec = Codec(load_tokenizer(DEMO_MODEL))
+        self.info: dict[str, Any] = {"model_path": "stub"}
         self.begin(has_slow=False)
 
     def begin(self, *, has_slow: bool) -> None:
-        self.version, self.has_slow, self.slow = 1, has_slow, 0
+        self.has_slow, self.slow = has_slow, 0
         self.asked: set[int] = set()
+        self.update(1)
+
+    def update(self, version: int) -> None:
+        self.version = version
+        self.info["weight_version"] = str(version)
 
     def reply(self, input_ids: list[int], params: dict[str, Any]) -> list[int]:
         return [self.version] * 6
@@ -68,8 +74,9 @@ class Weights:
             await anyio.sleep_forever()
 
     def stale(self, sample: Any) -> int:
-        """The tokens of other weights."""
-        return sum(token != self.version for token in sample.tokens[-sample.response_length :])
+        """The trained tokens of other weights."""
+        tokens = sample.tokens[-sample.response_length :]
+        return sum(bool(bit) and token != self.version for bit, token in zip(sample.loss_mask, tokens, strict=True))
 
 
 @attrs.frozen
@@ -86,7 +93,7 @@ def served(slime_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     pytest.importorskip("sglang_router", reason="sglang-router is not installed")
     weights = Weights()
     with start_blocking_portal() as portal:
-        stub = StubServer(reply=weights.reply, latency=weights.latency, loads=dict)
+        stub = StubServer(reply=weights.reply, latency=weights.latency, loads=dict, model_info=weights.info)
         with portal.wrap_async_context_manager(stub) as worker:
             with router([worker.url], tmp_path_factory.mktemp("router") / "log") as url:
                 portal.call(until_ready, url, 1)
@@ -105,6 +112,7 @@ async def one_request(args: Any, sample: Any, sampling_params: dict[str, Any]) -
     status = records().sample.Status
     ended = status.ABORTED if reply["meta_info"]["finish_reason"]["type"] == "abort" else status.COMPLETED
     columns = {"tokens": [*ids, *tokens], "response_length": len(tokens), "loss_mask": [1] * len(tokens)}
+    columns["weight_versions"] = [reply["meta_info"]["weight_version"]]
     return filled(sample, **columns, rollout_log_probs=[-0.5] * len(tokens), status=ended)
 
 
@@ -129,6 +137,19 @@ def test_a_default_launch_has_no_stale_token_and_leaves_no_request(
     """At each of five returns no request is in flight, and every trained token is of the weights of its call."""
     assert launched(served, path, flags, has_slow=left_over) == [(0, 0)] * UPDATES
     assert bool(served.weights.slow) is left_over
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["slime.rollout.sglang_rollout.generate_rollout", "rollouts.integrations.slime.generate_rollout_batch"],
+    ids=["slime", "ours"],
+)
+@pytest.mark.parametrize("function", [None, f"{HERE}.one_request"], ids=["default", "custom generate"])
+def test_masked_partial_rollouts_train_no_stale_token(served: Served, path: str, function: str | None) -> None:
+    """With ``--mask-offpolicy-in-partial-rollout``; also rollouts that an earlier call completed are masked."""
+    flags = {**OVER_SAMPLED, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}
+    found = launched(served, path, {**flags, "custom_generate_function_path": function}, has_slow=True)
+    assert found == [(0, 0)] * UPDATES
 
 
 def test_the_measurement_sees_stale_tokens(served: Served) -> None:
@@ -157,5 +178,5 @@ def launched(served: Served, path: str, flags: dict[str, Any], *, has_slow: bool
         assert len(samples) == GROUPS * args.n_samples_per_prompt
         found.append((sum(map(weights.stale, samples)), len(worker.live)))
         weights.asked |= set(map(weights.number, worker.requests))
-        weights.version += 1
+        weights.update(weights.version + 1)
     return found

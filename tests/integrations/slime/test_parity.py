@@ -76,7 +76,8 @@ class Bench:
     def play(self, function: Callable[..., Any], args: Namespace, *, evaluation: bool) -> Played:
         """Call a rollout function once."""
         self.router.requests.clear()
-        output = function(args, 0, Source(args.n_samples_per_prompt), evaluation=evaluation)
+        source = getattr(args, "source", Source)(args.n_samples_per_prompt)
+        output = function(args, 0, source, evaluation=evaluation)
         if evaluation:
             data = output.data["one"]
             samples, extra = data["samples"], {"rewards": data["rewards"], "truncated": data["truncated"]}
@@ -301,6 +302,91 @@ def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
         for sample in played.samples:
             expected = [-token / 1024 for token in sample.tokens[-sample.response_length :]]
             assert sample.teacher_log_probs.tolist() == expected
+
+
+# -- rewards and the samples of a data source -------------------------------------------------------------------------
+
+
+class Varied(Source):
+    """Groups whose samples differ, as those of a data source that gives each rollout its own task."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            sample.prompt += f", variant {sample.index}"
+            sample.label = f"label {sample.index}"
+            sample.metadata = {"variant": sample.index}
+        return groups
+
+
+def test_each_sample_of_a_group_has_its_own_prompt(bench: Bench) -> None:
+    """Prompt, label and metadata of a rollout are those of its own sample, also where siblings have others."""
+    theirs, ours = bench.both(evaluation=False, source=Varied)
+    check_equal(ours, theirs)
+    assert [sample.label for sample in ours.samples] == [f"label {number}" for number in range(4)]
+
+
+class Typed(Source):
+    """Rows that name their reward in their metadata, as slime's multi-task data do."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            sample.metadata["rm_type"] = "f1"
+        return groups
+
+
+class Scored(Source):
+    """Samples that name their own reward function."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            sample.custom_rm_path = f"{HERE}.score"
+        return groups
+
+
+@pytest.mark.parametrize("source", [Typed, Scored])
+def test_a_sample_may_name_its_own_reward(bench: Bench, source: type[Source]) -> None:
+    """By ``rm_type`` of its metadata or by its field; the launch then needs no flag of a reward."""
+    theirs, ours = bench.both(evaluation=False, source=source, custom_rm_path=None)
+    check_equal(ours, theirs)
+
+
+async def whole(args: Any, sample: Any, **_: Any) -> Any:
+    """A reward that is an integer, as that of ``--rm-type math``."""
+    return sample.group_index or 0
+
+
+def test_a_reward_keeps_its_type(bench: Bench) -> None:
+    """slime's metrics of groups without spread have the reward in their names: ``count_1``, not ``count_1.0``."""
+    both = bench.both(evaluation=False, custom_rm_path=f"{HERE}.whole")
+    metrics = importlib.import_module("slime.observability.rollout_metrics")
+    args = bench.args(log_reward_category=None, advantage_estimator="grpo")
+    theirs, ours = (metrics.compute_metrics_from_samples(args, played.samples) for played in both)
+    assert ours == theirs
+    assert ours["zero_std/count_1"] == 1
+
+
+async def branches(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A rollout of two samples, which the generate function does not score."""
+    pair = [copy.deepcopy(sample) for _ in range(2)]
+    for branch in pair:
+        set_every_field(branch, kept={"index", "group_index", "rollout_id", "session_id", "custom_rm_path", "reward"})
+        branch.generate_function_path = None
+    return pair
+
+
+def test_a_data_sets_own_reward_gets_one_sample(bench: Bench) -> None:
+    """A rollout that fans out is scored as a list by ``--custom-rm-path`` only."""
+    fields = {"custom_generate_function_path": f"{HERE}.branches", "custom_rm_path": f"{HERE}.of_one"}
+    theirs, ours = bench.both(evaluation=True, custom_rm_path=None, eval_fields=fields)
+    check_equal(ours, theirs)
+    assert ours.extra["rewards"] == [float(number // 2) for number in range(12)]
+
+
+async def of_one(args: Any, sample: Any, **_: Any) -> float:
+    return float(sample.index)
 
 
 # -- every flag -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
-from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.errors import ConfigError, EnvironmentFailure, FilterFailure, GenerateFailure
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
@@ -95,6 +95,53 @@ def test_a_custom_function_gets_the_seed() -> None:
     args = plain_args("", custom_generate_function_path=path)
     generate_rollout_batch(args, 0, Source(2))
     assert {seed for _, seed in args.calls} == {None}
+
+
+# -- deadlines and patience --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"rollouts_request_seconds": 0.05}, r"POST .* 0\.05 s"),
+        ({"rollouts_rollout_seconds": 0.05}, r"generate_fn .* 0\.05 s"),
+    ],
+)
+def test_a_launch_may_set_its_deadlines(serve: Serve, flags: dict[str, Any], message: str) -> None:
+    """Of one request, and of an attempt at a rollout."""
+    args = single_turn(serve(latency=never), rollouts_max_attempts=1, **flags)
+    with pytest.raises(GenerateFailure, match=message):
+        generate_rollout_batch(args, 0, Source(2))
+
+
+async def never(request: Request) -> None:
+    await anyio.sleep_forever()
+
+
+async def judged_late(args: Any, sample: Any, **_: Any) -> float:
+    await anyio.sleep_forever()
+    return 1.0
+
+
+@pytest.mark.parametrize("recipe", [False, True], ids=["single turn", "recipe"])
+def test_a_launch_may_set_the_deadline_of_its_reward(serve: Serve, recipe: bool) -> None:
+    """Without a recipe, and in place of the recipe's."""
+    flags = {"custom_rm_path": f"{__name__}.judged_late", "rollouts_reward_seconds": 0.05, "rollouts_max_attempts": 1}
+    args = Launch().args(**flags) if recipe else single_turn(serve(), **flags)
+    with pytest.raises(GenerateFailure, match=r"reward .* 0\.05 s"):
+        generate_rollout_batch(args, 0, Source(2))
+
+
+def drops_all(args: Any, samples: list[Any], **_: Any) -> bool:
+    return False
+
+
+def test_a_launch_may_set_its_patience(serve: Serve) -> None:
+    """slime's own function never gives up on a filter; this one says so after a number of groups that can be set."""
+    path = f"{__name__}.drops_all"
+    args = single_turn(serve(), dynamic_sampling_filter_path=path, rollouts_patience=3, over_sampling_batch_size=2)
+    with pytest.raises(FilterFailure, match=r"accepted none of the last [34] groups"):
+        generate_rollout_batch(args, 0, Source(2))
 
 
 # -- text and images ---------------------------------------------------------------------------------------------------

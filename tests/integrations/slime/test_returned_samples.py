@@ -329,6 +329,23 @@ def test_a_filter_gets_the_list_of_a_rollout_that_fans_out() -> None:
     run(plain_args("fans_out", custom_rm_path=f"{__name__}.one_each", dynamic_sampling_filter_path=path))
 
 
+def drops_first(args: Any, group: list[Any], **_: Any) -> Any:
+    return records().filter_output(keep=group[0][0].group_index != 0)
+
+
+def sees_rollouts(args: Any, groups: list[Any], get_samples: Any) -> None:
+    args.calls.append([[[(s.reward, s.metadata) for s in rollout] for rollout in group] for group in groups])
+
+
+def test_the_all_samples_function_gets_what_the_filter_dropped() -> None:
+    """As it was played, with the rewards of its rollouts, also where a rollout fans out."""
+    flags = {"dynamic_sampling_filter_path": "drops_first", "rollout_all_samples_process_path": "sees_rollouts"}
+    flags = {name: f"{__name__}.{function}" for name, function in flags.items()}
+    args = plain_args("fans_out", custom_rm_path=f"{__name__}.one_each", **flags)
+    assert {sample.group_index for sample in run(args)} == {1, 2}
+    assert args.calls == [[[[(reward, {"row": row}) for reward in (1.0, 0.5, 1.0)]] * 2 for row in range(3)]]
+
+
 async def one_each(args: Any, samples: list[Any], **_: Any) -> list[float]:
     return [1.0] * len(samples)
 

@@ -19,7 +19,7 @@ from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
 from rollouts.training import Prompt, Sample, Status, check_reward_nonzero_std
-from tests.integrations.slime.launches import Launch, made_sample
+from tests.integrations.slime.launches import Launch, Source, made_sample
 
 # -- the contract -----------------------------------------------------------------------------------------------------
 
@@ -85,6 +85,24 @@ def test_every_sample_can_be_trained_on() -> None:
         assert sample.weight_versions == ["1", "1"]
         assert (sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.total_prompt_tokens) == (3, 12)
         assert sample.non_generation_time == 0.25
+
+
+def test_a_recipe_plays_the_prompt_of_each_sample() -> None:
+    """Prompt, label and metadata are those of its own sample, for the environment, the reward and the batch."""
+
+    class Varied(Source):
+        def get_samples(self, num_samples: int) -> list[list[Any]]:
+            groups = super().get_samples(num_samples)
+            for sample in leaves(groups):
+                sample.prompt, sample.label = f"task {sample.index}", str(sample.index)
+                sample.metadata = f'{{"variant": {sample.index}}}'
+            return groups
+
+    launch = Launch(batch_size=2, n=2, reward=lambda sample: float(sample.label) + sample.metadata["variant"])
+    for sample in leaves(generate_rollout_batch(launch.args(), 0, Varied(2)).samples):
+        assert (sample.prompt, sample.label) == (f"task {sample.index}", str(sample.index))
+        assert sample.metadata["variant"] == sample.index
+        assert sample.reward == 2.0 * sample.index
 
 
 def test_metrics_say_what_was_dropped() -> None:

@@ -81,6 +81,23 @@ def test_an_unsupported_flag_is_refused(flags: dict[str, Any], named: str) -> No
         read(**flags)
 
 
+def test_deadlines_leave_time_for_the_longest_reply() -> None:
+    """slime has none: 32768 tokens take 27 minutes at 20 tokens a second. Those of the evaluation count, too."""
+    assert read().endpoint.request_seconds == 3600
+    assert read(rollout_max_response_len=65536).endpoint.request_seconds == 65536 / 5
+    sets = [Namespace(name="one", path="rows.jsonl", max_response_len=32768)]
+    assert read(eval_datasets=sets).endpoint.request_seconds == 32768 / 5
+    assert read(rollouts_request_seconds=9.5).endpoint.request_seconds == 9.5
+
+
+@pytest.mark.parametrize("value", [0, -1, "600", True])
+@pytest.mark.parametrize("name", ["rollouts_request_seconds", "rollouts_rollout_seconds", "rollouts_reward_seconds"])
+def test_a_deadline_is_a_number_of_seconds(name: str, value: Any) -> None:
+    """Any other value is named."""
+    with pytest.raises(ConfigError, match=rf"args\.{name}: got .*; expected a number > 0"):
+        read(**{name: value})
+
+
 def test_equal_launches_are_equal() -> None:
     """A session persists as long as nothing changes."""
     args = Launch().args()
