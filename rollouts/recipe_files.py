@@ -189,7 +189,9 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
             raise ConfigError.of(_argument(name), name, f"an option of the recipe: {names}")
     for name, option in known.items():
         if option.required and name not in options:
-            raise ConfigError.of(f"--set {name}", None, f"{option.kind_name}: the recipe needs it, --set {name}=...")
+            argument = _argument(name)
+            argument = f"--set {name}" if argument == "--set" else argument
+            raise ConfigError.of(argument, None, f"{option.kind_name}: the recipe needs it")
     return {name: _converted(name, text, known[name].kind) for name, text in options.items()}
 
 

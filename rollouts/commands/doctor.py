@@ -45,7 +45,7 @@ NEEDS: dict[str, str] = {
 }
 """The verbs, with the extra that each needs."""
 
-_FOR_DEVELOPERS = ("bench", "dev", "test")
+_FOR_DEVELOPERS = ("bench", "dev", "docs", "test")
 _LIBRARIES = ("anyio", "httptools", "msgspec", "numpy", "transformers", "uvloop")
 
 

@@ -59,7 +59,7 @@ class {cls}(ToolEnvironment):
 
 _RECIPE = '''"""{title} agents.
 
-rollouts run {name}/recipe.py --out runs/{name}
+rollouts run {name}/recipe.py --set keep=all --out runs/{name}
 """
 
 from functools import partial
@@ -87,7 +87,7 @@ def recipe(
     batches: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """Every keyword is an option of the command line: --set batch_size=4."""
+    """Every keyword is an option: --set batch_size=4. keep=spread drops groups whose rewards are all equal."""
     prompts = load_prompts(data)
     table = {{str(prompt.metadata["country"]): str(prompt.label) for prompt in prompts}}
     return agent_recipe(
@@ -172,9 +172,9 @@ What it is, in one sentence.
 - **Reward**: `exact_match`: 1.0 if the answer is the label.
 
 ```
-pytest {name}                                             # its tests
 rollouts check-env {name}/recipe.py                       # played with random replies
 rollouts run {name}/recipe.py --set keep=all --out runs/{name}    # on the built-in model, which solves little
+pip install pytest && pytest {name}                       # its tests
 ```
 """
 
@@ -187,7 +187,8 @@ def new_environment(name: str, into: Path = Path()) -> list[Path]:
         into: the parent folder.
 
     Raises:
-        ConfigError: ``name`` is not a valid package name, its folder exists, or ``into`` does not exist.
+        ConfigError: ``name`` is not a valid package name, its folder exists, or ``into`` does not exist or cannot be
+            written to.
     """
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError.of("NAME", name, "a Python name in lower case, e.g. word_game")
@@ -210,9 +211,12 @@ def new_environment(name: str, into: Path = Path()) -> list[Path]:
         "rows.jsonl": _ROWS,
         f"test_{name}.py": _TEST.format(**fields),
     }
-    folder.mkdir()
-    for file, text in texts.items():
-        (folder / file).write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir()
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.of("--into", str(into), f"a folder that can be written to ({error})") from error
     return [folder / file for file in texts]
 
 
@@ -228,4 +232,5 @@ def add(verbs: Any) -> None:
 def _new_env(args: argparse.Namespace) -> int:
     for path in new_environment(args.name, args.into):
         say(path)
+    say(f"next: rollouts check-env {args.into / args.name / 'recipe.py'}")
     return 0

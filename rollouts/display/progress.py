@@ -212,6 +212,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     text.append(visible(f"files: {writer.path}\n"))
     then = [f"rollouts show {writer.path}", f"rollouts verify {writer.path}"]
     then = [f"rollouts show {writer.path} --failures", *then] if result.accounting.failed else then
+    then = then if result.status == "finished" else [f"rollouts run --resume {writer.path}", *then]
     text.append(visible("next:  " + "\n       ".join(then)))
     return text
 

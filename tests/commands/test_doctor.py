@@ -20,6 +20,7 @@ REQUIRES = [
     'aiohttp>=3.10; extra == "engine"',
     "aiohttp>=3.10; extra == 'serve'",
     'ruff>=0.12; extra == "dev"',
+    'mkdocs-material>=9.7; extra == "docs"',
     'uvloop; sys_platform == "no such platform" and extra == "serve"',
 ]
 

@@ -18,9 +18,10 @@ from rollouts.runs.reader import load_run
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_new_environment_passes_its_own_tests(tmp_path: Path) -> None:
-    """With pytest alone, in a folder of its own, warnings as errors."""
+def test_a_new_environment_passes_its_own_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With pytest alone, in a folder of its own, warnings as errors; the command names the next one."""
     assert main(["new-env", "word_game", "--into", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(f"next: rollouts check-env {tmp_path / 'word_game' / 'recipe.py'}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:asyncio", "-p", "no:cacheprovider", "word_game"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -30,8 +31,10 @@ def test_a_new_environment_passes_its_own_tests(tmp_path: Path) -> None:
 
 
 def test_a_new_environment_runs_on_the_embedded_engine(engine_url: str, tmp_path: Path) -> None:
-    """With the commands of its README."""
+    """With the command of its README, which the recipe repeats."""
     new_environment("atlas_game", tmp_path)
+    command = "rollouts run atlas_game/recipe.py --set keep=all --out runs/atlas_game"
+    assert all(command in (tmp_path / "atlas_game" / name).read_text() for name in ("README.md", "recipe.py"))
     recipe, out = str(tmp_path / "atlas_game" / "recipe.py"), tmp_path / "run"
     options = {"keep": "all", "batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 16}
     settings = [text for name, value in options.items() for text in ("--set", f"{name}={value}")]
@@ -55,3 +58,5 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         new_environment("wordle", tmp_path)
     with pytest.raises(ConfigError, match="--into: got"):
         new_environment("wordle", tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"--into: got '/proc'; expected a folder that can be written to \(\["):
+        new_environment("wordle", Path("/proc"))

@@ -30,7 +30,7 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import EnvironmentFailure, at
 from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
-from rollouts.runs.writer import RunWriter
+from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.testing.stalls import Stall, StallWatch
 from rollouts.training import AsyncRolloutManager
 from rollouts.training.metrics import RunMetrics
@@ -100,6 +100,18 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
     assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
     assert f"rollouts verify {writer.path}" in text
+    assert "--resume" not in text
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed"])
+async def test_the_summary_of_a_run_that_did_not_finish_has_the_command_that_resumes_it(
+    status: RunStatus, tmp_path: Path
+) -> None:
+    """It is the first of the next commands."""
+    recipe = a_recipe()
+    writer = RunWriter(tmp_path / "run", recipe.describe())
+    result = attrs.evolve(await run(recipe, writer), status=status)
+    assert f"next:  rollouts run --resume {writer.path}\n" in summary(result, writer).plain
 
 
 async def test_each_batch_has_a_line_that_stays(tmp_path: Path) -> None:
