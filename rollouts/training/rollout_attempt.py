@@ -146,6 +146,9 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
         if sample.index not in (None, request.index):
             raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
         number_sample(sample, request)
+    if samples[-1].stop_reason is StopReason.FORKED:
+        expected = "as the last branch, which ended in a fork; expected the one that goes on"
+        raise GenerateFailure(f"{name}: got {samples[-1]!r} {expected}")
     pack_or_fail(samples, GenerateFailure, name)
     return list(samples)
 

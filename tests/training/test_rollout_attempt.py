@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Endpoint, Image, ImageSpan, Message, Prompt, VersionSpan
+from rollouts.dtypes import Endpoint, Image, ImageSpan, Message, Prompt, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, TokenMismatchError
@@ -517,3 +517,23 @@ async def test_hardening_11_a_hostile_environment_costs_one_group(act: Any, mess
     reason = await failure_of(generate_fn=generate)
     assert message in reason
     assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_rollout_whose_last_branch_forks_costs_one_group(whole: bool) -> None:
+    """No branch follows it whose reward it could have: the group would get none, or that of the next rollout."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        sample = some_sample(prompts[0], 0)
+        if prompts[0].index == BAD:
+            sample.stop_reason = StopReason.FORKED
+        return [sample]
+
+    async def whole_group(samples: Sequence[Sample]) -> list[float]:
+        return [1.0] * len(samples)
+
+    functions = {"reward_fn": whole_group, "group_rm": True} if whole else {}
+    reason = await failure_of(generate_fn=generate, **functions)
+    assert reason.startswith("GenerateFailure: generate_fn generate: got <Sample group 0 · index 0")
+    assert reason.endswith("as the last branch, which ended in a fork; expected the one that goes on")
