@@ -35,6 +35,7 @@ from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
 from rollouts.runs.folder import check_outside
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.plain_data import to_json
 from rollouts.runs.run import observe
 from rollouts.training.evaluation import (
     TaskScore,
@@ -194,11 +195,11 @@ class _Writer:
 
     def add(self, group: Group) -> None:
         with self._lock, self._path.open("ab") as file:
-            # Numbered by position in the file: the ids of a resumed evaluation start at 0 again.
+            # Numbered by position in the file: in earlier versions, the ids of a resumed evaluation began at 0 again.
             for sample in group.samples:
                 self._images.write(sample.named_images)
             rows = [{**sample.to_dict(), "rollout_id": self._count} for sample in group.samples]
-            file.write(b"".join(msgspec.json.encode(row, enc_hook=repr) + b"\n" for row in rows))
+            file.write(b"".join(to_json(row) + b"\n" for row in rows))
             self._count += 1
             self._rewards += [sample.reward or 0.0 for sample in group.samples]
 

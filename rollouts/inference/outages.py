@@ -97,17 +97,18 @@ class ServedWeights:
     """The weights that servers of one endpoint have reported, to recognise a restarted server that lost its own."""
 
     def __init__(self) -> None:
-        self._versions: list[str] = []
+        self._versions: dict[str, None] = {}
+        """In the order in which they were seen; each reply is looked up among them."""
         self._described: tuple[str | None, str | None] = (None, None)
         """Model and version of the first description."""
 
     def __repr__(self) -> str:
-        return f"<ServedWeights {self._versions}>"
+        return f"<ServedWeights {list(self._versions)}>"
 
     def saw(self, version: str | None) -> None:
         """Record the version of a reply or of a description."""
-        if version is not None and version not in self._versions:
-            self._versions.append(version)
+        if version is not None:
+            self._versions.setdefault(version)
 
     def described(self, info: ServerInfo) -> None:
         """Record a description by a server that was not away."""
@@ -125,7 +126,7 @@ class ServedWeights:
             ServerAway: other weights.
         """
         model, described = self._described
-        expected = self._versions[-1] if self._versions else None
+        expected = next(reversed(self._versions), None)
         got = info.weight_version
         if expected is not None and got is not None and got != expected:
             if got in self._versions or len(self._versions) == 1:

@@ -111,7 +111,8 @@ class RunMetrics:
     def to_dict(self) -> dict[str, Any]:
         """The totals as plain values."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
-        return {**values, "reasons": dict(self.reasons), "lengths": self._lengths}
+        lengths = {outcome: list(lengths) for outcome, lengths in self._lengths.items()}
+        return {**values, "reasons": dict(self.reasons), "lengths": lengths}
 
     def load(self, totals: Mapping[str, Any]) -> None:
         """Restore the totals that :meth:`to_dict` returned."""

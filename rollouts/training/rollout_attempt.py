@@ -3,7 +3,7 @@
 Invariant: an exception of a user's function becomes a sample with status FAILED and its ``failure``; a broken law and a
 config error of the generate function propagate. A cancellation of the rollout's own task, by no enclosing scope, costs
 the rollout. Returned samples are numbered and packed, and scored unless the rollout is lost; neither a reward nor a
-filter changes what identifies them.
+filter changes what identifies them, and no rollout shares lists or dicts of its prompt with another.
 
 This module does not know groups, retries or the journal.
 """
@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+import numbers
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import anyio.lowlevel
+import attrs
+import msgspec
 import numpy as np
 
 from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
@@ -32,6 +35,7 @@ from rollouts.errors import (
     TokenMismatchError,
     shortened,
 )
+from rollouts.training.compact_record import CompactRecord
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rewards.scoring import score
 from rollouts.training.types import Identity, Sample, Status
@@ -73,7 +77,8 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
         async with without_own_cancellation(GenerateFailure, "the rollout"):
             name = f"generate_fn {function_name(config.generate_fn)}"
             with boundary(GenerateFailure, name, seconds=config.rollout_seconds, armed=False) as entered:
-                returned = await entered.guarded(config.generate_fn([request]), grace=_CLEANING_SECONDS)
+                own = attrs.evolve(request, label=_copied(request.label), metadata=_copied(request.metadata))
+                returned = await entered.guarded(config.generate_fn([own]), grace=_CLEANING_SECONDS)
             samples = _numbered(returned, request, name)
             if not config.group_rm and not is_lost(samples):
                 await _score(samples, config)
@@ -88,6 +93,13 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
         if sample.status in _LOST and not isinstance(sample.failure, Failure):
             sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
     return samples
+
+
+def _copied(value: Any) -> Any:
+    """The value with lists and dicts of its own: other rollouts have the same prompt, and so does the next epoch."""
+    if type(value) is dict:
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if type(value) is list else value
 
 
 @contextlib.asynccontextmanager
@@ -134,6 +146,9 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
         if sample.index not in (None, request.index):
             raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
         number_sample(sample, request)
+    if samples[-1].stop_reason is StopReason.FORKED:
+        expected = "as the last branch, which ended in a fork; expected the one that goes on"
+        raise GenerateFailure(f"{name}: got {samples[-1]!r} {expected}")
     pack_or_fail(samples, GenerateFailure, name)
     return list(samples)
 
@@ -166,52 +181,58 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
     for sample in samples:
         try:
             _pack(sample)
-        except ConfigError as error:
-            raise failure(f"{source}: {error}") from error
+        except Exception as error:
+            text = str(error) if isinstance(error, ConfigError) else f"a value of the sample raises {shortened(error)}"
+            raise failure(f"{source}: {text}") from error
 
 
 def undo_changes(samples: Sequence[Sample], known: Sequence[Identity]) -> str:
     """Restore what identifies samples that a user's function had; describe the first change, empty if there is none."""
     change = ""
     for sample, before in zip(samples, known, strict=True):
-        *numbers, completions, _ = sample.identity
-        *known_numbers, known_completions, columns = before
-        for name, value, expected in zip(_NUMBERS, numbers, known_numbers, strict=True):
-            if value != expected:
-                change = change or f"Sample.{name}: got {shortened(value)}; expected {expected}, unchanged"
-        if not _same_completions(completions, known_completions):
-            count = len(completions if isinstance(completions, list) else completions.completions())
-            change = change or f"Sample.completions: got {count} that it changed; expected those of the replies"
-        if columns is not None:
-            change = change or _changed_column(sample, columns)
+        try:
+            change = change or _change_of(sample, before)
+        except Exception as error:  # noqa: BLE001 - to compare what user code has put there may run user code
+            change = f"Sample: got values that raise {shortened(error)}; expected those of the replies"
         sample.identity = before
     return change
 
 
-_NUMBERS = ("group_index", "index", "rollout_id")
-
-
-def _changed_column(sample: Sample, columns: Sequence[Any]) -> str:
-    """Describe the first column that differs from those of before, which are packed."""
-    for name, before in zip(("tokens", "loss_mask", "rollout_log_probs"), columns, strict=True):
+def _change_of(sample: Sample, before: Identity) -> str:
+    """Describe the first difference of a sample from what identified it, whose columns are packed."""
+    *values, completions, replies = sample.identity
+    *known, known_completions, known_replies = before
+    for name, value, expected in zip(_UNCHANGED, values, known, strict=True):
+        if value is not expected and (type(value) is not type(expected) or value != expected):
+            return f"Sample.{name}: got {shortened(value)}; expected {shortened(expected)}, unchanged"
+    if not _are_same("completions", completions, known_completions):
+        got = len(completions) if isinstance(completions, list) else shortened(completions)
+        return f"Sample.completions: got {got} that it changed; expected those of the replies"
+    if replies is None or known_replies is None:
+        return ""
+    for name, column in zip(_COLUMNS, known_replies, strict=False):
         try:
             now = getattr(sample, _COLUMNS[name])
         except ConfigError as error:
             return str(error)
-        if now is before or np.array_equal(now, before):
-            continue
-        return f"Sample.{name}: got values that it changed; expected those of the replies"
+        if now is not column and not np.array_equal(now, column):
+            return f"Sample.{name}: got values that it changed; expected those of the replies"
+    for name, value, expected in zip(("versions", "images"), replies[-2:], known_replies[-2:], strict=True):
+        if not _are_same(name, value, expected):
+            return f"Sample.{name}: got values that it changed; expected those of the replies"
     return ""
 
 
+_UNCHANGED = ("prompt", "group_index", "index", "rollout_id")
 _COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
 
 
-def _same_completions(one: Any, other: Any) -> bool:
+def _are_same(name: str, one: Any, other: Any) -> bool:
+    """Whether two values of a record are equal, in whichever form they are stored."""
     if one is other:
         return True
-    first, second = (value if isinstance(value, list) else [*value.completions()] for value in (one, other))
-    return bool(first == second)
+    first, second = (getattr(value, name)() if type(value) is CompactRecord else value for value in (one, other))
+    return isinstance(first, list | tuple) and bool(first == second)
 
 
 def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
@@ -219,42 +240,80 @@ def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
     for sample in samples:
         try:
             _pack(sample)
-        except ConfigError:
+        except Exception:  # noqa: BLE001 - a user's value may raise anything
             sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
             sample.versions, sample.completions, sample.metrics, sample.step_rewards = [], [], {}, []
             sample.messages, sample.metadata, sample.label, sample.reward = [], {}, None, None
             sample.times, sample.step_completions, sample.loss_multiplier = Timeline(), None, 1.0
             sample.advantages = sample.teacher_log_probs = None
+            sample.response, sample.stop_reason, sample.failure, sample.history = "", None, None, None
+            sample.images, sample.named_images = (), {}
     return list(samples)
 
 
 def _pack(sample: Sample) -> None:
-    """Pack the sample, and check that its numbers are finite: JSON stores NaN as null."""
+    """Pack the sample, and make its numbers finite floats and ints: JSON stores NaN as null, and others as text."""
     sample.pack()
     rewards: Any = sample.step_rewards
     if not isinstance(rewards, Sequence) or any(finite(reward) is None for reward in rewards):
         raise ConfigError.of("Sample.step_rewards", rewards, "a list of finite numbers")
-    for name, value in sample.metrics.items():
-        if finite(value) is None:
-            raise ConfigError.of(f"Sample.metrics[{name!r}]", value, "a finite number")
-    reward: Any = sample.reward
-    if reward is not None and finite(reward) is None:
-        raise ConfigError.of("Sample.reward", reward, "a finite number")
+    sample.step_rewards = [_number("Sample.step_rewards", reward) for reward in rewards]
+    metrics: dict[str, Any] = sample.metrics
+    for name, value in metrics.items():
+        number = _number(f"Sample.metrics[{name!r}]", value)
+        if type(value) is not float:
+            is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
+            metrics[name] = int(value) if is_count else number
+    if sample.reward is not None:
+        sample.reward = _number("Sample.reward", sample.reward)
     texts = {} if sample.compact is not None else {"messages": sample.read_record("messages")}
     for name, plain in {"metadata": sample.metadata, "label": sample.label, **texts}.items():
-        if _is_too_deep(plain):
-            raise ConfigError(f"Sample.{name}: nested deeper than {_MOST_LEVELS} levels, or in itself")
+        _check_plain(f"Sample.{name}", plain)
 
 
+def _number(name: str, value: Any) -> float:
+    number = finite(value)
+    if number is None:
+        raise ConfigError.of(name, value, "a finite number")
+    if abs(number) > _LARGEST:
+        raise ConfigError.of(name, value, "a number that is finite in 32 bits, as trainers take it")
+    return number
+
+
+_LARGEST = float(np.finfo(np.float32).max)
 _MOST_LEVELS = 100
 
 
-def _is_too_deep(value: Any) -> bool:
-    """Whether lists and dicts are nested deeper than an encoder can follow; a cycle is."""
+def _check_plain(name: str, value: Any) -> None:
+    """Refuse lists and dicts that are nested deeper than an encoder can follow, and keys that no decoder reads.
+
+    Raises:
+        ConfigError: there are such ones; a cycle is one.
+    """
     level = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(_MOST_LEVELS):
         if not level:
-            return False
+            return
+        for held in level:
+            if isinstance(held, dict) and not _KEYS.issuperset(map(type, held)):
+                _check_keys(name, held)
         inside = [entry for held in level for entry in (held.values() if isinstance(held, dict) else held)]
         level = [*{id(entry): entry for entry in inside if isinstance(entry, dict | list | tuple)}.values()]
-    return bool(level)
+    if level:
+        raise ConfigError(f"{name}: nested deeper than {_MOST_LEVELS} levels, or in itself")
+
+
+_KEYS = frozenset({str, int, float, bool, type(None)})
+
+
+def _check_keys(name: str, keys: Iterable[Any]) -> None:
+    """Refuse a key that the journal would write as a map, such as one of an attrs class: it could not be read again."""
+    for key in keys:
+        try:
+            encoded = msgspec.msgpack.encode({key: 0}, enc_hook=repr)
+        except Exception:  # noqa: BLE001 - it is written as its text
+            continue
+        try:
+            msgspec.msgpack.decode(encoded)
+        except msgspec.DecodeError:
+            raise ConfigError.of(f"{name}, a key", key, "a text or a number") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import numpy as np
@@ -140,7 +140,7 @@ _CONTENTS: dict[type, str] = {
 }
 
 
-Identity: TypeAlias = tuple[int | None, int | None, int | None, Any, tuple[Any, Any, Any] | None]
+Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
 """Value of :attr:`Sample.identity`."""
 
 
@@ -370,21 +370,25 @@ class Sample:
 
     @property
     def identity(self) -> Identity:
-        """Group index, index, rollout id, completions and columns of a packed sample, to compare later.
+        """Prompt, group index, index, rollout id, completions and replies of a packed sample, to compare later.
 
-        Compact completions are not decoded. The columns are ``None`` without a record of replies: they are the user's.
+        The replies are columns, versions and images; ``None`` without a record of them, because they are the user's
+        then. Compact records are not decoded.
         """
-        stored = self._completions
-        completions = stored if type(stored) is CompactRecord else [*stored]
-        recorded = self.turns or self._compact is not None  # an episode may end before its first reply
-        columns = (self._tokens, self._loss_mask, self._rollout_log_probs) if recorded else None
-        return self.group_index, self.index, self.rollout_id, completions, columns
+        completions, versions = (
+            [*stored] if isinstance(stored, list | tuple) else stored for stored in (self._completions, self._versions)
+        )
+        no_replies = isinstance(completions, list) and not completions
+        recorded = self._compact is not None or not no_replies  # an episode may end before its first reply
+        columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
+        replies = (*columns, versions, self.images) if recorded else None
+        return self.prompt, self.group_index, self.index, self.rollout_id, completions, replies
 
     @identity.setter
     def identity(self, value: Identity) -> None:
-        self.group_index, self.index, self.rollout_id, self._completions, columns = value
-        if columns is not None:
-            self._tokens, self._loss_mask, self._rollout_log_probs = columns
+        self.prompt, self.group_index, self.index, self.rollout_id, self._completions, replies = value
+        if replies is not None:
+            self._tokens, self._loss_mask, self._rollout_log_probs, self._versions, self.images = replies
 
     @property
     def weight_versions(self) -> list[str]:
@@ -469,21 +473,18 @@ class Sample:
             raise ConfigError.of("Sample", lengths, "columns of one length")
         versions = self.versions
         if versions and not self._cover_the_mask(versions):
-            raise ConfigError.of("Sample.versions", versions, "spans that cover exactly the mask, each token once")
+            expected = "spans that cover exactly the mask, each token once, with the name of a version"
+            raise ConfigError.of("Sample.versions", versions, expected)
         return self._check_records()
 
     def _check_records(self) -> Sample:
-        completions, weight = self._completions, self.loss_multiplier
-        if not isinstance(self.metadata, Mapping):
-            raise ConfigError.of("Sample.metadata", self.metadata, "a dict")
-        if not isinstance(self.metrics, dict) or not _are_numbers(self.metrics.values()):
-            raise ConfigError.of("Sample.metrics", self.metrics, "a dict of numbers")
-        if type(completions) is not CompactRecord and not _all_are(CompletionRecord, completions):
-            raise ConfigError.of("Sample.completions", completions, "a list of CompletionRecord")
-        if self.images and not _all_are(ImageSpan, self.images):
-            raise ConfigError.of("Sample.images", self.images, "ImageSpans")
-        if not is_number(weight) or weight < 0:
-            raise ConfigError.of("Sample.loss_multiplier", weight, "a finite number >= 0")
+        for name, good, expected in _FIELDS:
+            if not good(getattr(self, name)):
+                raise ConfigError.of(f"Sample.{name}", getattr(self, name), expected)
+        for name, good, expected in _RECORDS:
+            value = getattr(self, f"_{name}")
+            if type(value) is not CompactRecord and not good(value):
+                raise ConfigError.of(f"Sample.{name}", value, expected)
         for name, column in (("advantages", self._advantages), ("teacher_log_probs", self._teacher_log_probs)):
             if column is not None and len(column) != len(self):
                 lengths = {"tokens": len(self), name: len(column)}
@@ -498,10 +499,12 @@ class Sample:
         fits = not plain or len(plain) == len(self.step_rewards)
         return fits and all(is_int(number, -1) and number < turns for number in plain)
 
-    def _cover_the_mask(self, versions: Sequence[VersionSpan]) -> bool:
+    def _cover_the_mask(self, versions: Sequence[Any]) -> bool:
         covered, total = np.zeros(len(self), np.bool_), 0
         for span in versions:
-            if not isinstance(span, VersionSpan) or not 0 <= span.start < span.stop <= len(self):
+            if not isinstance(span, VersionSpan) or not isinstance(span.version, str):
+                return False
+            if not 0 <= span.start < span.stop <= len(self):
                 return False
             covered[span.start : span.stop] = True
             total += span.stop - span.start
@@ -598,15 +601,15 @@ def _nothing(name: str) -> tuple[()]:
     return ()
 
 
+def _are_all(values: Any, kind: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+
+
 def _are_numbers(values: Collection[Any]) -> bool:
     return _NUMBERS.issuperset(map(type, values)) or all(isinstance(value, numbers.Real) for value in values)
 
 
 _NUMBERS = {int, float}
-
-
-def _all_are(kind: type, values: Iterable[object]) -> bool:
-    return all(isinstance(value, kind) for value in values)
 
 
 _FORMER_NAMES = {"calls": "completions"}
@@ -618,8 +621,36 @@ def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {_FORMER_NAMES.get(name, name): value for name, value in fields.items()}
 
 
-RECORDED = ("response", "messages", "completions", "versions")
-"""The fields that a :class:`CompactRecord` stores."""
+_RECORDS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("response", lambda value: isinstance(value, str), "a text"),
+    ("messages", lambda value: isinstance(value, list | tuple), "a list of chat dicts"),
+    ("completions", lambda value: _are_all(value, CompletionRecord), "a list of CompletionRecord"),
+    ("versions", lambda value: _are_all(value, VersionSpan), "a list of VersionSpan"),
+]
+"""The fields that a :class:`CompactRecord` stores, with a check of what user code may have assigned."""
+RECORDED = tuple(name for name, _, _ in _RECORDS)
+
+_HISTORIES = get_args(OnRewrite)
+_FIELDS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("prompt", lambda value: isinstance(value, str) or _are_all(value, Message | Mapping), "a text, or messages"),
+    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+    (
+        "metrics",
+        lambda value: isinstance(value, dict) and _are_numbers(value.values()),
+        "a dict of numbers",
+    ),
+    ("stop_reason", lambda value: value is None or isinstance(value, StopReason), "a StopReason, or None"),
+    ("failure", lambda value: value is None or isinstance(value, Failure), "a Failure, or None"),
+    (
+        "history",
+        lambda value: value is None or (isinstance(value, str) and value in _HISTORIES),
+        f"one of {_HISTORIES}",
+    ),
+    ("times", lambda value: isinstance(value, Timeline), "a Timeline"),
+    ("images", lambda value: _are_all(value, ImageSpan), "ImageSpans"),
+    ("named_images", lambda value: isinstance(value, Mapping), "images by their hashes"),
+    ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0"),
+]
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "stop_reason": StopReason,

@@ -80,6 +80,35 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_with_the_reason(
     assert "Traceback" not in error
 
 
+ODD = """
+import attrs
+from rollouts.recipes import calculator
+
+class Node:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+def odd(sample):
+    sample.metadata["odd"] = ["half \\ud800", Node()]
+    return 1.0
+
+def recipe(endpoint):
+    sound = calculator.recipe(endpoint)
+    return attrs.evolve(sound, config=attrs.evolve(sound.config, reward_fn=odd))
+"""
+
+
+def test_no_object_of_a_reward_ends_an_evaluation(engine_url: str, tmp_path: Path) -> None:
+    """What a reward stores in metadata is written as a run writes it, and the evaluation resumes."""
+    recipe, out = tmp_path / "odd.py", tmp_path / "exam"
+    recipe.write_text(ODD)
+    line = ["eval", str(recipe), "--endpoint", engine_url, "--tasks", "1", "--no-greedy"]
+    assert main([*line, "--rollouts", "1", "--out", str(out)]) == 0
+    assert main([*line, "--rollouts", "2", "--resume", str(out)]) == 0
+    odd = [msgspec.json.decode(row)["metadata"]["odd"] for row in rows(out)]
+    assert odd == [["half ?", "<Node that cannot be printed>"]] * 2
+
+
 def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

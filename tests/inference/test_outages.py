@@ -334,3 +334,24 @@ def test_the_time_of_an_outage_is_checked() -> None:
     assert Endpoint(outage_seconds=0).outage_seconds == 0
     with pytest.raises(ConfigError, match=r"outage_seconds: got -1; expected a number of seconds >= 0"):
         Endpoint(outage_seconds=-1)
+
+
+def test_a_version_is_found_among_thousands_without_a_look_at_each() -> None:
+    """Every reply names one, and a run of weeks has seen thousands."""
+    compared = 0
+
+    class Version(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    weights = ServedWeights()
+    for number in range(1000):
+        weights.saw(Version(number))
+    compared = 0
+    weights.saw(Version(999))
+    assert compared < 10

@@ -290,3 +290,14 @@ async def test_rollouts_that_were_finished_elsewhere_are_taken_over() -> None:
     batch = await manager.generate_batch()
     assert sorted(index for index in played if index is not None) == [0, 2, 3]
     assert batch[1].tokens == [7, 8]
+
+
+async def test_a_saved_state_does_not_change_with_the_manager() -> None:
+    """A checkpoint that is written later has the numbers of the moment at which it was taken."""
+    async with AsyncRolloutManager(plain(), DataBuffer(["a", "b", "c"])) as manager:
+        manager.run_metrics.count("kept", "", [1, 2], [0.0, 1.0])
+        state = manager.state_dict()
+        lengths = {outcome: [*values] for outcome, values in state["totals"]["lengths"].items()}
+        await manager.generate_batch()
+        manager.run_metrics.count("kept", "", [3, 4], [0.0, 1.0])
+        assert state["totals"]["lengths"] == lengths

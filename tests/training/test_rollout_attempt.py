@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
+import numpy as np
 import pytest
 
-from rollouts.dtypes import Endpoint, Message, Prompt
+from rollouts.dtypes import Endpoint, Image, ImageSpan, Message, Prompt, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, TokenMismatchError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
+from rollouts.runs.plain_data import to_json
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
@@ -47,6 +52,16 @@ class Outcome(BaseException):
 
     def __str__(self) -> str:
         raise KeyError("not printable")
+
+
+class Unreadable:
+    """Neither iterated, compared nor printed."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not equal")
+
+    __hash__ = None  # type: ignore[assignment]
+    __iter__ = __len__ = __repr__ = __bool__ = __float__ = __eq__  # type: ignore[assignment]
 
 
 async def settled(**functions: Any) -> list[Group]:
@@ -133,6 +148,16 @@ def raising(error: BaseException) -> Callable[..., None]:
     return act
 
 
+def renamed(sample: Sample) -> list[VersionSpan]:
+    """The versions of a sample under another name."""
+    return [VersionSpan("other", span.start, span.stop) for span in sample.versions]
+
+
+def span() -> ImageSpan:
+    """An image over the first two ids."""
+    return ImageSpan(Image(b"\x89PNG\r\n\x1a\n" + bytes(16) + b"\x08\x02"), 0, 2)
+
+
 PLACES: dict[str, tuple[Callable[[Callable[..., Any]], dict[str, Any]], str]] = {
     "reward": (in_reward, "RewardFailure: reward hostile"),
     "group reward": (partial(in_reward, whole=True), "RewardFailure: group reward hostile"),
@@ -148,8 +173,11 @@ PLACES: dict[str, tuple[Callable[[Callable[..., Any]], dict[str, Any]], str]] = 
         (lambda sample: setattr(sample, "index", 9), "Sample.index: got 9; expected 0, unchanged"),
         (lambda sample: setattr(sample, "rollout_id", None), "Sample.rollout_id: got None; expected 0, unchanged"),
         (lambda sample: setattr(sample, "completions", []), "Sample.completions: got 0 that it changed"),
+        (lambda sample: setattr(sample, "versions", []), "Sample.versions: got values that it changed"),
+        (lambda sample: setattr(sample, "versions", renamed(sample)), "Sample.versions: got values that it changed"),
+        (lambda sample: setattr(sample, "images", (span(),)), "Sample.images: got values that it changed"),
     ],
-    ids=["group_index", "index", "rollout_id", "completions"],
+    ids=["group_index", "index", "rollout_id", "completions", "no versions", "versions", "images"],
 )
 async def test_hardening_07_what_identifies_a_sample_is_not_changed(place: str, change: Any, message: str) -> None:
     """H7: a reward or filter that edits identity fails its group by name; the stored samples keep theirs."""
@@ -277,6 +305,113 @@ async def test_hardening_13_a_filter_that_sets_a_reward_costs_one_group(value: A
     assert reason == f"FilterFailure: after filter hostile: Sample.reward: got {value!r}; expected a finite number"
 
 
+@pytest.mark.parametrize(
+    "value", [Decimal("0.5"), Fraction(1, 2), np.float32(0.5), True], ids=lambda value: repr(value)
+)
+async def test_numbers_of_user_code_are_floats_in_a_batch(value: Any) -> None:
+    """A filter may set any kind of number; JSON would store some kinds as text, and no mean mixes them with floats."""
+
+    def act(sample: Sample) -> None:
+        sample.reward, sample.step_rewards = value, [value, 1]
+        sample.metrics["part"] = Fraction(1, 2)
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        return [some_sample(prompt, prompt.index or 0) for prompt in prompts]
+
+    config = RolloutConfig(
+        batch_size=2, n_samples_per_prompt=2, generate_fn=generate, reward_fn=reward, **in_filter(act)
+    )
+    async with AsyncRolloutManager(config, DataBuffer(["a", "b", "c"])) as manager:
+        batch = await manager.generate_batch()
+    for sample in batch[:2]:
+        numbers = [sample.reward, *sample.step_rewards, sample.metrics["part"]]
+        assert numbers == [float(value), float(value), 1.0, 0.5]
+        assert {type(number) for number in numbers} == {float}
+        assert Sample.from_dict(msgspec.json.decode(to_json(sample.to_dict()))) == sample
+
+
+VERSION = VersionSpan("v", 0, 1)
+"""A value that can be hashed, and is written as a map."""
+
+FIELDS = (
+    "prompt", "messages", "completions", "versions", "images", "named_images", "stop_reason", "failure", "history",
+    "times", "metadata", "metrics", "step_rewards", "response",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [5, Unreadable()], ids=["5", "unreadable"])
+async def test_a_field_of_a_wrong_type_costs_one_group(place: str, field: str, value: Any) -> None:
+    """It is named, and what is stored of the group can be encoded and read again."""
+    hostile, who = PLACES[place]
+    groups = await settled(**hostile(lambda sample: setattr(sample, field, value)))
+    (bad,) = [group for group in groups if group.outcome == "failed"]
+    assert bad.reason.startswith(who.partition(":")[0])
+    assert f"Sample.{field}: got" in bad.reason
+    for sample in bad.samples:
+        assert Sample.from_dict(msgspec.json.decode(to_json(sample.to_dict()))) == sample
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sample: setattr(sample, "step_rewards", [1e39]), "Sample.step_rewards: got 1e+39"),
+        (lambda sample: sample.metrics.update(score=-1e300), "Sample.metrics['score']: got -1e+300"),
+        (lambda sample: setattr(sample, "label", [{VERSION: 1}]), "Sample.label, a key: got VersionSpan("),
+        (lambda sample: sample.metadata.update({(1, VERSION): 1}), "Sample.metadata, a key: got (1, VersionSpan("),
+    ],
+    ids=["step_rewards", "metrics", "key", "key in a tuple"],
+)
+async def test_values_that_cannot_be_stored_cost_one_group(place: str, change: Any, message: str) -> None:
+    """1e39 is infinite in a trainer's float32, means overflow for 1e308, and no decoder reads a map as a key."""
+    hostile, who = PLACES[place]
+    assert (await failure_of(**hostile(change))).startswith(f"{who.replace(': ', ': after ', 1)}: {message}")
+
+
+async def test_a_reward_that_fits_no_column_costs_one_group() -> None:
+    """It would be infinite in a trainer's tensor."""
+
+    async def huge(sample: Sample) -> float:
+        return 1e39 if sample.group_index == BAD else 1.0
+
+    assert "Sample.reward: got 1e+39; expected" in await failure_of(reward_fn=huge)
+
+
+async def test_a_rollout_changes_no_prompt_of_another() -> None:
+    """Lists and dicts in label and metadata are the rollout's own, in each attempt and each epoch."""
+    seen: list[Any] = []
+    failed: set[int | None] = set()
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        await anyio.lowlevel.checkpoint()
+        seen.append(([*prompt.label], [*prompt.metadata["todo"]["left"]]))
+        prompt.label.append("?")
+        prompt.metadata["todo"]["left"].pop()
+        if prompt.index not in failed:
+            failed.add(prompt.index)
+            raise OSError("broken world")
+        sample = some_sample(prompt, 0)
+        return [sample]
+
+    async def spoils(sample: Sample) -> float:
+        sample.label.clear()
+        sample.metadata["todo"]["left"].clear()
+        return 1.0
+
+    rows = [{"prompt": "a", "label": ["1"], "metadata": {"todo": {"left": [1, 2]}}}]
+    config = RolloutConfig(
+        batch_size=2, over_sampling_factor=1.0, n_samples_per_prompt=2, generate_fn=generate, reward_fn=spoils
+    )
+    async with AsyncRolloutManager(config, DataBuffer(rows, epochs=2)) as manager:
+        await manager.generate_batch()
+    assert seen == [(["1"], [1, 2])] * 8
+    assert rows == [{"prompt": "a", "label": ["1"], "metadata": {"todo": {"left": [1, 2]}}}]
+
+
 def cancel_own_task(*_: Any) -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -382,3 +517,23 @@ async def test_hardening_11_a_hostile_environment_costs_one_group(act: Any, mess
     reason = await failure_of(generate_fn=generate)
     assert message in reason
     assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_rollout_whose_last_branch_forks_costs_one_group(whole: bool) -> None:
+    """No branch follows it whose reward it could have: the group would get none, or that of the next rollout."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        sample = some_sample(prompts[0], 0)
+        if prompts[0].index == BAD:
+            sample.stop_reason = StopReason.FORKED
+        return [sample]
+
+    async def whole_group(samples: Sequence[Sample]) -> list[float]:
+        return [1.0] * len(samples)
+
+    functions = {"reward_fn": whole_group, "group_rm": True} if whole else {}
+    reason = await failure_of(generate_fn=generate, **functions)
+    assert reason.startswith("GenerateFailure: generate_fn generate: got <Sample group 0 · index 0")
+    assert reason.endswith("as the last branch, which ended in a fork; expected the one that goes on")

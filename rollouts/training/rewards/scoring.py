@@ -27,11 +27,11 @@ async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds
     if reward_fn is None:
         sample.reward = _finite(sample.reward, "the rollout itself (no reward_fn is set)")
         return
-    began = now()
+    began, times = now(), sample.times  # user code may replace it
     try:
         sample.reward = await reward_of(sample, reward_fn, seconds=seconds)
     finally:
-        sample.times.ended("reward", function_name(reward_fn), began)
+        times.ended("reward", function_name(reward_fn), began)
 
 
 async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
@@ -40,12 +40,12 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
     Raises:
         RewardFailure: as :func:`score`, or the number of rewards differs from the number of samples.
     """
-    began = now()
+    began, timelines = now(), [sample.times for sample in samples]
     try:
         rewards = await rewards_of(samples, reward_fn, seconds=seconds)
     finally:
-        for sample in samples:
-            sample.times.ended("reward", function_name(reward_fn), began)
+        for times in timelines:
+            times.ended("reward", function_name(reward_fn), began)
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
 
