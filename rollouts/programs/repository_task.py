@@ -42,8 +42,12 @@ __all__ = [
     "take_diff",
 ]
 
-PROTECTED = ("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "pytest.ini", "tox.ini")
-"""Names of files that change how tests run: in B they are as in the repository."""
+PROTECTED = (
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc"),
+    *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
+)
+"""Names of files that change how tests run: in B they are as in the repository. The last two have other settings, too;
+with one option of pytest among them no test runs, and the exit code is 0."""
 
 Outcome: TypeAlias = Literal[
     "resolved", "tests_failed", "tests_timed_out", "no_change", "diff_not_taken", "diff_not_applied"

@@ -6,6 +6,7 @@ only.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -16,11 +17,13 @@ def remove_tree(folder: str) -> None:
     """Delete a tree, whatever rights its folders have: moves the content of folders up instead of descending.
 
     Raises:
-        OSError: something cannot be deleted, or another process changes the tree meanwhile.
+        OSError: the folder is a link, something cannot be deleted, or another process changes the tree meanwhile.
     """
+    if os.path.islink(folder):
+        raise OSError(errno.ELOOP, "it is a link")
     moved = 0
     os.chmod(folder, 0o700)
-    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         while names := os.listdir(here):
             for name in names:

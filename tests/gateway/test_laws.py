@@ -7,16 +7,18 @@ order, retry, ask for several replies, edit the history, leave a reply out, put 
 2. Match: the call that a request goes on from is the one that a comparison of whole histories finds.
 3. Once and Whole: every sampled id is trained exactly once, or counted.
 
-It takes some 15 seconds of CPU; fewer conversations leave combinations of edits out.
+It takes some 15 seconds of CPU; fewer conversations leave combinations of edits out. The same laws hold where the
+agents of a session ask at the same time, repeat requests that are in flight, and go away.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
+import anyio.lowlevel
 import attrs
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from rollouts.errors import EndpointUnavailable
 from rollouts.gateway.normal import ordered_results
 from rollouts.gateway.session import ProgramSession
 from rollouts.gateway.tree import Call, Training
-from rollouts.gateway.types import ApiError, CallReply
+from rollouts.gateway.types import ApiError, CallReply, CallRequest
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from tests.gateway.programs import asks, check_laws, demo_renderer, demo_tokenizer, session_of
 from tests.worlds import TOOL, Speller, some_text
@@ -195,5 +197,83 @@ def test_the_laws_hold_in_random_conversations(part: int, pool: list[list[int]])
     async def run() -> None:
         for seed in range(part, CONVERSATIONS, 4):
             await play(seed, pool)
+
+    anyio.run(run)
+
+
+Answered: TypeAlias = tuple[list[Message], list[CallReply]]
+"""The messages of a request, and its replies."""
+
+
+class WaitingPolicy(RandomPolicy):
+    """A random policy whose replies overtake each other."""
+
+    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+        for _ in range(self.rng.randrange(6)):
+            await anyio.lowlevel.checkpoint()
+        return await super().complete(tokens, sampling, **options)
+
+
+async def ask_until(
+    session: ProgramSession, agent: Agent, request: CallRequest, steps: int | None, got: list[Answered]
+) -> None:
+    """One client; after so many steps of the event loop it goes away."""
+    async with anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            try:
+                got.append((list(request.messages), await session.call(request, lineage=agent.lineage)))
+            except ApiError as error:
+                assert error.error_kind in ("server", "invalid_request")  # noqa: PT017 - most calls have no error
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(ask)
+        if steps is not None:
+            for _ in range(steps):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+
+async def take_turns(session: ProgramSession, agent: Agent, rng: random.Random) -> None:
+    """Some turns, each asked by one client or by several that overlap, with the same request or another one."""
+    for _ in range(rng.randint(1, 5)):
+        messages = next_messages(agent, rng)
+        if rng.random() < 0.2:
+            messages = edited(messages, rng)
+        got: list[Answered] = []
+        async with anyio.create_task_group() as clients:
+            for _ in range(rng.choice([1, 1, 1, 2, 3])):
+                if rng.random() < 0.3:  # another question behind the same reply; a long one is rendered in a thread
+                    question = Message("user", some_text(rng, 3) * rng.choice([1, 3000]))
+                    messages = [*messages[:-1], question]
+                request = asks(*messages, tools=agent.tools, n=2 if rng.random() < 0.15 else 1)
+                steps = rng.choice([None, None, rng.randrange(12)])
+                clients.start_soon(ask_until, session, agent, request, steps, got)
+                for _ in range(rng.randrange(3)):
+                    await anyio.lowlevel.checkpoint()
+        if got and rng.random() < 0.9:
+            agent.messages, replies = got[-1]
+            session.delivered(replies)
+            agent.reply = rng.choice(replies)
+
+
+async def play_side_by_side(seed: int, pool: Sequence[Sequence[int]]) -> None:
+    rng = random.Random(seed)
+    async with session_of(WaitingPolicy(pool, rng)) as session, anyio.create_task_group() as tasks:
+        question = [Message("user", "Run sub0")]  # of all agents
+        for number in range(rng.randint(2, 4)):
+            named = {"x-session-id": str(number)} if rng.random() < 0.8 else {}
+            agent = Agent(named, rng.choice([(TOOL,), (TOOL, OTHER)]), question)
+            tasks.start_soon(take_turns, session, agent, rng)
+    check_laws(session, session.branches())
+    check_contexts(session)
+
+
+def test_the_laws_hold_for_agents_side_by_side(pool: list[list[int]]) -> None:
+    """Agents ask at the same time, repeat requests that are in flight, and go away at any moment."""
+
+    async def run() -> None:
+        for seed in range(40):
+            await play_side_by_side(seed, pool)
 
     anyio.run(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,24 @@ async def test_tests_that_do_not_end() -> None:
     task = attrs.evolve(TASK, test_seconds=1.0)
     verdict = await verdict_of("echo 'while True: pass' > leap.py", task)
     assert (verdict.outcome, set(verdict.results.values())) == ("tests_timed_out", {False})
+
+
+@pytest.mark.parametrize(
+    ("path", "section"),
+    [
+        (".pytest.ini", "pytest"),
+        ("setup.cfg", "tool:pytest"),
+        ("pyproject.toml", "tool.pytest.ini_options"),
+    ],
+)
+async def test_a_setting_of_the_test_runner_is_put_back(path: str, section: str) -> None:
+    """One that has pytest collect tests and run none ends with exit code 0."""
+    task = attrs.evolve(
+        TASK, test_command=[sys.executable, "-m", "pytest"], fail_to_pass=["tests/test_leap.py"], pass_to_pass=[]
+    )
+    option = '"--collect-only"' if "toml" in path else "--collect-only"
+    verdict = await verdict_of(f"printf '[{section}]\naddopts = {option}\n' > {path}", task)
+    assert (verdict.outcome, list(verdict.restored)) == ("tests_failed", [path]), verdict.output
 
 
 async def test_a_command_for_each_test() -> None:

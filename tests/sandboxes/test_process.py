@@ -81,9 +81,27 @@ async def test_close_changes_nothing_outside() -> None:
     assert _mode(above) == before
 
 
+async def test_a_folder_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A program can replace the folder of its sandbox: what the link leads to is not deleted, and the error says so."""
+    (tmp_path / "outside").mkdir(mode=0o755)
+    (tmp_path / "outside" / "canary").write_text("x")
+    sandbox = await ProcessSandbox().open()
+    folder = Path(sandbox.workspace).parent
+    script = 'mv "$1" "$2/moved"; ln -s "$2/outside" "$1"'
+    assert (await sandbox.exec(["sh", "-c", script, "sh", str(folder), str(tmp_path)])).code == 0
+    with pytest.raises(SandboxError, match="cannot be deleted: it is a link"):
+        await sandbox.close()
+    assert (_mode(tmp_path / "outside") & 0o777, _exists(tmp_path / "outside" / "canary")) == (0o755, True)
+    _unlink(folder)
+
+
 def _exists(path: Path) -> bool:
     return path.exists()
 
 
 def _mode(path: Path) -> int:
     return path.stat().st_mode
+
+
+def _unlink(path: Path) -> None:
+    path.unlink()
