@@ -112,8 +112,9 @@ class Bench:
 
     def args(self, **overrides: Any) -> Namespace:
         host, port = self.router.url.removeprefix("http://").split(":")
-        place = {"hf_checkpoint": str(self.model), "sglang_router_ip": host, "sglang_router_port": int(port)}
+        place = {"hf_checkpoint": "model", "sglang_router_ip": host, "sglang_router_port": int(port)}
         args = Namespace(**{**DEFAULTS, **place, "seen": [], **overrides})
+        args.hf_checkpoint = str(self.model.with_name(args.hf_checkpoint))
         build = importlib.import_module("miles.utils.eval_config").build_eval_dataset_configs
         sets = [{"name": "one", "path": str(self.rows), **getattr(args, "eval_fields", {})}]
         args.eval_datasets = build(args, sets, {})
@@ -191,7 +192,8 @@ def check_equal(ours: Played, theirs: Played) -> None:
 def bench(miles_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("miles")
     model, rows = folder / "model", folder / "rows.jsonl"
-    shutil.copytree(DEMO_MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    for path in (model, folder / "other"):  # a text model: miles' data set takes no text prompts with a processor
+        shutil.copytree(DEMO_MODEL, path, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json"))
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}{{ ' calmly' if calm }} ->")
     data = [{"q": f"question {row}" + " again" * row, "a": str(row), "metadata": {"row": row}} for row in range(3)]
     rows.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in data))
@@ -336,7 +338,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "eval_max_prompt_len": {"eval_max_prompt_len": 9},
     "eval_reward_key": {"reward_key": "score", "eval_reward_key": "acc"},
     "group_rm": {"group_rm": True},
-    "hf_checkpoint": {"hf_checkpoint": str(DEMO_MODEL)},
+    "hf_checkpoint": {"hf_checkpoint": "other"},
     "mask_offpolicy_in_partial_rollout": {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
     "n_samples_per_prompt": {"n_samples_per_prompt": 3},
     "num_layers": {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 1},

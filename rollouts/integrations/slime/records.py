@@ -215,6 +215,7 @@ FAMILIES: Mapping[str, Family] = {
         bounds_single_turns=True,
         refused={
             "use_miles_router": "off: workers are listed by the router of SGLang",
+            "multimodal_keys": "none: rollouts with images are compared with slime's own only",
             "chat_template_path": "none: a recipe has the option chat_template, in rollouts_recipe_options",
             "use_rollout_indexer_replay": "off: the rows of the indexer are not requested",
             "recompute_logprobs_via_prefill": "off: a logprob is that of the request that sampled its token",

@@ -74,7 +74,7 @@ class SlimeReward:
         if path is not None:
             value = load_function(path)(self.args, given)
             return await value if inspect.isawaitable(value) else value
-        if not ((given.metadata or {}).get("rm_type") or getattr(self.args, "rm_type", None)):
+        if not (_reward_type(given) or getattr(self.args, "rm_type", None)):
             expected = "a reward of the generate function, --custom-rm-path, --rm-type, or rm_type in the metadata"
             raise RewardFailure(f"reward of slime sample {given.index}: got None; expected {expected}")
         return await importlib.import_module(family().rewards).async_rm(self.args, given)
@@ -149,6 +149,13 @@ def _reward_path(sample: Any) -> Any:
     """The reward function that a sample names itself: slime's field, or that of miles' ``reward_spec``."""
     spec = getattr(sample, "reward_spec", None)
     return getattr(sample, "custom_rm_path", None) or getattr(spec, "custom_rm_path", None)
+
+
+def _reward_type(sample: Any) -> Any:
+    """The reward by name that a sample asks for itself: in its metadata, or in miles' ``reward_spec``."""
+    spec = getattr(sample, "reward_spec", None)
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    return metadata.get("rm_type") or getattr(spec, "rm_type", None)
 
 
 def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]:
