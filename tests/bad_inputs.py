@@ -110,6 +110,14 @@ def command(*arguments: str) -> Callable[[Path], str]:
     return run
 
 
+def without_a_template(folder: Path) -> str:
+    """Check a tokenizer whose folder has no chat template."""
+    (folder / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / "model" / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    return command("check", "--model", "DIR/model")(folder)
+
+
 def while_a_run_is_written(*arguments: str) -> Callable[[Path], str]:
     """Run a command line while a run is written to DIR/run."""
 
@@ -382,6 +390,9 @@ ROWS = [
     Row(LINE, "an option of another type", "--set batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
+    Row(LINE, "no such tokenizer", "tokenizer: got 'DIR/none'; expected a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub", command("check", "--model", "DIR/none")),
+    Row(LINE, "a tokenizer without a chat template", "chat_template: got None; expected template text (--chat-template FILE): the tokenizer 'DIR/model' has no chat template", without_a_template),
+    Row(LINE, "a folder that cannot be written to", "--out: got '/proc/run'; expected a folder that can be written to ([Errno 2] …)", command("run", CALCULATOR, "--out", "/proc/run")),
     Row(LINE, "not a URL", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
     Row(LINE, "no server at the URL", "no server answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
     Row(LINE, "no such run", "RUN: got 'DIR/none'; expected the folder of a run, with run.json", command("show", "DIR/none")),
@@ -424,7 +435,7 @@ ROWS = [
     Row(FOREIGN, "a group reward that forgets samples", "group … failed: RewardFailure: group reward one_for_all returned 1 rewards for 2 samples", batch(reward_fn=one_for_all, group_rm=True)),
     Row(FOREIGN, "a reward that changes what identifies a sample", "group … failed: RewardFailure: reward changes_place: Sample.group_index: got 7; expected 0, unchanged", batch(reward_fn=changes_place)),
     Row(FOREIGN, "metadata that contains itself", "group … failed: RewardFailure: after reward stores_itself: Sample.metadata: nested deeper than 100 levels, or in itself", batch(reward_fn=stores_itself)),
-    Row(FOREIGN, "a filter that drops all groups", "filter drops_all accepted none of the last 1 groups; every reward was 0, so there is nothing to learn; mean reward 0", batch(reward_fn=lambda sample: 0.0, filter_fn=drops_all, patience=1, over_sampling_factor=1)),
+    Row(FOREIGN, "a filter that drops all groups", "filter drops_all accepted none of the last 1 groups; every reward was 0, so there is nothing to learn (keep=\"all\" of agent_recipe keeps such groups); mean reward 0", batch(reward_fn=lambda sample: 0.0, filter_fn=drops_all, patience=1, over_sampling_factor=1)),
     Row(FOREIGN, "a reward that always raises, in a rehearsal", "3 of 3 rehearsals with random replies failed alike: RewardFailure: reward broken raised KeyError: 'label' (…). No prompt was taken; --no-rehearsal starts the run nevertheless", rehearsed(reward_fn=broken)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),

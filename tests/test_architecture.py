@@ -538,3 +538,11 @@ def test_importing_the_package_loads_no_heavy_library(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'slime', 'ray'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_the_table_of_the_floors_is_that_of_the_page() -> None:
+    """``CONTRIBUTING.md`` names each package and module at the root, on its floor."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Floors")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", page, flags=re.MULTILINE)
+    named = {f"rollouts.{name}": int(floor) for floor, names in rows for name in re.findall(r"`(\w+)/?`", names)}
+    assert named == {name: floor for name, floor in FLOORS.items() if name != "rollouts"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -57,6 +58,7 @@ from rollouts.training import (
     check_reasonable_length,
     check_response_diversity,
     check_reward_nonzero_std,
+    filters,
     generate_rollout_batch,
     load_run,
     make_length_filter,
@@ -252,6 +254,19 @@ def test_the_code_of_the_page_about_rewards_runs() -> None:
     names: dict[str, Any] = {}
     exec(compile(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], "rewards.md", "exec"), names)
     assert repr(names["reward_fn"]) == "<WeightedSum 1 * right + 0.2 * polite>"
+
+
+def test_the_page_about_filters_has_all_with_their_defaults() -> None:
+    """``docs/rewards.md``: each filter of the package, and the defaults of its bounds."""
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").partition("## Filters")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", page, flags=re.MULTILINE))
+    assert sorted(rows) == sorted(filters.__all__)
+    for name, arguments in rows.items():
+        parameters = inspect.signature(getattr(filters, name)).parameters.values()
+        bounds = [f"={each.default}" * name.startswith("check_") for each in parameters if each.name != "samples"]
+        names = [each.name for each in parameters if each.name != "samples"]
+        given = ["samples"] * name.startswith("check_") + [a + b for a, b in zip(names, bounds, strict=True)]
+        assert arguments == ", ".join(given)
 
 
 def test_the_recipes_of_the_page_about_programs_build(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
-from rollouts.commands.target import RunTarget, open_target
+from rollouts.commands.target import RunTarget, make_folder, open_target
 from rollouts.concurrency.task_groups import first_error
 from rollouts.display.console import SafeConsole
 from rollouts.display.transcript import visible
@@ -92,7 +92,7 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
         GenerateFailure: too many rollouts fail in a row.
     """
     _check_folder(options)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     async with open_target(target, options.out / "engine.log") as (recipe, _):
         await preflight(recipe)
         prompts = recipe.data_buffer.prompts[: options.tasks]

@@ -15,7 +15,7 @@ import attrs
 
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.engine import DEMO_MODEL
-from rollouts.engine.process import EngineProcess, engine_process
+from rollouts.engine.process import EngineProcess, check_installed, engine_process
 from rollouts.errors import ConfigError
 from rollouts.inference.shared import shared_policy
 from rollouts.recipe import Recipe
@@ -25,6 +25,7 @@ from rollouts.runs.folder import read_info
 __all__ = [
     "ENGINE_LOG",
     "RunTarget",
+    "make_folder",
     "open_target",
     "resumed_target",
     "stored_recipe",
@@ -70,12 +71,12 @@ async def open_target(
 
     Args:
         target: from the command line.
-        log: the file for the output of an embedded engine; by default a temporary file.
+        log: the file for the output of an embedded engine, in the folder of ``--out``; by default a temporary file.
         say: called with what is done next.
 
     Raises:
-        ConfigError: the recipe or its options are wrong, the model folder does not exist, the server serves another
-            model than the resumed run's, or a stored URL lacks its password.
+        ConfigError: the recipe or its options are wrong, the model folder does not exist, ``log`` cannot be written,
+            the server serves another model than the resumed run's, or a stored URL lacks its password.
         EndpointError: the server does not answer, is no SGLang server, or did not start.
     """
     if target.recipe is None:
@@ -117,9 +118,25 @@ async def open_target(
             expected = f"{target.weights}: a resumed run needs the weights that it began with"
             raise ConfigError(f"--resume, weights: got {checksum} in {folder}; expected {expected}")
     with tempfile.TemporaryDirectory() as logs:
+        check_installed()  # before a folder is made
+        if log is not None:
+            make_folder(log.parent)
         say(f"engine: starting on this machine with the model {folder.name}")
         async with engine_process(folder, log or Path(logs) / ENGINE_LOG, slots=target.slots) as engine:
             yield _built(function, Endpoint(model=str(folder), base_url=engine.url), target), engine
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of ``--out``, if it does not exist.
+
+    Raises:
+        ConfigError: it cannot be made, or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error
 
 
 def _check_served(target: RunTarget, model: str | None, where: str) -> None:

@@ -19,7 +19,7 @@ import attrs
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.extras import install_command
 
-__all__ = ["READY", "EngineProcess", "engine_process"]
+__all__ = ["READY", "EngineProcess", "check_installed", "engine_process"]
 
 READY = "rollouts: serving at "
 """Prefix of the line with the URL, which a server prints when it is ready."""
@@ -48,6 +48,18 @@ class EngineProcess:
         return _died(code, self.log)
 
 
+def check_installed() -> None:
+    """Check that the packages of the extra ``engine`` are installed.
+
+    Raises:
+        ConfigError: one is not; the message has the command that installs them.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        install = f"{install_command('engine')}, or --endpoint URL of a server"
+        raise ConfigError(f"the embedded engine needs {', '.join(missing)}: {install}")
+
+
 @contextlib.asynccontextmanager
 async def engine_process(model: Path, log: Path, *, slots: int | None = None) -> AsyncIterator[EngineProcess]:
     """Serve a model folder on a free port of this machine while the context lasts.
@@ -61,10 +73,7 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
         ConfigError: a package of the extra ``engine`` is not installed.
         EndpointUnavailable: the process ended or was not ready in time; the message has the end of its log.
     """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        install = f"{install_command('engine')}, or --endpoint URL of a server"
-        raise ConfigError(f"the embedded engine needs {', '.join(missing)}: {install}")
+    check_installed()
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--model", str(model), "--stop-with-stdin"]
     command += [] if slots is None else ["--slots", str(slots)]
     log.parent.mkdir(parents=True, exist_ok=True)

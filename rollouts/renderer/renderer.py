@@ -583,7 +583,8 @@ def _template_source(tokenizer: Any, given: str | Path | None, name: str) -> str
             raise ConfigError.of("chat_template", None, f"the name of a template of {name!r}: {', '.join(sorted(own))}")
     source = given or own
     if not isinstance(source, str) or not source:
-        raise ConfigError.of("chat_template", source, f"template text: the tokenizer {name!r} has no chat template")
+        expected = f"template text (--chat-template FILE): the tokenizer {name!r} has no chat template"
+        raise ConfigError.of("chat_template", source, expected)
     return source
 
 

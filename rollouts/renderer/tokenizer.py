@@ -43,7 +43,9 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
     expected = "a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub"
     if path_or_name == "default":  # the hub would be asked for it, again and again where there is no network
         raise ConfigError.of("tokenizer", path_or_name, f"{expected}; an Endpoint without model= names none")
-    if isinstance(path_or_name, Path) and not path_or_name.is_dir():
+    # A name of the hub begins with neither: its own error for such a text is about the form of a name.
+    is_path = isinstance(path_or_name, Path) or path_or_name.startswith(("/", "."))
+    if is_path and not Path(path_or_name).is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
     try:
         return AutoTokenizer.from_pretrained(str(path_or_name), local_files_only=local_files_only)

@@ -498,6 +498,7 @@ class AsyncRolloutManager:
             + (f", and {failed} failed before it" if failed else "")
             + (
                 f"; every reward was {_rounded(next(iter(rewards)))}, so there is nothing to learn"
+                ' (keep="all" of agent_recipe keeps such groups)'
                 if len(rewards) == 1
                 else ""
             )

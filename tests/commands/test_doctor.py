@@ -81,8 +81,13 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("torch", ["run", "calculator", "--out", "run"], f"needs torch: {install_command('engine')}, or --endpoint"),
         ("aiohttp", ["serve-env", "calculator"], f"serve-env needs aiohttp: {install_command('serve')}"),
         ("aiohttp", ["serve"], install_command("engine")),
+        (
+            "PIL",
+            ["run", "visual", "--endpoint", "http://127.0.0.1:9", "--model", "none", "--out", "run"],
+            f"visual: Pillow is not installed; {install_command('images')}",
+        ),
     ],
-    ids=["run without torch", "serve-env without aiohttp", "serve without aiohttp"],
+    ids=["run without torch", "serve-env without aiohttp", "serve without aiohttp", "run visual without Pillow"],
 )
 def test_a_verb_without_its_extra_names_the_pip_command(
     hidden: str, arguments: list[str], message: str, tmp_path: Path

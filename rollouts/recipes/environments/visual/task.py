@@ -15,6 +15,7 @@ import attrs
 from rollouts.dtypes import Image, Message, Prompt
 from rollouts.environments.base import ToolEnvironment, tool
 from rollouts.errors import ConfigError
+from rollouts.extras import install_command
 
 __all__ = ["COLOURS", "SHAPES", "Shape", "VisualEnvironment", "visual_prompts"]
 
@@ -73,8 +74,11 @@ def _question(about: str, asked: Shape, scene: Sequence[Shape]) -> tuple[str, in
 
 
 def _drawn(scene: Sequence[Shape], size: int) -> Image:
-    import PIL.Image  # part of an extra
-    import PIL.ImageDraw
+    try:
+        import PIL.Image  # part of an extra
+        import PIL.ImageDraw
+    except ImportError as error:
+        raise ConfigError(f"visual: Pillow is not installed; {install_command('images')}") from error
 
     picture = PIL.Image.new("RGB", (size, size), (255, 255, 255))
     draw = PIL.ImageDraw.Draw(picture)
