@@ -280,7 +280,7 @@ class ProgramSession:
         """
         conversation = self._conversations().of(self._whole(request), self.tree.ours)
         await self._check_images(conversation.new)
-        self._check_open()
+        self._check_open(request.n)
         self._conversations().keep(conversation)
         for name, amount in request.counts.items():
             self.count(name, amount)
@@ -331,11 +331,11 @@ class ProgramSession:
         """The sampling parameter of the run that replaces that of a request."""
         return getattr(self._sampling, name, _NO_EFFECT.get(name))
 
-    def _check_open(self) -> None:
+    def _check_open(self, n: int) -> None:
         if time.monotonic() > self._ends:
             self.end(StopReason.DEADLINE)
         limits = self._limits
-        if limits.max_calls is not None and self._calls >= limits.max_calls and not self.ended:
+        if limits.max_calls is not None and self._calls + n > limits.max_calls and not self.ended:
             self.end(StopReason.MAX_TURNS)
         if limits.max_sampled_tokens is not None and self.tree.sampled >= limits.max_sampled_tokens:
             self.end(StopReason.MAX_TOKENS)
@@ -442,7 +442,7 @@ class ProgramSession:
         start = len(line.sequence)
         prompt, n = start + len(context), work.request.n
         try:
-            budget = self._budget(prompt, work.request.max_tokens)
+            budget = self._budget(prompt, work.request.max_tokens, n)
         except ApiError:
             line.claimed = False
             raise
@@ -552,15 +552,15 @@ class ProgramSession:
 
     # -- complete and parse -------------------------------------------------------------------------------------------
 
-    def _budget(self, prompt: int, wanted: int | None) -> int:
-        """The most tokens that the next reply may have.
+    def _budget(self, prompt: int, wanted: int | None, n: int) -> int:
+        """The most tokens that each of the next ``n`` replies may have.
 
         Raises:
             ApiError: the prompt leaves no room in the context.
         """
         budget = self._sampling.max_new_tokens if wanted is None else min(wanted, self._sampling.max_new_tokens)
         if self._limits.max_sampled_tokens is not None:
-            budget = min(budget, max(self._limits.max_sampled_tokens - self.tree.sampled, 1))
+            budget = min(budget, max((self._limits.max_sampled_tokens - self.tree.sampled) // n, 1))
         if self._max_context is not None:
             if prompt >= self._max_context:
                 raise self._overflow(prompt, self._max_context)

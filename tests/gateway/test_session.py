@@ -568,6 +568,19 @@ async def test_a_limit_ends_the_session(limits: SessionLimits, reason: StopReaso
     assert (branches[-1].failure is not None) == (reason is StopReason.FAILED)
 
 
+async def test_several_replies_of_one_request_count_as_so_many_calls() -> None:
+    """A program chooses ``n``: with it, it gets no more calls and no more tokens than without."""
+    policy, size = ScriptedPolicy(replies()), len(spoken("reply number 1"))
+    async with session_of(policy, limits=SessionLimits(max_sampled_tokens=2 * size)) as session:
+        await session.call(asks("Question", n=4), lineage={})
+        assert session.tree.sampled <= 2 * size
+    async with session_of(policy, limits=SessionLimits(max_calls=3)) as session:
+        await ask(session, "Question 0")
+        with pytest.raises(ApiError, match="the session has ended: max_turns"):
+            await session.call(asks("Question 1", n=3), lineage={})
+        assert (len(session.tree.calls), session.stop_reason) == (1, StopReason.MAX_TURNS)
+
+
 async def test_the_deadline_aborts_a_generation() -> None:
     """At the deadline of the session its generations are aborted, and it has ended."""
     policy = GatedPolicy(replies())
