@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import attrs
+import msgspec
 
 from rollouts.agent.turn_log import Turn, TurnLog, prompt_digest, replayed
 from rollouts.concurrency.boundary import boundary, call_foreign
@@ -627,7 +628,9 @@ class Episode:
         try:
             if environment is not None:
                 what, snapshot = f"{name}.snapshot", environment.snapshot
-                fields["snapshot"] = await self._call_environment(what, snapshot, kind="environment_step")
+                state = await self._call_environment(what, snapshot, kind="environment_step")
+                _check_plain(state, what)
+                fields["snapshot"] = state
         except EnvironmentFailure:
             self.trajectory.count("snapshot_failures")
         turn = Turn.since(
@@ -648,6 +651,19 @@ class Episode:
         messages = len(self.trajectory.messages) - self.continues_reply  # the last one still grows
         trajectory = self.trajectory
         self.logged = (len(trajectory), len(trajectory.completions), messages, len(trajectory.times))
+
+
+def _check_plain(state: Any, what: str) -> None:
+    """Check that a snapshot can be stored and read again.
+
+    Raises:
+        EnvironmentFailure: it is no plain data.
+    """
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(state, enc_hook=lambda value: value.tolist()))
+    except Exception as error:
+        expected = "plain data, of the types of MessagePack"
+        raise bad_step(what, f"got {shortened(state)} ({shortened(error)}); expected {expected}") from error
 
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:

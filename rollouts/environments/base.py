@@ -240,7 +240,10 @@ class Resumable(Protocol):
     """
 
     async def snapshot(self) -> Any:
-        """Return the state of the episode after a step, as plain data (types of MessagePack)."""
+        """Return the state of the episode after a step, as plain data (types of MessagePack).
+
+        Other data cannot be read again: it counts as a failed snapshot, without which the episode starts again.
+        """
         ...
 
     async def restore(self, prompt: Prompt, snapshot: Any) -> None:

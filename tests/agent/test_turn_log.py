@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -16,11 +17,13 @@ import pytest
 
 from rollouts.agent import run_agent
 from rollouts.agent.turn_log import Turn, TurnLog, replayed
-from rollouts.dtypes import Message, Prompt, SamplingParams, TokenColumn
+from rollouts.dtypes import Message, Prompt, SamplingParams, TokenColumn, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEnvironment, ToolEnvironment, tool
 from rollouts.errors import EndpointRefused, TokenMismatchError
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.runs.journal import Journal
+from rollouts.runs.run_journal import RunHistory, RunJournal
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.trajectory import Trajectory
 
@@ -278,6 +281,33 @@ async def test_a_failed_snapshot_does_not_fail_the_rollout(renderer: Renderer) -
     trajectory = await play(renderer, book, Refuses)
     assert trajectory.metrics["snapshot_failures"] == TURNS - 1
     assert not any(turn.resumable for turn in book.turns)
+
+
+@pytest.mark.parametrize(
+    ("state", "stored"),
+    [
+        ({VersionSpan("v", 0, 1): 1}, 0),
+        ({"at": object()}, 0),
+        ({"text": "\ud800"}, 0),
+        ({"huge": 2**70}, 0),
+        ({"board": np.zeros(2), ("a", 1): None}, TURNS - 1),
+    ],
+    ids=["key", "object", "half a character", "huge", "plain"],
+)
+async def test_a_snapshot_that_is_no_plain_data_has_failed(
+    renderer: Renderer, tmp_path: Path, state: Any, stored: int
+) -> None:
+    """A run could not read such a key again, and would restore the environment from something else."""
+
+    class Odd(Counting):
+        async def snapshot(self) -> Any:
+            return state
+
+    with Journal(tmp_path) as journal:
+        request = Prompt("go", index=0, turn_log=RunJournal(journal).turn_log(0))
+        trajectory = await run_agent(request, Odd, ScriptedPolicy(script()), renderer, sampling=SamplingParams())
+    assert trajectory.metrics.get("snapshot_failures", 0) == TURNS - 1 - stored
+    assert sum(turn.resumable for turn in RunHistory.read(tmp_path).read_turns(0)) == stored
 
 
 def test_the_ready_made_environments_can_be_resumed() -> None:
