@@ -46,6 +46,7 @@ def test_a_verb_lacks_an_extra_that_is_not_whole() -> None:
     extras: dict[str, list[str]] = {extra: [] for extra in NEEDS.values()}
     assert lacking(extras) == {}
     assert lacking({**extras, "serve": ["aiohttp>=3.10"]}) == {"serve-env": "serve"}
+    assert lacking({**extras, "images": ["pillow>=10"]}) == {"--images, run visual or geo3k": "images"}
     report = {
         "rollouts": "1",
         "python": "3",
