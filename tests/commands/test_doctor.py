@@ -87,8 +87,25 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
             ["run", "visual", "--endpoint", "http://127.0.0.1:9", "--model", "none", "--out", "run"],
             f"visual: Pillow is not installed; {install_command('images')}",
         ),
+        (
+            "prometheus_client",
+            ["run", "calculator", "--metrics-port", "0", "--out", "run"],
+            f"prometheus-client is not installed: {install_command('prometheus')}",
+        ),
+        (
+            "opentelemetry.trace",
+            ["run", "calculator", "--trace", "--out", "run"],
+            f"opentelemetry-api is not installed: {install_command('otel')}",
+        ),
     ],
-    ids=["run without torch", "serve-env without aiohttp", "serve without aiohttp", "run visual without Pillow"],
+    ids=[
+        "run without torch",
+        "serve-env without aiohttp",
+        "serve without aiohttp",
+        "run visual without Pillow",
+        "run --metrics-port without prometheus-client",
+        "run --trace without opentelemetry-api",
+    ],
 )
 def test_a_verb_without_its_extra_names_the_pip_command(
     hidden: str, arguments: list[str], message: str, tmp_path: Path
