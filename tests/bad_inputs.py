@@ -23,6 +23,7 @@ from rollouts.environments.ors import ORSServer
 from rollouts.environments.python_tool import PythonLimits
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.inference.shared import shared_policy
 from rollouts.ors_server.app import environment_server
 from rollouts.recipe import agent_recipe
 from rollouts.renderer import renderer_for
@@ -226,6 +227,16 @@ def asked(fault: Fault | Answer, *, vocab_size: int | None = None, **options: An
             async with policy:
                 ids = np.arange(1, 6, dtype=np.int32)
                 return await policy.complete(ids, SamplingParams(max_new_tokens=16))
+
+    return run
+
+
+def described(provider: str, path: str = "") -> Callable[[Path], Any]:
+    """Ask a server that has none of the routes for its model."""
+
+    async def run(folder: Path) -> Any:
+        async with StubServer(model_info=None) as server:
+            return await shared_policy(Endpoint(provider=provider, base_url=server.url + path)).describe()
 
     return run
 
@@ -444,6 +455,9 @@ ROWS = [
     Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),
     Row(SERVED, "a split that an ORS server does not have", "split: got 'dev'; expected one of train (http://…)", wrong_split),
     *(Row(SERVED, bad.what, bad.message, run_with_sound_prompts(bad), bad.needs) for bad in BAD),
+    Row(SERVER, "a server with another protocol", "http://… is not an SGLang server: GET /model_info returned status 404: …. Expected a model_path from /model_info or /server_info; a vLLM server needs --provider vllm (Endpoint.provider)", described("sglang")),
+    Row(SERVER, "the URL of an OpenAI API", "http://…/v1 is not an SGLang server: …; a vLLM server needs --provider vllm (Endpoint.provider). The URL ends in /v1: leave that out", described("sglang", "/v1")),
+    Row(SERVER, "the URL of vLLM's OpenAI API", "http://…/v1 is not a vLLM server: …. Expected a model of 'vllm' from /v1/models. The URL ends in /v1: leave that out", described("vllm", "/v1/")),
     Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),
     Row(SERVER, "a page of a proxy", "gave up after 1 attempts: status 200, but the body is not JSON: <html>", asked("not_json")),
     Row(SERVER, "a server that stays overloaded", "http://… takes no request (status 503: The request queue is full. (POST http://…/generate)); no request was answered for 0 s (Endpoint.outage_seconds)", asked("error_503", outage_seconds=0)),

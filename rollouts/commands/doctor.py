@@ -39,6 +39,7 @@ NEEDS: dict[str, str] = {
     "export --to slime": "engine",
     "run --metrics-port": "prometheus",
     "run --trace": "otel",
+    "--images, run visual or geo3k": "images",
     "run retool": "math",
     "run search": "search",
     "run search_r1": "search",

@@ -56,8 +56,8 @@ from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.shared import shared_policies, shared_policy
 from rollouts.observability import LoopLag, RunLogger, numbers_of
 from rollouts.observability.loggers import logger_of
-from rollouts.observability.prometheus import serving_metrics
-from rollouts.observability.tracing import trace_completions, traced
+from rollouts.observability.prometheus import prometheus_client, serving_metrics
+from rollouts.observability.tracing import trace_api, trace_completions, traced
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import absolute, file_of
 from rollouts.runs.folder import read_info
@@ -395,6 +395,10 @@ def _run(args: argparse.Namespace) -> int:
         check_run(out, "--resume")
     distribute = None if args.workers is None else _in_workers(args.workers)
     telemetry = Telemetry(args.metrics_port, args.trace)
+    if args.metrics_port is not None:
+        prometheus_client()
+    if args.trace:
+        trace_api()
     options: dict[str, Any] = {
         "resume": resume,
         "allow_changes": args.allow_changes,

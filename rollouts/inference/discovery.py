@@ -64,7 +64,8 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
     if not any(field in response for response in (model, server) for field in _SGLANG_FIELDS):
         raise EndpointRefused(
             f"{without_password(url)} is not an SGLang server: {'; '.join(routes.log)}."
-            " Expected a model_path from /model_info or /server_info"
+            " Expected a model_path from /model_info or /server_info; a vLLM server needs --provider vllm"
+            f" (Endpoint.provider){routes.hint}"
         )
     models = await routes.first("/v1/models")
     return ServerInfo(
@@ -121,6 +122,12 @@ class Routes:
         self._url = url
         self._headers = headers
         self.log: list[str] = []
+
+    @property
+    def hint(self) -> str:
+        """The end of a refusal if the URL ends in ``/v1``, as clients of the OpenAI API take it; else empty."""
+        ends = self._url.rstrip("/").endswith("/v1")
+        return ". The URL ends in /v1: leave that out" if ends else ""
 
     async def first(self, *routes: str) -> dict[str, Any]:
         """Return the JSON object of the first route that has one; an empty object if none has."""

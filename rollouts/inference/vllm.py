@@ -134,7 +134,7 @@ async def describe_vllm(transport: HttpClient, url: str, headers: Mapping[str, s
     if card.get("owned_by") != "vllm":
         raise EndpointRefused(
             f"{without_password(url)} is not a vLLM server: {'; '.join(routes.log)}; owned_by {card.get('owned_by')!r}."
-            " Expected a model of 'vllm' from /v1/models"
+            f" Expected a model of 'vllm' from /v1/models{routes.hint}"
         )
     return ServerInfo(
         version=text_of((await routes.first("/version")).get("version")),

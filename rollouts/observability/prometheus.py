@@ -17,7 +17,7 @@ import anyio
 from rollouts.errors import ConfigError
 from rollouts.extras import install_command
 
-__all__ = ["MetricsServer", "serving_metrics"]
+__all__ = ["MetricsServer", "prometheus_client", "serving_metrics"]
 
 REFRESH_SECONDS = 1.0
 _COUNTERS = ("requests/sent", "requests/retried", "requests/aborted", "sessions/moved", "tokens/", "rollouts")
@@ -48,6 +48,18 @@ class MetricsServer:
             yield family(metric, f"{name} of the run", value=value)
 
 
+def prometheus_client() -> Any:
+    """The package, imported.
+
+    Raises:
+        ConfigError: it is not installed; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module("prometheus_client")
+    except ImportError as error:
+        raise ConfigError(f"prometheus-client is not installed: {install_command('prometheus')}") from error
+
+
 @contextmanager
 def serving_metrics(port: int, host: str = "127.0.0.1") -> Iterator[MetricsServer]:
     """Serve ``/metrics`` in a thread while the context lasts.
@@ -59,10 +71,7 @@ def serving_metrics(port: int, host: str = "127.0.0.1") -> Iterator[MetricsServe
     Raises:
         ConfigError: prometheus-client is not installed, or the port is taken.
     """
-    try:
-        client = importlib.import_module("prometheus_client")
-    except ImportError as error:
-        raise ConfigError(f"prometheus-client is not installed: {install_command('prometheus')}") from error
+    client = prometheus_client()
     registry = client.CollectorRegistry()
     metrics = MetricsServer(port)
     registry.register(metrics)

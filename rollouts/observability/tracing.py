@@ -21,10 +21,15 @@ from rollouts.inference.policy import ServerPolicy
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, Sample
 
-__all__ = ["trace_completions", "traced"]
+__all__ = ["trace_api", "trace_completions", "traced"]
 
 
-def _trace() -> Any:
+def trace_api() -> Any:
+    """The module ``opentelemetry.trace``, imported.
+
+    Raises:
+        ConfigError: it is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module("opentelemetry.trace")
     except ImportError as error:
@@ -37,7 +42,7 @@ def traced(config: RolloutConfig, name: str = "rollout") -> RolloutConfig:
     Raises:
         ConfigError: opentelemetry-api is not installed.
     """
-    tracer = _trace().get_tracer("rollouts")
+    tracer = trace_api().get_tracer("rollouts")
     return attrs.evolve(config, generate_fn=functools.partial(_generate_traced, tracer, name, config.generate_fn))
 
 
@@ -53,7 +58,7 @@ async def _generate_traced(
         for sample in samples:
             if isinstance(sample, Sample) and sample.failure is not None:
                 span.set_attribute("error.type", sample.failure.kind)
-                span.set_status(_trace().StatusCode.ERROR, sample.failure.message)
+                span.set_status(trace_api().StatusCode.ERROR, sample.failure.message)
         return samples
 
 
@@ -63,7 +68,7 @@ def trace_completions(policy: ServerPolicy) -> None:
     Raises:
         ConfigError: opentelemetry-api is not installed.
     """
-    trace = _trace()
+    trace = trace_api()
     tracer = trace.get_tracer("rollouts")
     model = policy.endpoint.model
 

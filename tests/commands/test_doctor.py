@@ -46,6 +46,7 @@ def test_a_verb_lacks_an_extra_that_is_not_whole() -> None:
     extras: dict[str, list[str]] = {extra: [] for extra in NEEDS.values()}
     assert lacking(extras) == {}
     assert lacking({**extras, "serve": ["aiohttp>=3.10"]}) == {"serve-env": "serve"}
+    assert lacking({**extras, "images": ["pillow>=10"]}) == {"--images, run visual or geo3k": "images"}
     report = {
         "rollouts": "1",
         "python": "3",
@@ -86,8 +87,25 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
             ["run", "visual", "--endpoint", "http://127.0.0.1:9", "--model", "none", "--out", "run"],
             f"visual: Pillow is not installed; {install_command('images')}",
         ),
+        (
+            "prometheus_client",
+            ["run", "calculator", "--metrics-port", "0", "--out", "run"],
+            f"prometheus-client is not installed: {install_command('prometheus')}",
+        ),
+        (
+            "opentelemetry.trace",
+            ["run", "calculator", "--trace", "--out", "run"],
+            f"opentelemetry-api is not installed: {install_command('otel')}",
+        ),
     ],
-    ids=["run without torch", "serve-env without aiohttp", "serve without aiohttp", "run visual without Pillow"],
+    ids=[
+        "run without torch",
+        "serve-env without aiohttp",
+        "serve without aiohttp",
+        "run visual without Pillow",
+        "run --metrics-port without prometheus-client",
+        "run --trace without opentelemetry-api",
+    ],
 )
 def test_a_verb_without_its_extra_names_the_pip_command(
     hidden: str, arguments: list[str], message: str, tmp_path: Path
