@@ -466,9 +466,8 @@ def _json(status: int, value: Mapping[str, Any]) -> web.Response:
 
 def _digest(key: str) -> str:
     """What a key is found by: the time of a look-up shows nothing of the keys."""
-    return hashlib.sha256(
-        key.encode("utf-8", "surrogateescape")
-    ).hexdigest()  # as aiohttp decodes the bytes of a header
+    raw = key.encode("utf-8", "surrogateescape")  # as aiohttp decodes the bytes of a header
+    return hashlib.sha256(raw).hexdigest()
 
 
 def _name(digest: str) -> str:
