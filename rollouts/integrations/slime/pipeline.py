@@ -32,6 +32,7 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
+from rollouts.integrations.slime.given_ids import brings_ids, check_given_ids
 from rollouts.integrations.slime.images import check_media, check_prompt_ids, has_images
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
@@ -243,7 +244,9 @@ class Pipeline:
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
         if self._custom(data) is None and (taken is not None or self.rows):
-            check_media(self._template(prompt, data), recipe=self.recipe is not None)
+            given = self._template(prompt, data)
+            check_media(given, recipe=self.recipe is not None)
+            check_given_ids(given, recipe=self.recipe is not None)
         recorder = SessionRecorder(self.policy)
         samples = list(await self._generator(data, number, recorder)([prompt]))
         sessions = recorder.sessions
@@ -403,9 +406,9 @@ class Pipeline:
             evaluation=data is not None,
             keeps_session=settings.keeps_session,
         )
+        resumes = settings.partial_rollout and data is None
+        mask_earlier = resumes and settings.mask_earlier_versions
         if path is not None:
-            resumes = settings.partial_rollout and data is None
-            mask_earlier = resumes and settings.mask_earlier_versions
             return functools.partial(
                 with_slime, path=path, on_abort="resume" if resumes else "fail", mask_earlier=mask_earlier
             )
@@ -419,13 +422,22 @@ class Pipeline:
         )
 
         async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
-            # slime sends a prompt with images as text: the server expands them, and slime's processor makes the ids.
-            if not any(has_images(self._template(prompt, data)) for prompt in prompts):
-                return await single_turn(prompts)
-            samples = await with_slime(prompts, path=family().generate, on_abort="restart")
-            for sample in samples:
-                check_prompt_ids(slime_sample_of(sample))
-            return samples
+            (prompt,) = prompts
+            given = self._template(prompt, data)
+            if has_images(given):
+                # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids.
+                samples = await with_slime(prompts, path=family().generate, on_abort="restart")
+                for sample in samples:
+                    check_prompt_ids(slime_sample_of(sample))
+                return samples
+            if brings_ids(given):
+                return await with_slime(
+                    prompts,
+                    path=family().generate,
+                    on_abort="resume" if resumes else "restart",
+                    mask_earlier=mask_earlier,
+                )
+            return await single_turn(prompts)
 
         return generate
 
