@@ -272,10 +272,11 @@ class Pipeline:
                 raise GenerateFailure(str(error)) from error
         return samples
 
-    def sampled_like(self, params: Mapping[str, Any]) -> GenerateFn:
-        """The generate function with the sampling parameters that slime passes to a custom generate function."""
-        params = {**self.settings.params, **params}
-        return self._sampled(params, sampling_of(params), None, self.policy)
+    def recipe_sampled_like(self, params: Mapping[str, Any], *, evaluation: bool) -> GenerateFn:
+        """The recipe's generate function with the sampling parameters that slime passes to a custom one."""
+        assert self.recipe is not None
+        sampling = sampling_of({**self.settings.params, **params})
+        return self._recipe_generator(self.recipe.config.generate_fn, sampling, self.policy, evaluation=evaluation)
 
     def record_of(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
         """slime's sample of ours; created without a reward on the first call.
@@ -393,7 +394,7 @@ class Pipeline:
         settings = self.settings
         path = self._custom(data)
         if self.recipe is not None:
-            return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy)
+            return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy, evaluation=data is not None)
         with_slime = functools.partial(
             generate_with_slime,
             args=self.args,
@@ -441,12 +442,15 @@ class Pipeline:
 
         return generate
 
-    def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams, policy: Policy) -> GenerateFn:
+    def _recipe_generator(
+        self, generate_fn: GenerateFn, sampling: SamplingParams, policy: Policy, *, evaluation: bool
+    ) -> GenerateFn:
         """The recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
         if not _is_agent_loop(generate_fn):
             return generate_fn
         options: dict[str, Any] = {"policy": policy, "sampling": sampling}
-        context = getattr(self.args, "rollout_max_context_len", None)
+        context = getattr(self.args, "eval_max_context_len", None) if evaluation else None
+        context = getattr(self.args, "rollout_max_context_len", None) if context is None else context
         if context is not None:
             bound = generate_fn.keywords
             if generate_fn.func in (generate_program_batch, generate_function_batch):
