@@ -25,17 +25,21 @@ from rollouts.renderer.special_text import plain_encoder
 __all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "local_decoder", "stop_ids_of", "vocab_size_of"]
 
 _IMPORTING = threading.Lock()
+_NO_OWN_CODE = (
+    "a tokenizer without code of the model (auto_map in tokenizer_config.json), which is not run. Load it once with"
+    " trust_remote_code=True, if you trust the code, and save a folder with tokenizer.json and without auto_map"
+)
 
 
 def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) -> Any:
-    """Load a tokenizer from a folder, or by its name on the Hugging Face Hub.
+    """Load a tokenizer from a folder, or by its name on the Hugging Face Hub; code of the model is not run.
 
     Args:
         path_or_name: the folder or the name.
         local_files_only: send no request to the hub; find a name in the local cache.
 
     Raises:
-        ConfigError: the tokenizer does not load.
+        ConfigError: the tokenizer does not load, e.g. because it needs code of the model.
     """
     with _IMPORTING:  # transformers' lazy modules break if several threads import them for the first time at once
         from transformers import AutoTokenizer  # a slow import that most callers do not need
@@ -48,11 +52,24 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
     if is_path and not Path(path_or_name).is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
     try:
-        return AutoTokenizer.from_pretrained(str(path_or_name), local_files_only=local_files_only)
+        # Without a value, transformers asks on a terminal whether to run the code of a model.
+        options = {"local_files_only": local_files_only, "trust_remote_code": False}
+        return AutoTokenizer.from_pretrained(str(path_or_name), **options)
     except Exception as error:  # the loader may raise anything
+        if "custom code" in str(error) or _names_own_code(Path(path_or_name)):
+            expected = _NO_OWN_CODE
         raise ConfigError(
             f"tokenizer: {str(path_or_name)!r} does not load ({_first_line(error)}); expected {expected}"
         ) from error
+
+
+def _names_own_code(folder: Path) -> bool:
+    """Whether the tokenizer of a local folder is a class of the model's own."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "auto_map" in config
 
 
 def local_decoder(path_or_name: Any) -> Callable[[Any], str]:

@@ -26,7 +26,7 @@ from rollouts.extras import install_command
 from rollouts.integrations.slime.images import shown_prompt
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import family
-from rollouts.integrations.slime.settings import EvalSet, Settings
+from rollouts.integrations.slime.settings import NO_GROUP_RM, EvalSet, Settings
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
@@ -46,11 +46,13 @@ async def evaluate(
         By data set the lists ``rewards``, ``truncated`` and ``samples``; and metrics.
 
     Raises:
-        ConfigError: no data set is configured, or one cannot be read.
+        ConfigError: no data set is configured, one cannot be read, or the launch has ``--group-rm``.
         GenerateFailure: all rollouts of a data set failed.
     """
     if not settings.eval_sets:
         raise ConfigError.of("args.eval_datasets", [], "at least one data set: --eval-prompt-data or --eval-config")
+    if settings.group_rm:
+        raise ConfigError.of("args.group_rm", True, NO_GROUP_RM)
     data: dict[str, dict[str, Any]] = {entry.name: {} for entry in settings.eval_sets}
     metrics: dict[str, float] = {}
 

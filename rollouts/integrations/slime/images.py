@@ -11,6 +11,7 @@ from typing import Any
 
 from rollouts.dtypes import Image
 from rollouts.errors import ConfigError, EndpointRefused
+from rollouts.integrations.slime.records import family
 
 __all__ = ["check_media", "check_prompt_ids", "has_images", "restored", "shown_prompt", "stored"]
 
@@ -28,7 +29,7 @@ def check_media(record: Any, *, recipe: bool) -> None:
         recipe: whether a recipe plays it, which renders messages itself.
 
     Raises:
-        ConfigError: it has videos or sounds, or a prompt that does not say where its images are.
+        ConfigError: it has videos or sounds, images with miles, or a prompt that does not say where its images are.
     """
     media = sorted(name for name, value in (record.multimodal_inputs or {}).items() if value is not None)
     place = f"slime sample {record.index}"
@@ -36,6 +37,8 @@ def check_media(record: Any, *, recipe: bool) -> None:
         raise ConfigError.of(f"{place}.multimodal_inputs", media, "images only, or a custom generate function")
     if not has_images(record):
         return
+    if expected := family().refused.get("multimodal_keys"):
+        raise ConfigError.of(f"{place}.multimodal_inputs", media, expected)
     if recipe and isinstance(record.prompt, str):
         raise ConfigError.of(f"{place}.prompt", record.prompt[:80], "messages with its images: a recipe renders them")
     if not recipe and not isinstance(record.prompt, str):

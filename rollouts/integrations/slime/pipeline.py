@@ -32,6 +32,7 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
+from rollouts.integrations.slime.given_ids import brings_ids, check_given_ids
 from rollouts.integrations.slime.images import check_media, check_prompt_ids, has_images
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
@@ -243,7 +244,9 @@ class Pipeline:
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
         if self._custom(data) is None and (taken is not None or self.rows):
-            check_media(self._template(prompt, data), recipe=self.recipe is not None)
+            given = self._template(prompt, data)
+            check_media(given, recipe=self.recipe is not None)
+            check_given_ids(given, recipe=self.recipe is not None)
         recorder = SessionRecorder(self.policy)
         samples = list(await self._generator(data, number, recorder)([prompt]))
         sessions = recorder.sessions
@@ -269,10 +272,11 @@ class Pipeline:
                 raise GenerateFailure(str(error)) from error
         return samples
 
-    def sampled_like(self, params: Mapping[str, Any]) -> GenerateFn:
-        """The generate function with the sampling parameters that slime passes to a custom generate function."""
-        params = {**self.settings.params, **params}
-        return self._sampled(params, sampling_of(params), None, self.policy)
+    def recipe_sampled_like(self, params: Mapping[str, Any], *, evaluation: bool) -> GenerateFn:
+        """The recipe's generate function with the sampling parameters that slime passes to a custom one."""
+        assert self.recipe is not None
+        sampling = sampling_of({**self.settings.params, **params})
+        return self._recipe_generator(self.recipe.config.generate_fn, sampling, self.policy, evaluation=evaluation)
 
     def record_of(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
         """slime's sample of ours; created without a reward on the first call.
@@ -390,7 +394,7 @@ class Pipeline:
         settings = self.settings
         path = self._custom(data)
         if self.recipe is not None:
-            return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy)
+            return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy, evaluation=data is not None)
         with_slime = functools.partial(
             generate_with_slime,
             args=self.args,
@@ -403,9 +407,9 @@ class Pipeline:
             evaluation=data is not None,
             keeps_session=settings.keeps_session,
         )
+        resumes = settings.partial_rollout and data is None
+        mask_earlier = resumes and settings.mask_earlier_versions
         if path is not None:
-            resumes = settings.partial_rollout and data is None
-            mask_earlier = resumes and settings.mask_earlier_versions
             return functools.partial(
                 with_slime, path=path, on_abort="resume" if resumes else "fail", mask_earlier=mask_earlier
             )
@@ -419,22 +423,34 @@ class Pipeline:
         )
 
         async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
-            # slime sends a prompt with images as text: the server expands them, and slime's processor makes the ids.
-            if not any(has_images(self._template(prompt, data)) for prompt in prompts):
-                return await single_turn(prompts)
-            samples = await with_slime(prompts, path=family().generate, on_abort="restart")
-            for sample in samples:
-                check_prompt_ids(slime_sample_of(sample))
-            return samples
+            (prompt,) = prompts
+            given = self._template(prompt, data)
+            if has_images(given):
+                # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids.
+                samples = await with_slime(prompts, path=family().generate, on_abort="restart")
+                for sample in samples:
+                    check_prompt_ids(slime_sample_of(sample))
+                return samples
+            if brings_ids(given):
+                return await with_slime(
+                    prompts,
+                    path=family().generate,
+                    on_abort="resume" if resumes else "restart",
+                    mask_earlier=mask_earlier,
+                )
+            return await single_turn(prompts)
 
         return generate
 
-    def _recipe_generator(self, generate_fn: GenerateFn, sampling: SamplingParams, policy: Policy) -> GenerateFn:
+    def _recipe_generator(
+        self, generate_fn: GenerateFn, sampling: SamplingParams, policy: Policy, *, evaluation: bool
+    ) -> GenerateFn:
         """The recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
         if not _is_agent_loop(generate_fn):
             return generate_fn
         options: dict[str, Any] = {"policy": policy, "sampling": sampling}
-        context = getattr(self.args, "rollout_max_context_len", None)
+        context = getattr(self.args, "eval_max_context_len", None) if evaluation else None
+        context = getattr(self.args, "rollout_max_context_len", None) if context is None else context
         if context is not None:
             bound = generate_fn.keywords
             if generate_fn.func in (generate_program_batch, generate_function_batch):

@@ -21,6 +21,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.extras import Replay
+from rollouts.integrations.slime.given_ids import check_given_ids
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
@@ -53,10 +54,11 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         One sample, or a list if the rollout forks. The reward is set if the recipe's reward scores single samples.
 
     Raises:
-        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once.
+        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids.
     """
     pipeline = _pipeline(args)
     config = _recipe(pipeline).config
+    check_given_ids(sample, recipe=True)
     await pipeline.check()
     prompt = Prompt(
         sample.prompt,
@@ -70,7 +72,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):
         try:
-            samples = list(await pipeline.sampled_like(sampling_params)([prompt]))
+            play = pipeline.recipe_sampled_like(sampling_params, evaluation=evaluation)
+            samples = list(await play([prompt]))
             lost = [entry for entry in samples if entry.status is Status.FAILED]
             if lost:
                 failure = lost[0].failure

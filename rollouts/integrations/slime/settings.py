@@ -8,6 +8,7 @@ Our own keys come through slime's ``--custom-config-path``; :data:`OWN_KEYS` lis
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, voc
 from rollouts.validators import is_number
 
 __all__ = [
+    "NO_GROUP_RM",
     "OWN_KEYS",
     "RECIPE_VARIABLE",
     "EvalSet",
@@ -51,6 +53,7 @@ OWN_KEYS: Mapping[str, str] = {
     " least 64",
     "rollouts_teacher_url": "URL of a teacher's /generate, whose logprobs each sample gets, for --use-opd",
     "rollouts_recipe_filter": "true: the recipe's filter drops groups; without it only the launch's filter does",
+    "rollouts_inner_data_source_path": "the class that reads prompts for CheckpointedDataSource; default: slime's own",
 }
 
 _SLOWEST = 5
@@ -70,6 +73,8 @@ _TEACHER = (
     "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, or --custom-reward-post-process-path"
     f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
 )
+NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one, and slime asserts it, too"
+"""What is expected of ``--group-rm`` in an evaluation."""
 _REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
 
 
@@ -290,12 +295,20 @@ def stop_ids_of_params(params: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _refuse(args: Any, get: Any) -> None:
-    """Raise for flags whose effect would be wrong later."""
+    """Raise for flags whose effect would be wrong later, and for keys that have none."""
+    for name, value in vars(args).items():
+        if name.startswith("rollouts_") and name not in OWN_KEYS:
+            (closest,) = difflib.get_close_matches(name, OWN_KEYS, 1, 0.0)
+            raise ConfigError.of(f"args.{name}", value, f"no such key; the closest is {closest}")
     refusals = {
         "opd_type": (_lacks_teacher(get), _TEACHER),
         "dynamic_sampling_filter_path": (
             get("custom_rm_path") == OPD_REWARD and get("dynamic_sampling_filter_path") is not None,
             f"none with {OPD_REWARD}: the reward is a reply of the teacher, and all rewards become 0",
+        ),
+        "group_rm": (
+            bool(get("group_rm", False) and get("eval_datasets") and get("eval_interval") is not None),
+            NO_GROUP_RM,
         ),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
@@ -427,6 +440,9 @@ def _eval_set(args: Any, entry: Any) -> EvalSet:
         value = getattr(args, name, None) if value is None else value
         return default if value is None else value
 
+    multimodal_keys = get("multimodal_keys", None)
+    if multimodal_keys and (expected := family().refused.get("multimodal_keys")):
+        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", multimodal_keys, expected)
     params = _slime_params(args, entry)
     return EvalSet(
         name=entry.name,
@@ -435,7 +451,7 @@ def _eval_set(args: Any, entry: Any) -> EvalSet:
         label_key=get("label_key", None),
         metadata_key=get("metadata_key", "metadata"),
         tool_key=getattr(entry, "tool_key", None),
-        multimodal_keys=get("multimodal_keys", None),
+        multimodal_keys=multimodal_keys,
         n_samples=getattr(entry, "n_samples_per_eval_prompt", None) or 1,
         params=params,
         sampling=sampling_of(params),

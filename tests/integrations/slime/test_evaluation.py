@@ -10,12 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
+from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.evaluation import load_eval_prompts
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import Settings
+from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.testing.server import StubServer
 from rollouts.training import Prompt, Sample, Status
@@ -197,6 +200,36 @@ def test_a_data_set_has_its_own_sampling_parameters(tmp_path: Path, serve: Calla
     assert named.items() <= by_set[1].items()
     assert (7 in by_set[1]["stop_token_ids"], 9 in by_set[1]["stop_token_ids"]) == (True, False)
     assert (by_set[0]["min_new_tokens"], by_set[0]["temperature"], 9 in by_set[0]["stop_token_ids"]) == (1, 1.0, True)
+
+
+def of_one_reply(endpoint: Endpoint) -> Recipe:
+    """One reply to each prompt."""
+    return agent_recipe("one", endpoint, SingleTurnEnvironment, ["never used"], reward_fn=lambda sample: 1.0)
+
+
+@pytest.mark.parametrize(("own", "bound"), [({"eval_max_context_len": 40}, 40), ({}, 30)])
+def test_an_evaluation_has_its_own_bound_of_the_context(
+    tmp_path: Path, serve: Callable[..., StubServer], own: dict[str, int], bound: int
+) -> None:
+    """``--eval-max-context-len`` bounds the episodes of a recipe; without it ``--rollout-max-context-len`` does."""
+    stub = serve()
+    host, port = stub.url.removeprefix("http://").split(":")
+    flags = {"hf_checkpoint": str(DEMO_MODEL), "sglang_router_ip": host, "sglang_router_port": int(port)}
+    flags |= {"rollouts_recipe": f"{__name__}.of_one_reply", "rollouts_recipe_options": {}}
+    sets = [data_set(tmp_path, "one", 1)]
+    launch = Launch()
+    args = launch.args(**flags, eval_datasets=sets, rollout_max_context_len=30, rollout_max_response_len=64, **own)
+    generate_rollout_batch(args, 0, launch.source(), evaluation=True)
+    rooms = {len(request.input_ids) + request.sampling_params["max_new_tokens"] for request in stub.requests}
+    assert rooms == {bound}
+
+
+def test_a_group_reward_is_refused_in_an_evaluation(tmp_path: Path) -> None:
+    """Also where the launch names no interval: slime asserts the flag off."""
+    launch = Launch()
+    args = launch.args(eval_datasets=[data_set(tmp_path, "one", 1)], group_rm=True)
+    with pytest.raises(ConfigError, match=r"args\.group_rm: got True; expected off with an evaluation"):
+        generate_rollout_batch(args, 0, launch.source(), evaluation=True)
 
 
 async def one(args: Any, sample: Any, **_: Any) -> float:

@@ -30,7 +30,7 @@ from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves, to_slime
 from rollouts.integrations.slime.images import check_media, check_prompt_ids, shown_prompt
 from rollouts.integrations.slime.pipeline import PROBE
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import records, use_family
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.testing.replies import Request
@@ -388,6 +388,18 @@ def test_media_that_cannot_be_shown_are_refused(record: Any, recipe: bool, messa
     """By the sample and its field; nothing is left out of a prompt in silence."""
     with pytest.raises(ConfigError, match=message):
         check_media(record, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", [False, True])
+def test_images_of_samples_are_refused_with_miles(recipe: bool) -> None:
+    """Also where the launch has no ``--multimodal-keys``: the sample brings them."""
+    record = a_record([], images=["i"])
+    use_family("miles")
+    try:
+        with pytest.raises(ConfigError, match=r"sample 4.multimodal_inputs: got \['images'\]; expected none: rollouts"):
+            check_media(record, recipe=recipe)
+    finally:
+        use_family("slime")
 
 
 @pytest.mark.parametrize("recipe", [False, True])

@@ -102,6 +102,7 @@ class Bench:
         args = self.args(**overrides)
         start_slime(args)
         theirs = self.play(module.generate_rollout, args, evaluation=evaluation)
+        start_slime(args)  # slime's HTTP client has connections of the event loop that used it first
         ours = self.play(generate_rollout_batch, self.args(**overrides), evaluation=evaluation)
         close_rollouts()
         return theirs, ours
@@ -324,6 +325,32 @@ def test_each_sample_of_a_group_has_its_own_prompt(bench: Bench) -> None:
     theirs, ours = bench.both(evaluation=False, source=Varied)
     check_equal(ours, theirs)
     assert [sample.label for sample in ours.samples] == [f"label {number}" for number in range(4)]
+
+
+class Begun(Source):
+    """Samples that bring ids: their own prompt, and aborted ones of a saved buffer with a response so far."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            sample.tokens = [5, 6, 7 + sample.index]
+            if sample.index == 0:
+                continue  # the prompt's ids alone
+            length = 32 if sample.index == 1 else 2  # with 32 the reply is complete
+            sample.tokens += range(20, 20 + length)
+            sample.response, sample.response_length = "so far", length
+            sample.rollout_log_probs = [-0.5] * length
+            sample.loss_mask, sample.weight_versions = [1] * length, ["6"]
+            sample.status = type(sample).Status.ABORTED if sample.index == 2 else type(sample).Status.PENDING
+        return groups
+
+
+@pytest.mark.parametrize("flags", [(), ("partial_rollout",), ("partial_rollout", "mask_offpolicy_in_partial_rollout")])
+def test_a_sample_with_ids_is_continued_from_them(bench: Bench, flags: tuple[str, ...]) -> None:
+    """The text of the prompt is not encoded: requests have exactly the ids that the data source gave."""
+    theirs, ours = bench.both(evaluation=False, source=Begun, **dict.fromkeys(flags, True))
+    check_equal(ours, theirs)
+    assert sorted(ids for ids, *_ in ours.requests) == [[5, 6, 7], [5, 6, 9, 20, 21], [5, 6, 10, 20, 21]]
 
 
 class Typed(Source):

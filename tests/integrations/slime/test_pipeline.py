@@ -19,6 +19,7 @@ from rollouts.errors import ConfigError, EnvironmentFailure, FilterFailure, Gene
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, prompt_ids
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
@@ -201,6 +202,42 @@ def test_a_model_with_a_processor_may_play_text(serve: Serve) -> None:
     """slime sets the field on every prompt of such a model, without a value."""
     for media in (None, {}, {"images": None, "videos": None}):
         assert generate_rollout_batch(single_turn(serve()), 0, Pictures(media)).samples
+
+
+class WithIds(Pictures):
+    """Samples that bring ids: those of their prompts, or with media also a response of one."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            sample.tokens, sample.response_length = [5, 6, 7], int(self.media is not None)
+        return groups
+
+
+@pytest.mark.parametrize(
+    ("recipe", "media", "expected"),
+    [
+        (True, None, "no ids with a recipe, which renders the prompt itself"),
+        (False, {"images": ["raw"]}, "no response with images: slime sends the text of the prompt alone"),
+    ],
+)
+def test_ids_of_samples_that_are_not_sent_are_refused(serve: Serve, recipe: bool, media: Any, expected: str) -> None:
+    """A rollout of other ids would train on another prompt; no request is sent."""
+    stub = serve()
+    args = Launch().args() if recipe else single_turn(stub)
+    with pytest.raises(ConfigError, match=rf"slime sample \d\.tokens: got '3 ids'; expected {expected}"):
+        generate_rollout_batch(args, 0, WithIds(media))
+    assert stub.requests == []
+
+
+def test_ids_of_samples_need_slimes_own_function(serve: Serve) -> None:
+    """It continues them; where slime is not installed, they are refused before a request."""
+    if records().is_slime:
+        pytest.skip("slime is installed")
+    stub = serve()
+    with pytest.raises(ConfigError, match=r"slime sample \d\.tokens: got '3 ids'; expected no ids without slime"):
+        generate_rollout_batch(single_turn(stub), 0, WithIds(None))
+    assert stub.requests == []
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------

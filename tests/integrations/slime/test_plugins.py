@@ -14,6 +14,7 @@ from rollouts.integrations.slime import generate, group_reward, policy_for, rewa
 from rollouts.integrations.slime.records import records
 from rollouts.testing.server import StubServer
 from rollouts.training import Prompt, Sample, Status
+from tests.integrations.slime import test_evaluation
 from tests.integrations.slime.launches import Launch, made_sample
 
 SAMPLING = {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 9}
@@ -120,6 +121,25 @@ async def test_a_recipe_is_tested_before_its_first_rollout() -> None:
         with pytest.raises(ConfigError, match="klingon"):
             await generate(Launch().args(**flags, **place), asked(), dict(SAMPLING))
         assert server.requests == []
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+async def test_an_evaluation_has_its_own_bound_of_the_context(evaluation: bool) -> None:
+    """``--eval-max-context-len`` in slime's evaluation, ``--rollout-max-context-len`` in its training."""
+    async with StubServer() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        flags = {"rollouts_recipe": f"{test_evaluation.__name__}.of_one_reply", "rollouts_recipe_options": {}}
+        flags |= {"rollout_max_context_len": 30, "eval_max_context_len": 40}
+        place = {"sglang_router_ip": host, "sglang_router_port": int(port), "hf_checkpoint": str(DEMO_MODEL)}
+        await generate(Launch().args(**flags, **place), asked(), {**SAMPLING, "max_new_tokens": 64}, evaluation)
+        (request,) = server.requests
+    assert len(request.input_ids) + request.sampling_params["max_new_tokens"] == (40 if evaluation else 30)
+
+
+async def test_a_sample_with_ids_is_refused() -> None:
+    """The recipe renders its prompt: the ids that the sample brings would not be sent."""
+    with pytest.raises(ConfigError, match=r"slime sample 3\.tokens: got '2 ids'; expected no ids with a recipe"):
+        await generate(Launch(play=_alone).args(), asked(tokens=[5, 6]), dict(SAMPLING))
 
 
 async def test_the_client_is_shared() -> None:

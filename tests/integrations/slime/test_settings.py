@@ -9,6 +9,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.pipeline import find_recipe
+from rollouts.integrations.slime.records import use_family
 from rollouts.integrations.slime.settings import OWN_KEYS, RECIPE_VARIABLE, Settings, load_function
 from tests.integrations.slime.launches import DEFAULT, Launch
 
@@ -107,6 +108,40 @@ def test_equal_launches_are_equal() -> None:
 def test_our_keys_are_documented() -> None:
     """Each in one sentence."""
     assert all(key.startswith("rollouts_") and text for key, text in OWN_KEYS.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [
+        ("rollouts_max_stalenes", "rollouts_max_staleness"),
+        ("rollouts_receipt", "rollouts_recipe"),
+        ("rollouts_inner_data_source", "rollouts_inner_data_source_path"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_refused(name: str, closest: str) -> None:
+    """A mistyped key would leave its default in force; the message has the closest key."""
+    with pytest.raises(ConfigError, match=rf"args\.{name}: got 2; expected no such key; the closest is {closest}$"):
+        read(**{name: 2})
+
+
+def test_a_group_reward_has_no_evaluation() -> None:
+    """slime's evaluation asserts ``--group-rm`` off: it plays rollouts, not groups. Without one the flag is served."""
+    sets = [Namespace(name="one", path="rows.jsonl")]
+    with pytest.raises(ConfigError, match=r"args\.group_rm: got True; expected off with an evaluation"):
+        read(group_rm=True, eval_datasets=sets, eval_interval=5)
+    assert read(group_rm=True, eval_datasets=sets).group_rm
+    assert read(group_rm=True, eval_interval=5).group_rm
+
+
+def test_images_of_an_evaluation_are_refused_with_miles() -> None:
+    """By the data set, as the launch's flag is: its rollouts with images are compared with nothing."""
+    sets = [Namespace(name="one", path="rows.jsonl", multimodal_keys={"image": "images"})]
+    use_family("miles")
+    try:
+        with pytest.raises(ConfigError, match=r"eval data set one\.multimodal_keys: got .*; expected none: rollouts"):
+            read(eval_datasets=sets)
+    finally:
+        use_family("slime")
 
 
 def test_a_path_that_leads_nowhere_is_named() -> None:
