@@ -67,7 +67,7 @@ class Expander:
         from transformers import AutoProcessor  # slow, and needed only where there are images
 
         try:
-            return AutoProcessor.from_pretrained(self._path, local_files_only=True)
+            return AutoProcessor.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the loader may raise anything
             raise ConfigError.of("image_data", str(self._path), f"a processor that loads ({error})") from error
 

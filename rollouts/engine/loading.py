@@ -106,7 +106,7 @@ def load_weights(path: Path, dtype: str) -> Any:
     try:
         with _BUILDING:
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), local_files_only=True
+                path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # transformers raises many types for an invalid folder
         raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
@@ -126,6 +126,6 @@ def _tokenizer(path: Path) -> Any:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types for an invalid folder
         raise ConfigError(f"model: got {str(path)!r}; expected a tokenizer that loads; {error}") from error

@@ -58,7 +58,7 @@ def load_processor(path_or_name: str) -> Any:
 
     expected = "a model with an image processor that transformers loads"
     try:
-        processor = AutoProcessor.from_pretrained(path_or_name)
+        processor = AutoProcessor.from_pretrained(path_or_name, trust_remote_code=False)
     except Exception as error:  # the loader may raise anything
         hint = f"{type(error).__name__}: {str(error).strip()[:200]}; {install_command('images')}"
         raise ConfigError.of("images", path_or_name, f"{expected} ({hint})") from error
