@@ -30,6 +30,7 @@ __all__ = [
     "check_training_batch",
     "from_slime",
     "leaves",
+    "prompt_of",
     "reward_number",
     "to_slime",
     "trained_versions",
@@ -148,12 +149,17 @@ def check_trainable(sample: Sample) -> None:
         raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a finite logprob for each sampled token")
 
 
+def prompt_of(sample: Any, request: Any) -> Any:
+    """The prompt of our view of slime's sample: that of the request, as a function may set slime's to anything."""
+    return sample.prompt if request is None else request.prompt
+
+
 def from_slime(sample: Any, request: Any = None) -> Sample:
     """Convert slime's sample to ours: its response columns are extended over the prompt.
 
     Args:
         sample: slime's sample, from a custom generate function or a sample hook.
-        request: its prompt, for ``group_index`` and ``index``.
+        request: its prompt, with ``group_index`` and ``index``.
 
     Raises:
         ConfigError: a column is not as long as the response.
@@ -168,7 +174,7 @@ def from_slime(sample: Any, request: Any = None) -> Sample:
     before = len(tokens) - width
     reward = sample.reward
     return Sample(
-        prompt=sample.prompt,
+        prompt=prompt_of(sample, request),
         response=sample.response,
         tokens=tokens,
         loss_mask=[0] * before + mask,

@@ -20,6 +20,7 @@ from rollouts.integrations.slime.convert import (
     check_trainable,
     from_slime,
     leaves,
+    prompt_of,
     reward_number,
     trained_versions,
     trains,
@@ -127,7 +128,7 @@ def view(
 def _untrained(record: Any, request: Prompt | None, tokens: list[int]) -> Sample:
     """A view without trained tokens."""
     return Sample(
-        prompt=record.prompt,
+        prompt=prompt_of(record, request),
         response=record.response,
         tokens=tokens,
         metadata=dict(record.metadata or {}),

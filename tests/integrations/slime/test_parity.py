@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import base64
 import copy
+import gc
 import importlib
 import itertools
 import shutil
@@ -549,7 +550,11 @@ async def other_score(args: Any, sample: Any, **_: Any) -> float:
 
 def read_by_slime(slime_path: Path, owner: str) -> set[str]:
     """The attributes of ``owner`` that slime's rollout function and its evaluation read."""
-    tree = ast.parse((slime_path / "slime/rollout/sglang_rollout.py").read_text())
+    gc.disable()  # until Python 3.11.8, ast.parse fails if the collector runs other code in the middle of it
+    try:
+        tree = ast.parse((slime_path / "slime/rollout/sglang_rollout.py").read_text())
+    finally:
+        gc.enable()
     found = set()
     for node in ast.walk(tree):
         value, name = None, None
