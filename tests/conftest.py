@@ -58,7 +58,7 @@ def thawed() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def conversations(request: pytest.FixtureRequest) -> int:
     """How many random conversations of each family are played."""
-    return 2_000 if request.config.getoption("--long") else 60
+    return 2_000 if request.config.getoption("--long") else 40
 
 
 @functools.cache
