@@ -135,9 +135,13 @@ class Episode:
     """What the bridges of the current branch depend on, so that each costs what is new."""
     seconds_before: float = attrs.field(init=False, default=0.0)
     """Wall time of the logged turns."""
+    logged_prompt: int = attrs.field(init=False, default=0)
+    """Digest of the prompt in the logged turns; computed once, its cost is that of the prompt's text."""
 
     def __attrs_post_init__(self) -> None:
         self.branches = [Trajectory(self.history)]
+        if self.log is not None:
+            self.logged_prompt = prompt_digest(self.prompt)
         self._load_logged_turns()
 
     @property
@@ -609,7 +613,7 @@ class Episode:
     def _load_logged_turns(self) -> None:
         """Rebuild the trajectory of the logged turns; if they do not fit, count them and start from the beginning."""
         turns = self._logged_turns
-        same = turns and turns[0].fields["prompt"] == prompt_digest(self.prompt)
+        same = turns and turns[0].fields["prompt"] == self.logged_prompt
         if not same or not turns[-1].resumable:
             return
         try:
@@ -636,7 +640,7 @@ class Episode:
         turn = Turn.since(
             self.trajectory,
             *self.logged,
-            prompt=prompt_digest(self.prompt),
+            prompt=self.logged_prompt,
             calls_asked=self.call_count,
             session=self.session,
             seconds=time.monotonic() - self.began,
