@@ -7,7 +7,7 @@ every test of this folder runs on slime's own classes instead of the stand-ins.
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -30,6 +30,10 @@ if SLIME:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("slime.rollout.sglang_rollout")
+        if importlib.util.find_spec("wandb") is not None:
+            # slime's example retool imports it during an episode; until Python 3.11.8, ast.parse, which pydantic uses
+            # in that import, fails if the collector runs other code in the middle of it
+            importlib.import_module("wandb")
 
 
 @pytest.fixture(scope="session")

@@ -110,5 +110,12 @@ def sandboxes(folder: Path) -> Iterator[None]:
         "SLIME_AGENT_NODE_TARBALL": str(archive),
         "SLIME_AGENT_CC_TARBALL": str(archive),
     }
-    with patch.dict(sys.modules, modules), patch.dict(os.environ, environment):
-        yield
+    real = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        with patch.dict(os.environ, environment):
+            yield
+    finally:  # only these: patch.dict would also remove every module that was first imported here
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(real)
