@@ -37,6 +37,7 @@ __all__ = [
     "add_target",
     "add_verb",
     "all_options_of",
+    "at_least_0",
     "check_run",
     "generate_options_of",
     "in_loop",
@@ -271,4 +272,12 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 1")
+    return number
+
+
+def at_least_0(text: str) -> int:
+    """Parse an integer >= 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 0")
     return number

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollouts.commands.arguments import add_verb, check_run
+from rollouts.commands.arguments import add_verb, at_least_0, check_run
 from rollouts.errors import ConfigError
 from rollouts.integrations.exports import EXPORTERS, export_batches
 from rollouts.integrations.slime.debug_data import export_run
@@ -35,11 +35,20 @@ def add(verbs: Any) -> None:
         choices=("kept", "dropped", "failed", "unbatched", "all"),
         help="groups (default: kept)",
     )
+    having = ", ".join(name for name, exporter in EXPORTERS.items() if exporter.numbers_versions)
+    parser.add_argument(
+        "--version",
+        type=at_least_0,
+        metavar="N",
+        help=f"number of the policy version, where the server's is none ({having})",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file, or the exported folder, at OUT")
 
 
 def _export(args: argparse.Namespace) -> int:
     check_run(args.run)
+    if args.version is not None and args.to not in EXPORTERS:
+        raise ConfigError.of("version", args.version, f"none with --to {args.to}: it stores versions as text")
     if args.to == "slime" or args.to in EXPORTERS:
         if args.outcome != "kept":
             expected = f'"kept" with --to {args.to}: a trainer takes whole batches'
@@ -47,7 +56,7 @@ def _export(args: argparse.Namespace) -> int:
         if args.to == "slime":
             paths = export_run(args.run, args.out, overwrite=args.overwrite)
         else:
-            paths = export_batches(args.run, args.out, args.to, overwrite=args.overwrite)
+            paths = export_batches(args.run, args.out, args.to, version=args.version, overwrite=args.overwrite)
     else:
         paths = export_rows(args.run, args.out, args.to, args.outcome, overwrite=args.overwrite)
     for path in paths:

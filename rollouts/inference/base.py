@@ -20,6 +20,7 @@ __all__ = [
     "Policy",
     "ServerInfo",
     "check_takes_images",
+    "describe_as",
     "describe_once",
     "images_option",
     "route_option",
@@ -128,6 +129,11 @@ class _Described:
 
 
 _DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDictionary()
+
+
+def describe_as(policy: Policy, inner: Policy) -> None:
+    """Let a policy that passes its calls on to ``inner`` have the description of ``inner``, without a request."""
+    _DESCRIBED[policy] = _DESCRIBED.setdefault(inner, _Described())
 
 
 async def describe_once(policy: Policy) -> ServerInfo:

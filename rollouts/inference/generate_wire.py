@@ -289,7 +289,8 @@ def _extras(meta: _Meta, sent: SentRequest, sampled: int, wanted: ExtrasRequest)
         "cached_tokens": meta.cached_tokens or 0,
     }
     for name in _NUMBERS:
-        number = finite(getattr(meta, name))
+        value = getattr(meta, name)
+        number = None if value is None else finite(value)
         if number is not None:
             request[name] = number
     experts, start = None, 0

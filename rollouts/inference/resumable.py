@@ -26,7 +26,7 @@ from rollouts.inference.base import (
     ExtrasRequest,
     Policy,
     ServerInfo,
-    describe_once,
+    describe_as,
     images_option,
     route_option,
     takes_images,
@@ -53,6 +53,7 @@ class SessionRecorder:
     def __init__(self, inner: Policy) -> None:
         self.inner = inner
         self.sessions: list[str] = []
+        describe_as(self, inner)
 
     async def complete(
         self,
@@ -76,7 +77,7 @@ class SessionRecorder:
         return takes_images(self.inner)
 
     async def describe(self) -> ServerInfo:
-        return await describe_once(self.inner)
+        return await self.inner.describe()  # describe_once(self) holds the lock of ``inner``
 
     async def aclose(self) -> None:
         await self.inner.aclose()

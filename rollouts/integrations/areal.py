@@ -208,7 +208,7 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None, images:
     return padded
 
 
-def write_batch(samples: Sequence[Sample], path: Path) -> None:
+def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = None) -> None:
     """Write a batch as a list of dicts, one for each group, with ``torch.save``.
 
     Raises:
@@ -219,7 +219,7 @@ def write_batch(samples: Sequence[Sample], path: Path) -> None:
 
     images = any(sample.images for sample in samples)
     groups = itertools.groupby(samples, lambda sample: sample.group_index)
-    torch.save([to_tensors(list(members), images=images) for _, members in groups], path)
+    torch.save([to_tensors(list(members), images=images, version=version) for _, members in groups], path)
 
 
 def __getattr__(name: str) -> Any:

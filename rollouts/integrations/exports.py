@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import pkgutil
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,7 +19,6 @@ import attrs
 
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import batch_name, check_outside, read_rows
-from rollouts.training.types import Sample
 
 __all__ = ["EXPORTERS", "Exporter", "export_batches"]
 
@@ -35,6 +34,8 @@ class Exporter:
     """What the file contains, for ``--help``."""
     package: str | None = None
     """The package that writes it; ``None`` if the file is plain data."""
+    numbers_versions: bool = False
+    """Whether the file has policy versions as numbers, so that the function takes ``version=``."""
 
 
 EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
@@ -44,9 +45,13 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             ".pt",
             "torch.load: a list of dicts, one for each group",
             "areal",
+            numbers_versions=True,
         ),
         "nemo": Exporter(
-            "rollouts.integrations.nemo_rl:write_batch", ".pt", "torch.load: message logs and rewards; no forks"
+            "rollouts.integrations.nemo_rl:write_batch",
+            ".pt",
+            "torch.load: message logs and rewards; no forks",
+            numbers_versions=True,
         ),
         "openrlhf": Exporter(
             "rollouts.integrations.openrlhf:write_batch", ".jsonl", "a line for each response of an executor; no forks"
@@ -65,35 +70,43 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             ".pkl",
             "DataProto.load_from_disk; no rollouts that fork",
             "verl",
+            numbers_versions=True,
         ),
     }
 )
 
 
-def export_batches(run: str | Path, out: str | Path, trainer: str, *, overwrite: bool = False) -> list[Path]:
+def export_batches(
+    run: str | Path, out: str | Path, trainer: str, *, version: int | None = None, overwrite: bool = False
+) -> list[Path]:
     """Write one file for each batch of a run.
 
     Args:
         run: the run's folder.
         out: a folder that is new or empty.
         trainer: a name in :data:`EXPORTERS`.
+        version: the number of the policy version of all tokens, where the server's versions are no numbers.
         overwrite: replace the folder of an earlier export.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: there is no run or it has no batch, ``out`` is not such a folder, the trainer is not installed, or
-            its type cannot hold a sample.
+        ConfigError: there is no run or it has no batch, ``out`` is not such a folder, the trainer is not installed, its
+            type cannot hold a sample, or its files have no ``version``.
     """
     exporter, out = EXPORTERS[trainer], Path(out)
+    if version is not None and not exporter.numbers_versions:
+        having = ", ".join(name for name, other in EXPORTERS.items() if other.numbers_versions)
+        raise ConfigError.of("version", version, f"none with --to {trainer}: files for {having} have it")
+    options = {} if version is None else {"version": version}
     check_outside(out, "OUT")
     present = [path.name for path in out.iterdir()] if out.is_dir() else []
     ours = all(name.startswith("batch-") and name.endswith(exporter.suffix) for name in present)
     if (out.exists() and not out.is_dir()) or (present and not (overwrite and ours)):
         found = ". --overwrite replaces the files of an earlier export" if present and ours else ""
         raise ConfigError.of("OUT", str(out), f"a folder that is new or empty{found}")
-    write: Callable[[Sequence[Sample], Path], None] = pkgutil.resolve_name(exporter.function)
+    write: Callable[..., None] = pkgutil.resolve_name(exporter.function)
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -101,7 +114,7 @@ def export_batches(run: str | Path, out: str | Path, trainer: str, *, overwrite:
         names = []
         for number, rows in itertools.groupby(read_rows(run, "kept"), lambda row: row.data.get("batch") or 0):
             names.append(batch_name(number) + exporter.suffix)
-            write([row.sample() for row in rows], temporary / names[-1])
+            write([row.sample() for row in rows], temporary / names[-1], **options)
         if not names:
             raise ConfigError.of("run", str(run), "a run with at least one batch")
         if out.is_dir():

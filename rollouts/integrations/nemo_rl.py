@@ -84,8 +84,8 @@ def to_batch(samples: Sequence[Sample], *, task_name: str = "rollouts", version:
     }
 
 
-def write_batch(samples: Sequence[Sample], path: Path) -> None:
+def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = None) -> None:
     """Write a batch for ``torch.load``; raises as :func:`to_batch`."""
     import torch
 
-    torch.save(to_batch(samples), path)
+    torch.save(to_batch(samples, version=version), path)

@@ -161,6 +161,9 @@ def resuming(policy: Policy) -> Policy:
     return ResumablePolicy(policy) if isinstance(policy, ServerPolicy) else policy
 
 
+_DEFAULT_LIMITS = Limits()
+
+
 def check_limits(limits: Limits | None, max_turns: int | None) -> Limits:
     """The limits of an episode.
 
@@ -168,7 +171,7 @@ def check_limits(limits: Limits | None, max_turns: int | None) -> Limits:
         ConfigError: both arguments are given, and differ.
     """
     if limits is None:
-        return Limits() if max_turns is None else Limits(max_turns=max_turns)
+        return _DEFAULT_LIMITS if max_turns is None else Limits(max_turns=max_turns)
     if max_turns is not None and max_turns != limits.max_turns:
         raise ConfigError.of("max_turns", max_turns, f"nothing, since limits={limits} is given")
     return limits

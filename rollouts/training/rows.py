@@ -224,7 +224,7 @@ def version_column(sample: Sample, version: int | None = None) -> npt.NDArray[np
     spans = sample.versions
     names = list(dict.fromkeys(span.version for span in spans))
     if not names or not all(name.isascii() and name.isdecimal() for name in names):
-        expected = "decimal numbers, or version= for all tokens"
+        expected = "decimal numbers, or version= for all tokens (--version N of rollouts export)"
         raise ConfigError.of(f"{sample!r}.versions", names, expected)
     for span in spans:
         column[span.start : span.stop] = int(span.version)

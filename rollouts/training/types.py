@@ -602,7 +602,7 @@ def _nothing(name: str) -> tuple[()]:
 
 
 def _are_all(values: Any, kind: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+    return isinstance(values, list | tuple) and (not values or all(isinstance(value, kind) for value in values))
 
 
 def _are_numbers(values: Collection[Any]) -> bool:
@@ -633,7 +633,7 @@ RECORDED = tuple(name for name, _, _ in _RECORDS)
 _HISTORIES = get_args(OnRewrite)
 _FIELDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("prompt", lambda value: isinstance(value, str) or _are_all(value, Message | Mapping), "a text, or messages"),
-    ("metadata", lambda value: isinstance(value, Mapping), "a dict"),
+    ("metadata", lambda value: isinstance(value, dict | Mapping), "a dict"),
     (
         "metrics",
         lambda value: isinstance(value, dict) and _are_numbers(value.values()),
@@ -648,7 +648,7 @@ _FIELDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     ("times", lambda value: isinstance(value, Timeline), "a Timeline"),
     ("images", lambda value: _are_all(value, ImageSpan), "ImageSpans"),
-    ("named_images", lambda value: isinstance(value, Mapping), "images by their hashes"),
+    ("named_images", lambda value: isinstance(value, dict | Mapping), "images by their hashes"),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0"),
 ]
 

@@ -473,6 +473,7 @@ OPTIONS = {
     "--tolerance": "largest difference of a logprob",
     "--trace": "spans",
     "--unsafe": "also what may end the server",
+    "--version": "the number of the policy version",
     "--workers": "number of processes",
 }
 """The one meaning of each option, in all verbs."""

@@ -12,7 +12,7 @@ from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable, GenerateFailure
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import ServerInfo, describe_once
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
@@ -185,6 +185,30 @@ async def test_the_sessions_of_calls_are_recorded() -> None:
         await recorder.complete(PROMPT, SamplingParams(max_new_tokens=1), session=name)
     await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session="c")
     assert recorder.sessions == ["b", "a"]
+
+
+async def test_recorders_of_one_policy_describe_its_server_once() -> None:
+    """Each rollout has a recorder of its own; the server is asked once, also if all begin at the same time."""
+    asked = 0
+
+    class Described(CountingPolicy):
+        async def describe(self) -> ServerInfo:
+            nonlocal asked
+            asked += 1
+            await anyio.sleep(0.01)
+            return ServerInfo(max_context=77)
+
+    policy = ResumablePolicy(Described())
+    found: list[ServerInfo] = []
+
+    async def describe() -> None:
+        found.append(await describe_once(SessionRecorder(policy)))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(describe)
+    await describe()
+    assert (asked, {info.max_context for info in found}) == (1, {77})
 
 
 async def test_an_interrupted_reply_of_the_engine_is_the_same() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -179,6 +180,24 @@ def test_a_nemo_file_has_the_rows_of_a_batch(tmp_path: Path) -> None:
         given = torch.cat([message["generation_logprobs"] for message in log if "generation_logprobs" in message])
         assert given.tolist() == [one for one, sampled in zip(logprobs, mask, strict=True) if sampled]
     assert batch["total_reward"].tolist() == torch.tensor([sample.reward for sample in samples]).tolist()
+
+
+def test_a_version_that_is_no_number_gets_one_from_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error names the option, and with it the file has that version; formats without versions refuse it."""
+    torch = pytest.importorskip("torch")
+    samples = scored_groups(2, 3)
+    for sample in samples:
+        sample.versions = [attrs.evolve(span, version="default") for span in sample.versions]
+    run, out = str(stored(tmp_path / "run", [samples])), str(tmp_path / "out")
+    assert main(["export", run, "--to", "nemo", out]) == 2
+    assert "--version N" in capsys.readouterr().err
+    assert main(["export", run, "--to", "nemo", out, "--version", "7"]) == 0
+    assert torch.load(next(Path(out).iterdir()), weights_only=True)["weight_version"] == 7
+    for kind in ("tinker", "jsonl", "slime"):
+        assert main(["export", run, "--to", kind, f"{out}-{kind}", "--version", "7"]) == 2
+        assert f"version: got 7; expected none with --to {kind}" in capsys.readouterr().err
 
 
 @pytest.mark.trainer

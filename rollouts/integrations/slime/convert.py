@@ -23,6 +23,7 @@ from rollouts.integrations.slime.extras import Replay, add_extras, length_with_r
 from rollouts.integrations.slime.records import family, records
 from rollouts.training.rows import check_fields
 from rollouts.training.types import Sample, Status
+from rollouts.trajectory import CompletionRecord
 
 __all__ = [
     "check_shape",
@@ -52,6 +53,7 @@ def to_slime(
     scored: bool = True,
     replay: Replay = _NO_REPLAY,
     evaluation: bool = False,
+    checked: bool = False,
 ) -> Any:
     """Convert a sample to slime's; the conversation becomes its attribute ``messages``.
 
@@ -64,13 +66,15 @@ def to_slime(
         scored: whether a reward is required.
         replay: columns of its completions that slime's sample needs.
         evaluation: whether it belongs to an evaluation.
+        checked: whether :func:`check_trainable` has taken it as it is.
 
     Raises:
         ConfigError: no sampled token, no prompt token, no logprobs, a reward that is not a finite number, a column to
             replay that does not cover the sample, or a field that slime lacks: advantages, a ``loss_multiplier`` other
             than 0 and 1.
     """
-    check_trainable(sample)
+    if not checked:
+        check_trainable(sample)
     lacking = ("advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
     check_fields(sample, "slime", *lacking)
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
@@ -97,10 +101,11 @@ def to_slime(
     has_parts = reward_key is not None and sample.reward is not None
     record.reward = {reward_key: sample.reward} if has_parts else sample.reward
     record.status = kind.Status(sample.status.value)
-    record.weight_versions = _versions_of_completions(sample)
+    completions = sample.completions
+    record.weight_versions = _versions_of_completions(sample, completions)
     record.prefix_cache_info = kind.PrefixCacheInfo(
-        cached_tokens=sum(call.cached_tokens for call in sample.completions),
-        total_prompt_tokens=sum(call.start for call in sample.completions),
+        cached_tokens=sum(call.cached_tokens for call in completions),
+        total_prompt_tokens=sum(call.start for call in completions),
     )
     record.non_generation_time = float(sample.metrics.get("environment_seconds", 0.0))
     record.messages = sample.read_record("messages")
@@ -322,14 +327,11 @@ def _of_last_version(sample: Sample) -> Any:
     return last
 
 
-def _versions_of_completions(sample: Sample) -> list[str]:
+def _versions_of_completions(sample: Sample, completions: Sequence[CompletionRecord]) -> list[str]:
     """One entry per completion and version, as slime appends them: a resumed completion has several."""
     spans = sample.versions
     return [
-        span.version
-        for call in sample.completions
-        for span in spans
-        if span.start < call.stop and span.stop > call.start
+        span.version for call in completions for span in spans if span.start < call.stop and span.stop > call.start
     ] or sample.weight_versions
 
 

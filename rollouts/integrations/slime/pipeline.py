@@ -299,6 +299,7 @@ class Pipeline:
                 scored=False,
                 replay=self.settings.replay,
                 evaluation=data is not None,
+                checked=sample.status not in _LOST,  # by generate
             )
             record.reward = None
             if data is not None:

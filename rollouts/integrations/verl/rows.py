@@ -187,7 +187,7 @@ async def put_group(
     await transfer_queue.async_kv_put(key=uid, partition_id=partition, tag=tag)
 
 
-def write_batch(samples: Sequence[Sample], path: Path) -> None:
+def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = None) -> None:
     """Write a batch as a ``DataProto``, padded to its own longest prompt and response: ``DataProto.load_from_disk``.
 
     Raises:
@@ -201,7 +201,7 @@ def write_batch(samples: Sequence[Sample], path: Path) -> None:
     rollout = SimpleNamespace(prompt_length=lengths[0], response_length=lengths[1])
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     made = worker(AgentLoopWorker, config, _Padding())
-    data = anyio.run(functools.partial(to_data_proto, samples, made))
+    data = anyio.run(functools.partial(to_data_proto, samples, made, version=version))
     data.save_to_disk(str(path))
 
 
