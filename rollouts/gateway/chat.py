@@ -39,6 +39,11 @@ HISTORY = "messages"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MEDIA = {"input_audio": "audio", "file": "file", "video_url": "video"}
+_NOT_ENFORCED = (
+    "chat_template_kwargs", "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "regex",
+    "structured_outputs",
+)  # fmt: skip
+"""Fields of SGLang's and vLLM's servers beyond the API, which would change the prompt or the distribution."""
 MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
 
@@ -77,7 +82,7 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     kind = tool.text("type") or "function"
     if kind == "function":
         return [tool_of(tool.object("function") or tool, "parameters", counts)]  # some clients leave the object out
-    counts[f"server_tool/{kind}"] += 1
+    counts[f"server_tool/{kind[:64]}"] += 1
     return []
 
 
@@ -89,6 +94,9 @@ def _count_not_enforced(fields: Fields, counts: Counts) -> None:
         counts["not_enforced/parallel_tool_calls"] += 1
     if fields.flag("logprobs"):
         counts["not_enforced/logprobs"] += 1
+    for name in _NOT_ENFORCED:
+        if fields.value.get(name) is not None:
+            counts[f"not_enforced/{name}"] += 1
     if fields.value.get("web_search_options") is not None:
         counts["server_tool/web_search"] += 1
 

@@ -79,7 +79,7 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     kind = tool.text("type") or "custom"
     if kind == "custom":
         return [tool_of(tool, "input_schema", counts)]
-    counts[f"server_tool/{kind}"] += 1
+    counts[f"server_tool/{kind[:64]}"] += 1
     return []
 
 

@@ -85,7 +85,7 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     kind = tool.required("type")
     if kind == "function":
         return [tool_of(tool, "parameters", counts)]
-    counts[f"server_tool/{kind}"] += 1
+    counts[f"server_tool/{kind[:64]}"] += 1
     return []
 
 

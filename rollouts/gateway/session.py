@@ -76,6 +76,8 @@ _PROMPT_END = 16
 """Number of last prompt tokens that show whether the prompt opened a thinking block."""
 _MOST_STOPS = 32
 """Stop strings that servers accept."""
+_MOST_COUNTS = 256
+"""Names of counts of one session; what is beyond is one count, for a program may send any name of a tool's type."""
 _REWRITES_KEPT = 8
 _RULES: weakref.WeakKeyDictionary[Renderer, MessageRules] = weakref.WeakKeyDictionary()
 """The rules of the chat templates in use: sessions share a renderer."""
@@ -112,6 +114,8 @@ class _Work:
     retry_key: object
     lineage: Mapping[str, str]
     by_hand: bool
+    numbered: bool = False
+    """Whether the session has numbered its calls."""
     waiting: int = 0
     scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     done: anyio.Event = attrs.field(factory=anyio.Event)
@@ -280,10 +284,10 @@ class ProgramSession:
         """
         conversation = self._conversations().of(self._whole(request), self.tree.ours)
         await self._check_images(conversation.new)
-        self._check_open(request.n)
+        self._check_open()
         self._conversations().keep(conversation)
-        for name, amount in request.counts.items():
-            self.count(name, amount)
+        for name, amount in request.counts.items():  # some names are from the request
+            self.count(name if name in self.counts or len(self.counts) < _MOST_COUNTS else "other_counts", amount)
         for name, value in request.sampling.items():
             if name == "seed" or value != self._run_value(name):  # each call has a seed of its own
                 self.count(f"sampling_overridden/{name}")
@@ -296,6 +300,7 @@ class ProgramSession:
         if len(kept) >= request.n:
             self.count("retries_served")
             return [call.reply for call in kept[: request.n]]
+        self._check_calls(request.n)
         assert self._tasks is not None, "calls are made inside `async with session`"
         self._works[work.retry_key] = work
         # In the context of the rollout, not of the connection: failures name it, and pauses stop its deadlines.
@@ -331,14 +336,23 @@ class ProgramSession:
         """The sampling parameter of the run that replaces that of a request."""
         return getattr(self._sampling, name, _NO_EFFECT.get(name))
 
-    def _check_open(self, n: int) -> None:
+    def _check_open(self) -> None:
+        most = self._limits.max_sampled_tokens
         if time.monotonic() > self._ends:
             self.end(StopReason.DEADLINE)
-        limits = self._limits
-        if limits.max_calls is not None and self._calls + n > limits.max_calls and not self.ended:
-            self.end(StopReason.MAX_TURNS)
-        if limits.max_sampled_tokens is not None and self.tree.sampled >= limits.max_sampled_tokens:
+        if most is not None and self.tree.sampled >= most:
             self.end(StopReason.MAX_TOKENS)
+        self._check_not_ended()
+
+    def _check_calls(self, n: int) -> None:
+        """End the session at one call too many; a retry is none."""
+        most = self._limits.max_calls
+        starting = sum(work.request.n for work in self._works.values() if not work.numbered)
+        if most is not None and self._calls + starting + n > most:
+            self.end(StopReason.MAX_TURNS)
+        self._check_not_ended()
+
+    def _check_not_ended(self) -> None:
         if self.ended:
             raise ApiError("conflict", f"the session has ended: {self.stop_reason}")
 
@@ -449,6 +463,7 @@ class ProgramSession:
         line.append(context, new, images)
         lines = [line, *(self.tree.copy(line, prompt, len(line.messages)) for _ in range(n - 1))]
         self._calls += n
+        work.numbered = True
         nodes = [
             _Node(number, parent, one, start, prompt, tuple(new)) for number, one in enumerate(lines, self._calls - n)
         ]

@@ -116,6 +116,9 @@ def test_tools_are_read_in_one_form() -> None:
         ({"response_format": {"type": "json_object"}}, ["not_enforced/response_format"]),
         ({"parallel_tool_calls": False}, ["not_enforced/parallel_tool_calls"]),
         ({"logprobs": True}, ["not_enforced/logprobs"]),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ["not_enforced/chat_template_kwargs"]),
+        ({"guided_json": {}, "regex": "a+"}, ["not_enforced/guided_json", "not_enforced/regex"]),
+        ({"tools": [{"type": 1000 * "x"}]}, [f"server_tool/{64 * 'x'}"]),
         ({"web_search_options": {}}, ["server_tool/web_search"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import anyio
@@ -579,6 +580,43 @@ async def test_several_replies_of_one_request_count_as_so_many_calls() -> None:
         with pytest.raises(ApiError, match="the session has ended: max_turns"):
             await session.call(asks("Question 1", n=3), lineage={})
         assert (len(session.tree.calls), session.stop_reason) == (1, StopReason.MAX_TURNS)
+
+
+async def test_calls_that_begin_together_stay_within_the_limit() -> None:
+    """Calls under way count before they are numbered; the retry of an answered call is none."""
+    policy = ScriptedPolicy(replies())
+    async with session_of(policy, limits=SessionLimits(max_calls=2)) as session:
+        await ask(session, "Question 0")
+        refused: list[ApiError] = []
+
+        async def call(number: int) -> None:
+            try:
+                await ask(session, f"Question {number}")
+            except ApiError as error:
+                refused.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for number in (1, 2, 3):
+                tasks.start_soon(call, number)
+        assert len(policy.requests) <= 2
+        assert {error.error_kind for error in refused} == {"conflict"}
+        assert session.stop_reason is StopReason.MAX_TURNS
+    policy = ScriptedPolicy(replies())
+    async with session_of(policy, limits=SessionLimits(max_calls=1)) as session:
+        request = asks("Question 0")
+        first = await session.call(request, lineage={})
+        assert await session.call(request, lineage={}) == first  # its connection was lost before it was delivered
+        assert (session.counts["retries_served"], session.ended) == (1, False)
+
+
+async def test_names_of_counts_are_bounded() -> None:
+    """A program that sends new types of tools in every request fills one count."""
+    policy = ScriptedPolicy(replies())
+    async with session_of(policy) as session:
+        request = attrs.evolve(asks("Question"), counts=Counter({f"server_tool/{n}": 1 for n in range(5000)}))
+        await session.call(request, lineage={})
+        assert len(session.counts) < 300
+        assert session.counts["other_counts"] > 4000
 
 
 async def test_the_deadline_aborts_a_generation() -> None:
