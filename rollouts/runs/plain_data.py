@@ -27,7 +27,7 @@ def to_json(value: Any) -> bytes:
 def to_msgpack(value: Any) -> bytes:
     """Encode a value as MessagePack."""
     encoded = _encoded(msgspec.msgpack.encode, value)
-    if any(head in encoded for head in _TIMESTAMPS):  # or in a text, where it changes nothing
+    if b"\xff" in encoded and any(head in encoded for head in _TIMESTAMPS):  # or in a number, where it changes nothing
         return msgspec.msgpack.encode(to_plain(value, keep_bytes=True))
     return encoded
 
