@@ -111,10 +111,8 @@ def panel(manager: AsyncRolloutManager, *, batches: int, progress: Progress | No
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True)
-    at = min(manager.batches + 1, batches)
-    bar.add_row(
-        f"batch {at}/{batches}", ProgressBar(total=size, completed=counts.ready), f"{counts.ready}/{size} groups"
-    )
+    done = ProgressBar(total=size, completed=counts.ready)
+    bar.add_row(_batch(manager, batches), done, f"{counts.ready}/{size} groups")
     groups = Text.assemble(
         f"{counts.in_flight} in flight · {counts.ready} ready · ",
         (f"{counts.in_batch + counts.ready} kept", "green"),
@@ -134,13 +132,19 @@ def panel(manager: AsyncRolloutManager, *, batches: int, progress: Progress | No
     return Panel(body, title="rollouts", subtitle=subtitle, expand=True)
 
 
+def _batch(manager: AsyncRolloutManager, batches: int) -> str:
+    """The batch that is being filled, by its number as in the files, which count from 0."""
+    at = min(manager.batches + 1, batches)
+    return f"batch {at - 1} ({at} of {batches})"
+
+
 def plain_line(manager: AsyncRolloutManager, *, batches: int, progress: Progress | None = None) -> str:
     """The state of a run in one line."""
     counts, numbers = manager.accounting, manager.run_metrics
     return " · ".join(
         [
             duration(time.monotonic() - numbers.started),
-            f"batch {min(manager.batches + 1, batches)}/{batches}: {counts.ready}/{manager.config.batch_size} groups",
+            f"{_batch(manager, batches)}: {counts.ready}/{manager.config.batch_size} groups",
             f"{counts.in_flight} in flight",
             f"{counts.in_batch + counts.ready} kept",
             f"{counts.dropped} dropped",
@@ -200,7 +204,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     text.append(f"{result.status}", colour)
     text.append(f" after {result.seconds:.1f} s: {result.accounting}\n")
     if result.status == "finished" and not result.batch_metrics:
-        text.append(f"nothing to do: the run has its {result.batches} batches; --batches N asks for more\n", "yellow")
+        text.append(f"nothing to do: the run has its batches, {result.batches}; --batches N asks for more\n", "yellow")
     rate = f"{numbers.sampled_here / max(result.seconds, 1e-9):.0f} tokens/s, " if numbers.sampled_here else ""
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate}")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")

@@ -55,7 +55,7 @@ async def test_the_panel_shows_where_the_groups_are(manager: AsyncRolloutManager
     text = shown(panel(manager, batches=3))
     counts = manager.accounting
     for part in (
-        "batch 3/3",
+        "batch 2 (3 of 3)",
         f"{counts.in_flight} in flight",
         f"{counts.in_batch + counts.ready} kept",
         f"{counts.dropped} dropped",
@@ -150,7 +150,7 @@ async def test_the_summary_of_a_resumed_run_is_of_this_process(tmp_path: Path) -
     again.load(result.run_metrics.to_dict())
     resumed = attrs.evolve(result, run_metrics=again, batch_metrics=(), seconds=0.1)
     text = summary(resumed, writer).plain
-    assert "nothing to do: the run has its 2 batches; --batches N asks for more" in text
+    assert "nothing to do: the run has its batches, 2; --batches N asks for more" in text
     assert "tokens/s" not in text
 
 
