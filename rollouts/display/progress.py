@@ -204,7 +204,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     text.append(f"{result.status}", colour)
     text.append(f" after {result.seconds:.1f} s: {result.accounting}\n")
     if result.status == "finished" and not result.batch_metrics:
-        text.append(f"nothing to do: the run has its batches, {result.batches}; --batches N asks for more\n", "yellow")
+        text.append(
+            f"nothing to do: all batches of the run exist ({result.batches}); --batches N asks for more\n", "yellow"
+        )
     rate = f"{numbers.sampled_here / max(result.seconds, 1e-9):.0f} tokens/s, " if numbers.sampled_here else ""
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate}")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")

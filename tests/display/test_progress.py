@@ -150,7 +150,7 @@ async def test_the_summary_of_a_resumed_run_is_of_this_process(tmp_path: Path) -
     again.load(result.run_metrics.to_dict())
     resumed = attrs.evolve(result, run_metrics=again, batch_metrics=(), seconds=0.1)
     text = summary(resumed, writer).plain
-    assert "nothing to do: the run has its batches, 2; --batches N asks for more" in text
+    assert "nothing to do: all batches of the run exist (2); --batches N asks for more" in text
     assert "tokens/s" not in text
 
 
