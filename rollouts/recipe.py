@@ -18,34 +18,22 @@ from typing import Any, Literal, cast
 import anyio.to_thread
 import attrs
 
+from rollouts.base.validators import check, integer, is_int
 from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, without_password
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
-from rollouts.gateway.address import PublicAddress
-from rollouts.gateway.session import SessionLimits
-from rollouts.gateway.tree import Training
 from rollouts.inference.base import ServerInfo, check_takes_images
 from rollouts.inference.shared import shared_policy
-from rollouts.programs import Program
-from rollouts.programs.workspace import Workspace
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.renderer.options import TEMPLATE_KWARGS
-from rollouts.sandboxes import Sandbox
 from rollouts.training.agent_integration import check_limits, generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.training.program_integration import (
-    AgentFunction,
-    check_program,
-    generate_function_batch,
-    generate_program_batch,
-)
 from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
-from rollouts.validators import check, integer, is_int
 
-__all__ = ["Recipe", "agent_recipe", "check_recipe", "function_recipe", "preflight", "program_recipe"]
+__all__ = ["Recipe", "agent_recipe", "assembled_recipe", "check_recipe", "preflight"]
 
 OLDEST_SGLANG = (0, 5, 22)
 """The oldest version whose replies and updates are complete."""
@@ -224,7 +212,7 @@ def agent_recipe(
         "history": history,
         **{name: value for name, value in named.items() if value is not None},
     }
-    return _assembled(
+    return assembled_recipe(
         agent_recipe,
         name,
         endpoint,
@@ -248,75 +236,7 @@ def agent_recipe(
     )
 
 
-def program_recipe(
-    name: str,
-    endpoint: Endpoint,
-    program: Program,
-    prompts: Iterable[Any],
-    *,
-    sandbox: Sandbox,
-    gateway: PublicAddress | None = None,
-    workspace: Workspace | None = None,
-    limits: SessionLimits | None = None,
-    training: Training | None = None,
-    history: OnRewrite = "append",
-    context_window: int | None = None,
-    **options: Any,
-) -> Recipe:
-    """A recipe whose agent is a program, started in a sandbox for each rollout.
-
-    Args:
-        name: name of the recipe.
-        endpoint: the model's endpoint.
-        program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``.
-        prompts: the data.
-        sandbox: this and the arguments down to ``context_window`` are those of
-            :func:`~rollouts.training.program_rollout_to_samples`.
-        **options: the other options of :func:`agent_recipe`; there is no ``max_turns``, but ``limits.max_calls``.
-
-    Raises:
-        ConfigError: an argument is unknown or wrong; the message names it.
-    """
-    bound = _given(
-        gateway=gateway, workspace=workspace, limits=limits, training=training, context_window=context_window
-    )
-    generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
-    return _assembled(program_recipe, name, endpoint, generate_fn, prompts, **options)
-
-
-def function_recipe(
-    name: str,
-    endpoint: Endpoint,
-    function: AgentFunction,
-    prompts: Iterable[Any],
-    *,
-    limits: SessionLimits | None = None,
-    training: Training | None = None,
-    history: OnRewrite = "append",
-    context_window: int | None = None,
-    **options: Any,
-) -> Recipe:
-    """A recipe whose agent is an async function of yours; see :func:`program_recipe`.
-
-    Args:
-        name: name of the recipe.
-        endpoint: the model's endpoint.
-        function: ``async def agent(client, prompt)``; see :func:`~rollouts.training.function_rollout_to_samples`.
-        prompts: the data.
-        limits: this and the arguments down to ``context_window`` are those of that function.
-        **options: the other options of :func:`agent_recipe`.
-    """
-    bound = _given(limits=limits, training=training, context_window=context_window)
-    generate_fn = functools.partial(generate_function_batch, function=function, history=history, **bound)
-    return _assembled(function_recipe, name, endpoint, generate_fn, prompts, **options)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that are not ``None``; the function that takes them has the defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _assembled(
+def assembled_recipe(
     function: Callable[..., Recipe],
     name: str,
     endpoint: Endpoint,
@@ -377,7 +297,7 @@ def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any])
     """
     config = [field.name for field in attrs.fields(RolloutConfig) if field.name != "generate_fn"]
     kinds = [config, [field.name for field in attrs.fields(SamplingParams)], [*RendererOptions.__annotations__]]
-    own = [name for each in (function, _assembled) for name in list(inspect.signature(each).parameters)[4:-1]]
+    own = [name for each in (function, assembled_recipe) for name in list(inspect.signature(each).parameters)[4:-1]]
     named = [name for name in dict.fromkeys(own) if name not in ("prompts", "environment_cls")]
     known = [name for names in kinds for name in names if name not in named]
     for name, value in options.items():
@@ -456,7 +376,7 @@ async def check_recipe(recipe: Recipe) -> Renderer:
         check_limits(limits, recipe.bound.get("max_turns"))
     if recipe.environment_cls is None:
         tools: tuple[Tool, ...] = ()  # a session tests those of its program
-        await check_program(recipe.bound, recipe.data_buffer.prompts)
+        await _check_generate_fn(recipe)
     else:
         name = function_name(recipe.environment_cls)
         with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS, before_work=True):
@@ -467,6 +387,14 @@ async def check_recipe(recipe: Recipe) -> Renderer:
             tools = tuple(environment.tools)
             await environment.close()
     return await anyio.to_thread.run_sync(_tested_renderer, recipe, tools)
+
+
+async def _check_generate_fn(recipe: Recipe) -> None:
+    """Let the generate function check the arguments that it is bound to, if it has a function ``check``."""
+    generate_fn: Any = recipe.config.generate_fn
+    function = generate_fn.func if isinstance(generate_fn, functools.partial) else generate_fn
+    if callable(check := getattr(function, "check", None)):
+        await check(recipe.bound, recipe.data_buffer.prompts)
 
 
 def _warn_of_old_server(server: ServerInfo) -> None:

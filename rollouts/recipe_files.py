@@ -40,7 +40,7 @@ __all__ = [
     "summary_of",
 ]
 
-_BUILT_IN = Path(__file__).parent / "recipes"
+_BUILT_IN = Path(__file__).parent / "recipes" / "configs"
 
 RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
@@ -103,7 +103,7 @@ def import_file(path: str | Path) -> ModuleType:
         name = path.stem
     if name in built_in():
         try:
-            return importlib.import_module(f"rollouts.recipes.{name}")
+            return importlib.import_module(f"rollouts.recipes.configs.{name}")
         except ImportError as error:
             raise ConfigError(f"recipe {name}: importing it raised {type(error).__name__}: {error}") from error
     if not path.is_file() or path.suffix != ".py":

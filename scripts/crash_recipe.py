@@ -15,10 +15,10 @@ import attrs
 
 from rollouts.dtypes import Endpoint
 from rollouts.recipe import Recipe
-from rollouts.recipes.calculator import exact_answer_reward
-from rollouts.recipes.calculator import recipe as calculator
-from rollouts.recipes.calculator_program import recipe as calculator_program
-from rollouts.recipes.calculator_program import workspace_reward
+from rollouts.recipes.configs.calculator import exact_answer_reward
+from rollouts.recipes.configs.calculator import recipe as calculator
+from rollouts.recipes.configs.calculator_program import recipe as calculator_program
+from rollouts.recipes.configs.calculator_program import workspace_reward
 from rollouts.training import Sample
 
 

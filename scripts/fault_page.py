@@ -47,15 +47,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/commands/test_init.py::test_a_killed_run_leaves_no_engine",
     ),
     "terminal": (
-        "tests/test_terminal.py",
-        "tests/display/test_transcript.py",
+        "tests/base/test_terminal.py",
+        "tests/views/terminal/test_transcript.py",
         "tests/commands/test_show.py::test_a_run_of_prompts_with_tags_is_shown",
         "tests/commands/test_init.py::test_the_text_of_a_server_does_not_control_the_terminal",
     ),
     "sandbox": (
         "tests/environments/test_python_tool.py::test_no_way_out",
         "tests/sandboxes/test_seccomp.py",
-        "tests/training/rewards/test_code.py::test_a_program_cannot_forge_its_tests",
+        "tests/rewards/test_code.py::test_a_program_cannot_forge_its_tests",
     ),
     "templates": ("tests/renderer/test_template_sandbox.py", "tests/renderer/test_template.py"),
 }

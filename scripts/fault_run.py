@@ -42,8 +42,8 @@ from rollouts.engine.process import READY
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.inference.shared import shared_policy
 from rollouts.recipe import preflight
-from rollouts.recipes.calculator import exact_answer_reward
-from rollouts.recipes.calculator import recipe as calculator
+from rollouts.recipes.configs.calculator import exact_answer_reward
+from rollouts.recipes.configs.calculator import recipe as calculator
 from rollouts.renderer import renderer_for
 from rollouts.runs.resume import begin
 from rollouts.runs.run import run

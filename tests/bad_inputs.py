@@ -24,7 +24,7 @@ from rollouts.environments.python_tool import PythonLimits
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.shared import shared_policy
-from rollouts.ors_server.app import environment_server
+from rollouts.integrations.ors_server.app import environment_server
 from rollouts.recipe import agent_recipe
 from rollouts.renderer import renderer_for
 from rollouts.runs.journal import Journal, read_journal
@@ -44,7 +44,7 @@ from tests.stored_runs import some_sample
 
 __all__ = ["ROWS", "Row", "message_of", "page"]
 
-CALCULATOR = str(Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py")
+CALCULATOR = str(Path(__file__).parents[1] / "configs" / "calculator.py")
 
 
 @attrs.frozen

@@ -18,13 +18,13 @@ from rollouts.environments.mcp import McpEnvironment, McpServer
 from rollouts.environments.mixed import ENVIRONMENT, MixedEnvironment
 from rollouts.environments.ors import ORSEnvironment, ORSServer
 from rollouts.errors import Failure
-from rollouts.ors_server.app import environment_server
+from rollouts.integrations.ors_server.app import environment_server
 from rollouts.renderer import load_tokenizer
+from rollouts.rewards import Judge, LLMJudge
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.metrics import Accounting
-from rollouts.training.rewards import Judge, LLMJudge
 from tests import ors_recipe
 
 __all__ = ["BAD", "Bad", "Played", "play_with_sound_prompts"]

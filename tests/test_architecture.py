@@ -7,6 +7,7 @@ its line. Each rule is also shown to catch a planted violation.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -20,45 +21,38 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS: dict[str, int] = {
     "rollouts": 0,
-    "rollouts.errors": 0,
-    "rollouts.extras": 1,
-    "rollouts.terminal": 1,
-    "rollouts.validators": 1,
-    "rollouts.concurrency": 2,
-    "rollouts.dtypes": 2,
-    "rollouts.http": 3,
-    "rollouts.sandboxes": 3,
-    "rollouts.tool_calls": 3,
-    "rollouts.trajectory": 3,
-    "rollouts.engine": 4,
-    "rollouts.environments": 4,
-    "rollouts.inference": 4,
-    "rollouts.programs": 4,
+    "rollouts.errors": 1,
+    "rollouts.base": 2,
+    "rollouts.concurrency": 3,
+    "rollouts.dtypes": 3,
+    "rollouts.http": 4,
     "rollouts.renderer": 4,
-    "rollouts.agent": 5,
-    "rollouts.gateway": 5,
-    "rollouts.conformance": 5,
-    "rollouts.testing": 6,
-    "rollouts.training": 6,
-    "rollouts.observability": 7,
-    "rollouts.recipe": 7,
-    "rollouts.ors_server": 8,
-    "rollouts.recipe_files": 8,
-    "rollouts.runs": 8,
-    "rollouts.display": 9,
-    "rollouts.distributed": 9,
-    "rollouts.integrations": 9,
-    "rollouts.planning": 9,
-    "rollouts.viewer": 9,
-    "rollouts.commands": 10,
-    "rollouts.compat": 10,
-    "rollouts.__main__": 11,
-    "rollouts.environment_check": 11,
+    "rollouts.sandboxes": 4,
+    "rollouts.trajectory": 4,
+    "rollouts.engine": 5,
+    "rollouts.environments": 5,
+    "rollouts.inference": 5,
+    "rollouts.agent": 6,
+    "rollouts.conformance": 6,
+    "rollouts.testing": 7,
+    "rollouts.training": 7,
+    "rollouts.observability": 8,
+    "rollouts.recipe": 8,
+    "rollouts.rewards": 8,
+    "rollouts.programs": 9,
+    "rollouts.recipe_files": 9,
+    "rollouts.runs": 9,
+    "rollouts.distributed": 10,
+    "rollouts.integrations": 10,
+    "rollouts.planning": 10,
+    "rollouts.views": 10,
+    "rollouts.commands": 11,
+    "rollouts.__main__": 12,
     "rollouts.recipes": 12,
 }
 """The floor of every package or module at the root. An import between them goes to a lower floor."""
 
-ROOMS = ("trajectory", "tool_calls", "environments", "inference", "engine")
+ROOMS = ("trajectory", "renderer", "environments", "inference", "engine")
 """Packages that do not import each other."""
 
 AGENT_SIDE = (
@@ -82,21 +76,23 @@ TRANSFORMERS_AT_IMPORT = ("rollouts.engine", "rollouts.integrations")
 NEVER_AT_IMPORT = ("slime", "ray", "trl", "sglang", "vllm", "mcp", "verl", "areal", "transfer_queue", "omegaconf")
 NEVER_AT_IMPORT += ("prime_rl", "rllm", "skyrl", "skyrl_gym", "tinker", "tinker_cookbook", "openenv", "verifiers")
 PRINTING = (
-    "rollouts.terminal",
-    "rollouts.display.console",
+    "rollouts.base.terminal",
+    "rollouts.views.terminal.console",
     "rollouts.renderer.template_sandbox",
-    "rollouts.training.rewards.code_remote",
+    "rollouts.rewards.code_remote",
 )
 """The modules that print; the last two run in processes of their own, which print to a pipe."""
 ADAPTERS = ("verl", "areal", "nemo_rl", "openrlhf", "prime_rl", "rllm", "skyrl", "tinker")
 """Adapters for trainers in ``rollouts.integrations``; nothing else in the package imports them."""
 GUESTS = ("rollouts.recipes", "tests", "scripts", "training")
 """Code written with the package as its users write it; the built-in recipes are in the wheel, found by name."""
+LINKED = {"configs": "rollouts.recipes.configs", "environments": "rollouts.recipes.environments"}
+"""Folders of guests at the root, and the packages that link to them."""
 HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 CONTEXT_VARIABLES = {
     "rollouts.errors": "labels waits and failures",
     "rollouts.concurrency.deadlines": "nests as cancel scopes do, also through user code",
-    "rollouts.gateway.session": "has none: runs a call in the context of its rollout, not in that of its connection",
+    "rollouts.programs.gateway.session": "has none: runs a call in the context of its rollout, not of its connection",
 }
 """The modules that may use context variables, and what for. An argument is passed as an argument."""
 
@@ -121,19 +117,19 @@ LAW_BOOKS = {
     "agent/test_images.py",
     "agent/test_raw_continuation.py",
     "environments/test_returned_values.py",
-    "gateway/test_images.py",
-    "gateway/test_laws.py",
-    "gateway/test_programs.py",
-    "gateway/test_recordings.py",
-    "tool_calls/test_dialects.py",
-    "tool_calls/test_outcomes.py",
+    "programs/gateway/test_images.py",
+    "programs/gateway/test_laws.py",
+    "programs/gateway/test_programs.py",
+    "programs/gateway/test_recordings.py",
+    "renderer/dialects/test_dialects.py",
+    "renderer/dialects/test_outcomes.py",
     "planning/test_advice.py",
-    "programs/test_launches.py",
+    "programs/launchers/test_launches.py",
     "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""
 
-CHECKED = ("rollouts", "training", "scripts", "docs", "tests", "pyproject.toml")
+CHECKED = ("rollouts", "configs", "environments", "training", "scripts", "docs", "tests", "pyproject.toml")
 CHECKED += ("README.md", "CONTRIBUTING.md", "SLIME_vs_ROLLOUTS.md")
 """The files and folders that ``old_words`` checks: everything but CHANGELOG.md."""
 STORED_NAME = "# a stored name"
@@ -161,9 +157,10 @@ class Import:
 def modules_of(root: Path) -> dict[str, Path]:
     """Map the modules of the package under ``root`` to their files."""
     modules = {}
-    for path in sorted((root / "rollouts").rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for folder, package in {"rollouts": "rollouts", **LINKED}.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = (package, *path.relative_to(root / folder).with_suffix("").parts)
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return modules
 
 
@@ -422,21 +419,25 @@ def test_the_tree_follows_the_rule(rule: Callable[[Path], list[str]]) -> None:
 PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (modules_without_a_floor, {"rollouts/attic.py": ""}, "rollouts.attic has no floor"),
     (modules_without_a_floor, {"rollouts/attic/shelf.py": ""}, "rollouts.attic.shelf has no floor"),
-    (arrows_up, {"rollouts/errors.py": "from rollouts.dtypes import Prompt"}, "up from floor 0 to 2"),
-    (arrows_up, {"rollouts/runs/a.py": "from rollouts.ors_server.app import x"}, "up from floor 8 to 8"),
+    (arrows_up, {"rollouts/errors.py": "from rollouts.dtypes import Prompt"}, "up from floor 1 to 3"),
+    (arrows_up, {"rollouts/runs/a.py": "from rollouts.programs.generate import x"}, "up from floor 9 to 9"),
     (
         arrows_up,
         {"rollouts/renderer/a.py": "def f():\n    import rollouts.training.types"},
         "rollouts.renderer.a, line 2",
     ),
-    (arrows_up, {"rollouts/agent/loop.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to 7"),
+    (arrows_up, {"rollouts/agent/loop.py": "if TYPE_CHECKING:\n    from rollouts.recipe import Recipe"}, "to 8"),
     (imports_of_the_own_package, {"rollouts/engine/a.py": "from rollouts.engine import b"}, "its own package"),
-    (imports_between_rooms, {"rollouts/tool_calls/a.py": "from ..environments.base import tool"}, "another room"),
+    (
+        imports_between_rooms,
+        {"rollouts/renderer/a.py": "from ..environments.base import tool"},
+        "another room",
+    ),
     (imports_between_rooms, {"rollouts/engine/a.py": "from rollouts.inference.base import Policy"}, "another room"),
     (strangers, {"rollouts/training/manager.py": "from rollouts.agent import run_agent"}, "rollouts.agent"),
     (strangers, {"rollouts/environments/a.py": "import rollouts.trajectory"}, "rollouts.trajectory"),
     (strangers, {"rollouts/inference/a.py": "import rollouts.training.types"}, "rollouts.training.types"),
-    (heavy_imports, {"rollouts/training/rewards.py": "def f():\n    import torch.nn"}, "torch lives in"),
+    (heavy_imports, {"rollouts/rewards.py": "def f():\n    import torch.nn"}, "torch lives in"),
     (heavy_imports, {"rollouts/training/batch.py": "import torch"}, "inside the function"),
     (heavy_imports, {"rollouts/renderer/a.py": "from transformers import AutoTokenizer"}, "inside the function"),
     (
@@ -447,10 +448,10 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (imports_of_guests, {"rollouts/recipe.py": "from tests.worlds import world"}, "a guest"),
     (
         imports_of_guests,
-        {"rollouts/commands/run.py": "from rollouts.recipes import mixed", "rollouts/recipes/mixed.py": ""},
-        "rollouts.commands.run, line 1, imports rollouts.recipes.mixed: a guest",
+        {"rollouts/commands/run.py": "from rollouts.recipes.configs import mixed", "configs/mixed.py": ""},
+        "rollouts.commands.run, line 1, imports rollouts.recipes.configs.mixed: a guest",
     ),
-    (imports_of_guests, {"rollouts/recipes/a.py": "from training.grpo import GrpoTrainer"}, "a guest"),
+    (imports_of_guests, {"configs/a.py": "from training.grpo import GrpoTrainer"}, "a guest"),
     (
         adapters_that_know_each_other,
         {"rollouts/integrations/areal/a.py": "def f():\n    import rollouts.integrations.verl.rows"},
@@ -516,8 +517,8 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
         "rollouts/renderer/tokens.py": "from ..errors import E\ndef load():\n    import transformers",
         "rollouts/training/batch.py": "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
         "rollouts/training/manager.py": "from .batch import f",
-        "rollouts/recipes/a.py": "from rollouts.recipes.environments.b import E\nimport rollouts.renderer",
-        "rollouts/recipes/environments/b.py": "from rollouts.errors import E",
+        "configs/a.py": "from rollouts.recipes.environments.b import E\nimport rollouts.renderer",
+        "environments/b.py": "from rollouts.errors import E",
         "rollouts/commands/a.py": "from rollouts import __version__\ndef f():\n    import rollouts.renderer.tokens",
         "tests/renderer/test_tokens.py": "",
         "tests/test_renderer.py": "",
@@ -528,6 +529,54 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert [found for rule in RULES for found in rule(tmp_path)] == []
+
+
+CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "rollouts.training": (180, ("base",)),
+    "rollouts.training.filters": (3160, ("base", "concurrency", "dtypes", "errors", "training", "trajectory")),
+    "rollouts.training.manager": (
+        7220,
+        ("agent", "base", "concurrency", "dtypes", "environments", "errors", "training", "trajectory"),
+    ),
+}
+"""For each core module: the most lines that its import may load, and the packages. The lines only go down."""
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_the_import_of_a_core_module_loads_only_its_packages(module: str) -> None:
+    """A wing that the core imports, also through another module, is found here; so is a core that grows."""
+    code = (
+        f"import sys, {module}\n"
+        "for name, found in sorted(sys.modules.items()):\n"
+        "    if name.partition('.')[0] == 'rollouts':\n"
+        "        print(name, sum(1 for _ in open(found.__file__, encoding='utf-8')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    lines = {name: int(count) for name, count in map(str.split, done.stdout.splitlines())}
+    most, packages = CLOSURES[module]
+    assert {name.split(".")[1] for name in lines if "." in name} == {module.split(".")[1], *packages}
+    assert sum(lines.values()) <= most
+
+
+def faces() -> list[str]:
+    """The packages whose names are imported at their first use."""
+    return [name for name, path in modules_of(ROOT).items() if "__dir__ = lazy_face(" in path.read_text()]
+
+
+@pytest.mark.parametrize("package", faces())
+def test_a_lazy_face_has_the_names_that_it_lists(package: str) -> None:
+    """``__all__``, the names for type checkers and the names that are imported on use are the same."""
+    module = importlib.import_module(package)
+    tree = ast.parse(modules_of(ROOT)[package].read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = [alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    imported += [node.target.id for node in typed.body if isinstance(node, ast.AnnAssign)]
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert sorted([*imported, *defined]) == sorted(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'attic'"):
+        module.attic  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import ToolEnvironment, tool
 from rollouts.environments.base import StepResult
-from rollouts.gateway import chat, messages, responses
-from rollouts.gateway.types import CallReply
-from rollouts.gateway.wire import Entries, Wire, decoded_body
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.programs.gateway import chat, messages, responses
+from rollouts.programs.gateway.types import CallReply
+from rollouts.programs.gateway.wire import Entries, Wire, decoded_body
 from rollouts.renderer import Renderer, load_tokenizer
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.run_journal import RunJournal
@@ -36,7 +36,7 @@ from rollouts.training import (
     agent_rollout_to_samples,
     generate_rollout_batch,
 )
-from tests.gateway.programs import session_of, spoken
+from tests.programs.gateway.programs import session_of, spoken
 
 TURNS, GROUPS, N = 3, 2, 4
 

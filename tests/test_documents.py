@@ -29,14 +29,15 @@ from rollouts.commands.check_env import load_environment
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
-from rollouts.gateway.session import SessionLimits
 from rollouts.integrations.slime import close_rollouts
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import load_function
-from rollouts.programs import claude_code
-from rollouts.programs.workspace import RepositoryWorkspace
-from rollouts.recipe import function_recipe
+from rollouts.programs import function_recipe
+from rollouts.programs.gateway.session import SessionLimits
+from rollouts.programs.launchers import claude_code
+from rollouts.programs.launchers.workspace import RepositoryWorkspace
+from rollouts.programs.reward import repository_reward
 from rollouts.recipe_files import build, load_recipe
 from rollouts.recipes.environments.repositories.tasks import TASKS
 from rollouts.renderer import load_tokenizer
@@ -64,7 +65,6 @@ from rollouts.training import (
     make_length_filter,
     make_threshold_filter,
 )
-from rollouts.training.rewards.repository import repository_reward
 
 ROOT = Path(__file__).parents[1]
 

@@ -28,9 +28,9 @@ from rollouts.inference.generate_wire import read_completion
 from rollouts.inference.token_json import SequenceCache
 from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe_files import read_options
+from rollouts.renderer.dialects import DIALECTS
 from rollouts.runs.journal import Columns, Journal, read_journal
 from rollouts.runs.plain_data import to_msgpack
-from rollouts.tool_calls import DIALECTS
 from rollouts.training.data_buffer import DataBuffer, load_prompts
 from tests.dialects import MALFORMED, TOOLS, WRITTEN
 from tests.fuzzing import fuzz, json_texts, mutated_bytes, mutated_json, odd_values, woven

@@ -16,8 +16,9 @@ from rollouts.dtypes import Endpoint, Image, Limits, Message
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
-from rollouts.programs import claude_code
-from rollouts.recipe import Recipe, agent_recipe, check_recipe, preflight, program_recipe
+from rollouts.programs.launchers import claude_code
+from rollouts.programs.recipe import program_recipe
+from rollouts.recipe import Recipe, agent_recipe, check_recipe, preflight
 from rollouts.recipe_files import (
     GENERATE_OPTIONS,
     absolute,
@@ -35,7 +36,7 @@ from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, agent_rollout_to_sample, load_run
 from rollouts.training.failures import FailurePolicy
 
-CALCULATOR = Path(__file__).parents[1] / "rollouts" / "recipes" / "calculator.py"
+CALCULATOR = Path(__file__).parents[1] / "configs" / "calculator.py"
 
 REQUIRED_OPTIONS = {
     "function_calling": ["data"],
@@ -144,7 +145,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 def test_a_built_in_recipe_has_a_name_in_every_folder() -> None:
     """By its name, or by the path of its file, it is the module of the package."""
     assert load_recipe("calculator") is load_recipe(CALCULATOR)
-    assert load_recipe("calculator").__module__ == "rollouts.recipes.calculator"
+    assert load_recipe("calculator").__module__ == "rollouts.recipes.configs.calculator"
     assert str(absolute("calculator")) == "calculator"
     assert absolute("calculator.py") == Path.cwd() / "calculator.py"
 

@@ -40,7 +40,6 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from rollouts.commands.arguments import add_provider, options_of
-from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine.process import engine_process
 from rollouts.errors import ConfigError, RolloutsError
@@ -57,6 +56,7 @@ from rollouts.training.evaluation import (
     task_scores,
 )
 from rollouts.training.filters import check_reward_nonzero_std
+from rollouts.views.terminal.transcript import visible
 from training.board import Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 

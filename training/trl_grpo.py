@@ -23,12 +23,12 @@ import anyio
 import attrs
 
 from rollouts.commands.arguments import add_generate_options, generate_options_of, options_of
-from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.integrations.trl import RolloutFunc, dataset_rows, env_reward
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import build, load_recipe
+from rollouts.views.terminal.transcript import visible
 
 __all__ = ["Job", "train"]
 

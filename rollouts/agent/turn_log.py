@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.validators import finite
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ChatDict,
@@ -34,7 +35,6 @@ from rollouts.dtypes import (
     with_images,
 )
 from rollouts.trajectory import CompletionRecord, Trajectory
-from rollouts.validators import finite
 
 __all__ = [
     "Turn",

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from rollouts import __version__
+from rollouts.base.terminal import guard_standard_error, visible
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts
 from rollouts.errors import RolloutsError
-from rollouts.terminal import guard_standard_error, visible
 
 __all__ = ["VERBS", "Verb", "main"]
 

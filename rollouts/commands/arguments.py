@@ -19,13 +19,13 @@ from typing import Any, TypeVar, get_args
 
 import anyio
 
+from rollouts.base.terminal import say
 from rollouts.commands.target import RunTarget
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, waking
 from rollouts.dtypes import OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
 from rollouts.renderer import SpecialText
-from rollouts.terminal import say
 
 __all__ = [
     "BAD_INPUT",

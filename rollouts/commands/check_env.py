@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, positive
-from rollouts.display.console import SafeConsole
-from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.recipe_files import build, import_file
 from rollouts.testing.environment_check import CheckOptions, Finding, Verdict, examine
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.transcript import visible
 
 __all__ = ["add", "load_environment", "show_findings"]
 

@@ -29,8 +29,6 @@ from rollouts.commands.arguments import (
     options_of,
 )
 from rollouts.concurrency.boundary import boundary, function_name
-from rollouts.display.console import SafeConsole
-from rollouts.display.transcript import visible
 from rollouts.dtypes import Endpoint, Tool
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
 from rollouts.http.client import HttpClient
@@ -38,6 +36,8 @@ from rollouts.inference.shared import shared_policy
 from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe_files import build, load_recipe, read_options
 from rollouts.renderer import ExamplePart, Renderer, RendererOptions, SelfTest, conversation, load_tokenizer
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.transcript import visible
 
 __all__ = ["Echo", "TemplateCheckOptions", "add", "check", "echo"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollouts.commands.arguments import add_verb, numbers
 from rollouts.commands.evaluate import compare_evaluations
-from rollouts.display.console import SafeConsole
+from rollouts.views.terminal.console import SafeConsole
 
 __all__ = ["add"]
 

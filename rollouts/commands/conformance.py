@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_provider, add_verb, in_loop
 from rollouts.conformance.points import Report, read_report, table
 from rollouts.conformance.sglang import conformance_of
 from rollouts.conformance.vllm import vllm_conformance_of
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.terminal import say
 
 __all__ = ["add"]
 

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 from packaging.requirements import Requirement
 
 from rollouts import __version__
+from rollouts.base.extras import install_command
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb
 from rollouts.environments.python_tool import REQUIRED, containment
-from rollouts.extras import install_command
 from rollouts.sandboxes.base import SandboxError
-from rollouts.terminal import say
 
 __all__ = ["add", "extras_of", "lacking", "report_text"]
 

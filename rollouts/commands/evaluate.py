@@ -28,8 +28,6 @@ from rich.text import Text
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
 from rollouts.commands.target import RunTarget, make_folder, open_target
 from rollouts.concurrency.task_groups import first_error
-from rollouts.display.console import SafeConsole
-from rollouts.display.transcript import visible
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
@@ -48,6 +46,8 @@ from rollouts.training.evaluation import (
     task_scores,
 )
 from rollouts.training.types import Group, Sample
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.transcript import visible
 
 __all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evaluation", "scores_table"]
 

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, at_least_0, check_run
 from rollouts.errors import ConfigError
 from rollouts.integrations.exports import EXPORTERS, export_batches
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.runs.export import export_rows
-from rollouts.terminal import say
 
 __all__ = ["add"]
 

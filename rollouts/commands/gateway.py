@@ -15,6 +15,8 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.base.extras import install_command
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import (
     add_generate_options,
     add_provider,
@@ -26,16 +28,14 @@ from rollouts.commands.arguments import (
 from rollouts.commands.serve import serve_until_stopped
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams, without_password
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.extras import install_command
-from rollouts.gateway.session import ProgramSession
-from rollouts.gateway.tree import Call
-from rollouts.gateway.types import CallReply, CallRequest
 from rollouts.inference.base import describe_once
 from rollouts.inference.shared import shared_policy
+from rollouts.programs.gateway.session import ProgramSession
+from rollouts.programs.gateway.tree import Call
+from rollouts.programs.gateway.types import CallReply, CallRequest
 from rollouts.recipe_files import read_options
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.runs.writer import RunWriter, check_free
-from rollouts.terminal import say
 from rollouts.training.agent_integration import resuming
 from rollouts.training.metrics import Accounting
 from rollouts.training.samples import trajectory_to_samples
@@ -103,7 +103,7 @@ async def serve_program(
         ConfigError: the address, the tokenizer or an option is invalid.
         EndpointError: the server does not answer.
     """
-    from rollouts.gateway.server import Gateway  # here: aiohttp is part of an extra
+    from rollouts.programs.gateway.server import Gateway  # here: aiohttp is part of an extra
 
     endpoint = Endpoint(
         provider=args.provider or "sglang",

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb
-from rollouts.display.console import SafeConsole
-from rollouts.display.transcript import visible
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import METRICS, read_info
 from rollouts.runs.writer import check_idle
-from rollouts.terminal import say
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.transcript import visible
 
 __all__ = ["add", "entries", "list_runs"]
 

@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb
 from rollouts.errors import ConfigError
-from rollouts.terminal import say
 
 __all__ = ["add", "new_environment"]
 
@@ -69,7 +69,7 @@ from typing import Literal
 from rollouts.dtypes import Endpoint
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.training import load_prompts
-from rollouts.training.rewards import exact_match
+from rollouts.rewards import exact_match
 
 from {name}.environment import {cls}
 
@@ -118,7 +118,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.testing.environment_check import CheckOptions, examine
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
-from rollouts.training.rewards import exact_match
+from rollouts.rewards import exact_match
 
 from {name}.environment import {cls}
 from {name}.recipe import recipe

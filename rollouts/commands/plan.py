@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.commands.arguments import add_verb, check_run, numbers, positive
-from rollouts.display.console import SafeConsole
 from rollouts.errors import ConfigError
 from rollouts.planning.plan import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
 from rollouts.planning.simulation import Speed
+from rollouts.views.terminal.console import SafeConsole
 
 __all__ = ["add"]
 

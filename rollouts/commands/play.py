@@ -14,14 +14,14 @@ from rich.text import Text
 from rollouts.commands.arguments import add_target, add_verb, in_loop, target_of
 from rollouts.commands.target import RunTarget, open_target
 from rollouts.concurrency.boundary import boundary, function_name
-from rollouts.display.console import SafeConsole
-from rollouts.display.transcript import heading, pieces_of, pieces_table, transcript, visible
 from rollouts.dtypes import Prompt
 from rollouts.errors import GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, preflight
-from rollouts.training.rewards import score
+from rollouts.rewards import score
 from rollouts.training.types import Sample
 from rollouts.trajectory import Trajectory
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.transcript import heading, pieces_of, pieces_table, transcript, visible
 
 __all__ = ["add", "play_one"]
 

@@ -7,9 +7,9 @@ import inspect
 import json
 from typing import Any
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, recipe_help
 from rollouts.recipe_files import RecipeFunction, built_in, load_recipe, recipe_options, summary_of
-from rollouts.terminal import say
 
 __all__ = ["add"]
 

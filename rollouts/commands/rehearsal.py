@@ -30,8 +30,8 @@ from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats, alike
 from rollouts.training.group_runner import GroupRunner
-from rollouts.training.rewards.scoring import score, score_group
 from rollouts.training.rollout_attempt import attempt, ends, is_lost, number_sample
+from rollouts.training.scoring import score, score_group
 from rollouts.training.types import Sample
 
 __all__ = ["rehearse"]

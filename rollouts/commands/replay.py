@@ -7,11 +7,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run, in_loop, options_of, tell
 from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
 from rollouts.errors import ReplayDiverged
 from rollouts.runs.replay import replay
-from rollouts.terminal import say
 
 __all__ = ["add"]
 

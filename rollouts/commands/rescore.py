@@ -7,11 +7,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, check_run, in_loop, options_of
 from rollouts.commands.target import RunTarget, stored_recipe
 from rollouts.runs.rescore import rescore
 from rollouts.runs.writer import check_free
-from rollouts.terminal import say
 
 __all__ = ["add"]
 

@@ -21,6 +21,7 @@ import attrs
 from rich.console import Console
 
 from rollouts import __version__
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import (
     BROKEN,
     INTERRUPTED,
@@ -46,8 +47,6 @@ from rollouts.commands.target import (
 from rollouts.concurrency.interrupts import handling_interrupts
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.wait_report import reporting_on_signal
-from rollouts.display.console import SafeConsole
-from rollouts.display.progress import Progress, summary
 from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.engine.process import EngineProcess
 from rollouts.errors import ConfigError, RolloutsError
@@ -68,12 +67,13 @@ from rollouts.runs.run import RunResult, Stop, Watch, abandon, observe, run
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.settings import settings_of
 from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, versions
-from rollouts.terminal import say
 from rollouts.testing.stalls import StallWatch
 from rollouts.training.agent_integration import resuming
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.progress import Progress, summary
 
 __all__ = ["Distribute", "Telemetry", "add", "launch", "recorded_server"]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import anyio
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive, stop_signals
 from rollouts.concurrency.task_groups import first_error
 from rollouts.engine.process import READY
 from rollouts.http.access import is_loopback
-from rollouts.terminal import say
 
 __all__ = ["add", "key_for", "serve_until_stopped"]
 

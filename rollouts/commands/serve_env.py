@@ -9,11 +9,11 @@ from typing import Any
 
 import anyio
 
+from rollouts.base.extras import install_command
 from rollouts.commands.arguments import add_verb, all_options_of, in_loop
 from rollouts.commands.serve import HOST, key_for, serve_until_stopped
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.recipe_files import build, load_recipe
 
 __all__ = ["add"]
@@ -45,7 +45,7 @@ def add(verbs: Any) -> None:
 
 def _serve_env(args: argparse.Namespace) -> int:
     try:
-        from rollouts.ors_server.app import environment_server  # here: aiohttp is part of an extra
+        from rollouts.integrations.ors_server.app import environment_server  # here: aiohttp is part of an extra
     except ImportError as error:
         raise ConfigError(f"serve-env needs aiohttp: {install_command('serve')} ({error})") from error
     recipe = build(load_recipe(args.recipe), Endpoint(), all_options_of(args))

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.commands.arguments import add_verb, check_run, positive
-from rollouts.display.console import SafeConsole
-from rollouts.display.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
-from rollouts.display.transcript import transcript, visible
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
 from rollouts.runs.folder import Row, Which, read_info, read_rows
 from rollouts.training.types import Sample
+from rollouts.views.terminal.console import SafeConsole
+from rollouts.views.terminal.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
+from rollouts.views.terminal.transcript import transcript, visible
 
 __all__ = ["add", "show_run"]
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.extras import install_command
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.verify import verify_run
-from rollouts.terminal import say
 
 _VIOLATIONS_SHOWN = 20
 _PACKAGES = ("torch", "safetensors")

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, check_run
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
 from rollouts.runs.folder import check_output
-from rollouts.terminal import say
-from rollouts.viewer import open_source, write_view
-from rollouts.viewer.live import LiveView, serving_view
-from rollouts.viewer.payload import build_payload
-from rollouts.viewer.source import Source
+from rollouts.views.page import open_source, write_view
+from rollouts.views.page.live import LiveView, serving_view
+from rollouts.views.page.payload import build_payload
+from rollouts.views.page.source import Source
 
 __all__ = ["add"]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import rollouts
+from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import Wait, abandoned, waits
 from rollouts.concurrency.cancellation import CancellationGuard, left_behind
 from rollouts.concurrency.deadlines import pauses
 from rollouts.errors import is_of_users, shortened
-from rollouts.terminal import say
 
 __all__ = ["report", "reporting_on_signal", "standing", "where", "where_of_users"]
 

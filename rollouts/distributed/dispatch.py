@@ -26,13 +26,13 @@ import attrs
 from anyio.abc import TaskGroup
 
 from rollouts.agent.turn_log import TurnLog
+from rollouts.base.validators import is_int
 from rollouts.distributed.messages import Request, order, read_records, received_sample, received_turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
-from rollouts.validators import is_int
 
 __all__ = ["SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost"]
 

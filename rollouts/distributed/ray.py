@@ -18,10 +18,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from rollouts.base.extras import install_command
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 
 __all__ = ["LINGER_SECONDS", "SAMPLES_A_MESSAGE", "in_actors"]
 

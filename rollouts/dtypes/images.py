@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 
 __all__ = ["Image", "ImageSpan", "image_label"]
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 import numpy as np
 
+from rollouts.base.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
 from rollouts.dtypes.columns import LogprobColumn, TokenColumn, are_logprobs, packed_logprobs, packed_tokens
 from rollouts.errors import ConfigError
-from rollouts.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
 
 __all__ = [
     "MAX_MESSAGE_BYTES",

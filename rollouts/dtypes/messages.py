@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 import msgspec
 
+from rollouts.base.validators import check
 from rollouts.dtypes.images import Image, image_label
 from rollouts.errors import ConfigError
-from rollouts.validators import check
 
 __all__ = [
     "ChatDict",

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import anyio
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 
 __all__ = ["DEMO_MODEL", "running_server", "serve"]
 

@@ -16,8 +16,8 @@ import anyio
 import anyio.abc
 import attrs
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError, EndpointUnavailable
-from rollouts.extras import install_command
 
 __all__ = ["READY", "EngineProcess", "check_installed", "engine_process"]
 

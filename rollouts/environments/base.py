@@ -17,10 +17,10 @@ import anyio.to_thread
 import attrs
 import msgspec
 
+from rollouts.base.validators import finite
 from rollouts.concurrency.times import Span, checked_spans, now
 from rollouts.dtypes import MAX_MESSAGE_BYTES, Content, Image, Message, Prompt, Tool, ToolCall, as_messages
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened
-from rollouts.validators import finite
 
 __all__ = [
     "Environment",

@@ -24,14 +24,14 @@ import anyio.lowlevel
 import anyio.to_thread
 import attrs
 
+from rollouts.base.extras import install_command
+from rollouts.base.validators import check, is_int, number
 from rollouts.dtypes import Image, Prompt, Tool
 from rollouts.environments.base import ToolEnvironment, ToolResult, tool
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.sandboxes.base import SandboxError
 from rollouts.sandboxes.containment import REQUIRED, Containment, containment_of
 from rollouts.sandboxes.python.launch import SavedFile, run_program
-from rollouts.validators import check, is_int, number
 
 __all__ = [
     "REQUIRED",

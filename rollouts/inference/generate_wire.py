@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollouts.base.validators import finite
 from rollouts.dtypes import (
     Completion,
     Extras,
@@ -44,7 +45,6 @@ from rollouts.inference.completions import (
 )
 from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
-from rollouts.validators import finite
 
 __all__ = [
     "MissingField",

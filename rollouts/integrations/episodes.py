@@ -22,8 +22,8 @@ from rollouts.inference.base import Policy
 from rollouts.recipe import Recipe
 from rollouts.recipe_files import build, load_recipe
 from rollouts.training.agent_integration import agent_rollout_to_samples
-from rollouts.training.rewards.scoring import score
 from rollouts.training.rows import trimmed
+from rollouts.training.scoring import score
 from rollouts.training.types import Sample, Status
 
 __all__ = ["Episodes", "prompt_of", "recipe_of"]

@@ -23,10 +23,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import anyio
 import attrs
 
+from rollouts.base.extras import install_command
+from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import call_foreign
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.extras import install_command
-from rollouts.terminal import say
 
 __all__ = [
     "LoggedRun",

@@ -14,8 +14,8 @@ from typing import Any
 
 import anyio
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 
 __all__ = ["MetricsServer", "prometheus_client", "serving_metrics"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import attrs
 
+from rollouts.base.extras import install_command
 from rollouts.dtypes import Completion, Prompt
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.inference.policy import ServerPolicy
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, Sample

@@ -1,12 +1,36 @@
-"""Agents that are programs: how each is started for one task, with our model server as its only one."""
+"""Agents that are programs or functions: a wing that the core does not import.
 
-from rollouts.programs.base import Launch, ModelServer, Program
-from rollouts.programs.claude_code import claude_code
-from rollouts.programs.codex import codex
-from rollouts.programs.mini_swe_agent import mini_swe_agent
-from rollouts.programs.opencode import opencode
-from rollouts.programs.qwen_code import qwen_code
-from rollouts.programs.script import script
+launchers/   how each program is started for one task
+gateway/     the model API server that the programs call, with exact token ids
+generate.py  samples of one program or function
+recipe.py    recipes of programs and functions
+reward.py    the reward of a program's change of a repository
+"""
+
+from typing import TYPE_CHECKING
+
+from rollouts.base.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from rollouts.programs.generate import (
+        function_rollout_to_samples,
+        generate_function_batch,
+        generate_program_batch,
+        program_rollout_to_samples,
+    )
+    from rollouts.programs.launchers import (
+        Launch,
+        ModelServer,
+        Program,
+        claude_code,
+        codex,
+        mini_swe_agent,
+        opencode,
+        qwen_code,
+        script,
+    )
+    from rollouts.programs.recipe import function_recipe, program_recipe
+    from rollouts.programs.reward import repository_reward
 
 __all__ = [
     "Launch",
@@ -14,8 +38,40 @@ __all__ = [
     "Program",
     "claude_code",
     "codex",
+    "function_recipe",
+    "function_rollout_to_samples",
+    "generate_function_batch",
+    "generate_program_batch",
     "mini_swe_agent",
     "opencode",
+    "program_recipe",
+    "program_rollout_to_samples",
     "qwen_code",
+    "repository_reward",
     "script",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "rollouts.programs.generate": (
+            "function_rollout_to_samples",
+            "generate_function_batch",
+            "generate_program_batch",
+            "program_rollout_to_samples",
+        ),
+        "rollouts.programs.launchers": (
+            "Launch",
+            "ModelServer",
+            "Program",
+            "claude_code",
+            "codex",
+            "mini_swe_agent",
+            "opencode",
+            "qwen_code",
+            "script",
+        ),
+        "rollouts.programs.recipe": ("function_recipe", "program_recipe"),
+        "rollouts.programs.reward": ("repository_reward",),
+    },
+)

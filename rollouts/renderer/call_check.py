@@ -15,8 +15,8 @@ import attrs
 
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
+from rollouts.renderer.dialects import Dialect, thought_marks
 from rollouts.renderer.reply_text import Render, opens_thought, reply_text
-from rollouts.tool_calls import Dialect, thought_marks
 
 __all__ = ["Calls", "Reader", "dialect_reads"]
 

@@ -12,9 +12,9 @@ import attrs
 
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall, packed_tokens
 from rollouts.errors import ConfigError
+from rollouts.renderer.dialects import thought_marks
 from rollouts.renderer.renderer import Renderer
 from rollouts.renderer.reply_text import reply_text
-from rollouts.tool_calls import thought_marks
 
 __all__ = ["ExamplePart", "conversation", "speak"]
 

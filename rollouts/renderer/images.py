@@ -21,9 +21,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.extras import install_command
 from rollouts.dtypes import Image, ImageSpan, TokenColumn, frozen
 from rollouts.errors import ConfigError, shortened
-from rollouts.extras import install_command
 
 __all__ = ["ImageProcessor", "example_images", "joined_inputs", "load_processor"]
 

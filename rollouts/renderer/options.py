@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from rollouts.errors import ConfigError
+from rollouts.renderer.dialects import Dialect
 from rollouts.renderer.special_text import SpecialText
-from rollouts.tool_calls import Dialect
 
 __all__ = ["TEMPLATE_KWARGS", "RendererOptions", "with_prompt_options"]
 

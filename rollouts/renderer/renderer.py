@@ -25,6 +25,7 @@ from rollouts.dtypes import Image, ImageSpan, Message, TokenColumn, Tool, packed
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
+from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect, thought_marks
 from rollouts.renderer.history_diff import rewriting, shared
 from rollouts.renderer.images import ImageProcessor, example_images, load_processor
 from rollouts.renderer.memory import BridgeMemory
@@ -35,7 +36,6 @@ from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of, vocab_size_of
-from rollouts.tool_calls import DIALECTS, Dialect, dialect_of_template, get_dialect, thought_marks
 
 __all__ = ["Renderer", "images_of", "renderer_for"]
 

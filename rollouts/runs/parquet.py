@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
 from rollouts.runs.plain_data import to_plain
 

@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.concurrency.task_groups import first_error
@@ -28,7 +29,6 @@ from rollouts.observability.loggers import LoggedRun, RunLogger, logging_to
 from rollouts.recipe import Recipe
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.writer import RunStatus, RunWriter
-from rollouts.terminal import say
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics

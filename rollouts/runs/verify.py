@@ -20,6 +20,7 @@ import attrs
 import msgspec
 import numpy as np
 
+from rollouts.base.validators import finite
 from rollouts.errors import ConfigError, JournalError, shortened
 from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.damage import find_damage, is_covered
@@ -39,7 +40,6 @@ from rollouts.runs.plain_data import to_json, to_plain
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample
-from rollouts.validators import finite
 
 __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
 

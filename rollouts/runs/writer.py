@@ -26,8 +26,8 @@ import attrs
 import msgspec
 
 from rollouts import __version__
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, sealed
 from rollouts.runs.folder import (

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import anyio
 import attrs
 
+from rollouts.base.validators import check, is_int
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.containment import Containment
-from rollouts.validators import check, is_int
 
 __all__ = [
     "FIRST_PROCESS",

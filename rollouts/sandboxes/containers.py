@@ -27,6 +27,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.base.validators import check
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import (
     FIRST_PROCESS,
@@ -42,7 +43,6 @@ from rollouts.sandboxes.base import (
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
 from rollouts.sandboxes.running import Running, stopped_by
-from rollouts.validators import check
 
 __all__ = ["ContainerSandbox"]
 

@@ -18,10 +18,10 @@ from typing import Any
 import anyio
 import attrs
 
+from rollouts.base.validators import check
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import SandboxError
 from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
-from rollouts.validators import check
 
 __all__ = ["DaytonaSandbox"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import attrs
 
+from rollouts.base.validators import check
 from rollouts.sandboxes.base import SandboxError
 from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
-from rollouts.validators import check
 
 __all__ = ["E2BSandbox"]
 

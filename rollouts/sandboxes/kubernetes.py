@@ -21,10 +21,10 @@ from typing import Any
 import anyio
 import attrs
 
+from rollouts.base.validators import check, integer
 from rollouts.errors import shortened
 from rollouts.sandboxes.base import FIRST_PROCESS, SandboxError
 from rollouts.sandboxes.remote import Machine, RemoteSandbox, sdk
-from rollouts.validators import check, integer
 
 __all__ = ["KubernetesSandbox"]
 

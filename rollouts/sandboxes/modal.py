@@ -15,9 +15,9 @@ from typing import Any
 import anyio
 import attrs
 
+from rollouts.base.validators import check
 from rollouts.sandboxes.base import FIRST_PROCESS, SandboxError
 from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
-from rollouts.validators import check
 
 __all__ = ["ModalSandbox"]
 

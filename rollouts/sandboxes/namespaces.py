@@ -30,6 +30,7 @@ import msgspec
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from rollouts.base.validators import as_texts, is_int
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import filesystem, holder, kernel
@@ -44,7 +45,6 @@ from rollouts.sandboxes.base import (
 )
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.running import Running
-from rollouts.validators import as_texts, is_int
 
 __all__ = ["NamespaceSandbox"]
 

@@ -28,12 +28,12 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.base.extras import install_command
+from rollouts.base.validators import as_texts, check, number
 from rollouts.errors import ConfigError, shortened
-from rollouts.extras import install_command
 from rollouts.sandboxes.base import HOME_ENVIRONMENT, Exit, SandboxError, SandboxLimits, check_size, inner_path
 from rollouts.sandboxes.containment import NAMES, Containment
 from rollouts.sandboxes.running import Running, stopped_by
-from rollouts.validators import as_texts, check, number
 
 __all__ = ["CloudSandbox", "Machine", "RemoteSandbox", "RunningRemote", "sdk"]
 

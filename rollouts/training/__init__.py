@@ -1,37 +1,43 @@
 """Training data: prompts in, whole groups of samples out. Imports neither torch nor transformers."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rollouts.training.agent_integration import (
-    agent_rollout_to_sample,
-    agent_rollout_to_samples,
-    generate_rollout_batch,
-)
-from rollouts.training.config import RolloutConfig
-from rollouts.training.continuation import continue_rollout
-from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
-from rollouts.training.filters import (
-    check_any_success,
-    check_min_reward,
-    check_quality_and_diversity,
-    check_reasonable_length,
-    check_response_diversity,
-    check_reward_nonzero_std,
-    make_length_filter,
-    make_threshold_filter,
-)
-from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.metrics import Accounting
-from rollouts.training.program_integration import (
-    function_rollout_to_samples,
-    generate_function_batch,
-    generate_program_batch,
-    program_rollout_to_samples,
-)
-from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
-from rollouts.training.types import FilterFn, GenerateFn, Group, GroupRewardFn, Prompt, RewardFn, Sample, Status
+from rollouts.base.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from rollouts.training.agent_integration import (
+        agent_rollout_to_sample,
+        agent_rollout_to_samples,
+        generate_rollout_batch,
+    )
+    from rollouts.training.config import RolloutConfig
+    from rollouts.training.continuation import continue_rollout
+    from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
+    from rollouts.training.filters import (
+        check_any_success,
+        check_min_reward,
+        check_quality_and_diversity,
+        check_reasonable_length,
+        check_response_diversity,
+        check_reward_nonzero_std,
+        make_length_filter,
+        make_threshold_filter,
+    )
+    from rollouts.training.manager import AsyncRolloutManager
+    from rollouts.training.metrics import Accounting
+    from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
+    from rollouts.training.types import FilterFn, GenerateFn, Group, GroupRewardFn, Prompt, RewardFn, Sample, Status
+
+    # of the wing for programs, which this package does not import:
+    function_rollout_to_samples: Any
+    generate_function_batch: Any
+    generate_program_batch: Any
+    program_rollout_to_samples: Any
 
 __all__ = [
     "Accounting",
@@ -68,6 +74,49 @@ __all__ = [
     "trajectory_to_sample",
     "trajectory_to_samples",
 ]
+
+__getattr__, __dir__ = lazy_face(
+    __name__,
+    {
+        "rollouts.training.agent_integration": (
+            "agent_rollout_to_sample",
+            "agent_rollout_to_samples",
+            "generate_rollout_batch",
+        ),
+        "rollouts.training.config": ("RolloutConfig",),
+        "rollouts.training.continuation": ("continue_rollout",),
+        "rollouts.training.data_buffer": ("BufferState", "DataBuffer", "load_prompts"),
+        "rollouts.training.filters": (
+            "check_any_success",
+            "check_min_reward",
+            "check_quality_and_diversity",
+            "check_reasonable_length",
+            "check_response_diversity",
+            "check_reward_nonzero_std",
+            "make_length_filter",
+            "make_threshold_filter",
+        ),
+        "rollouts.training.manager": ("AsyncRolloutManager",),
+        "rollouts.training.metrics": ("Accounting",),
+        "rollouts.programs.generate": (
+            "function_rollout_to_samples",
+            "generate_function_batch",
+            "generate_program_batch",
+            "program_rollout_to_samples",
+        ),
+        "rollouts.training.samples": ("trajectory_to_sample", "trajectory_to_samples"),
+        "rollouts.training.types": (
+            "FilterFn",
+            "GenerateFn",
+            "Group",
+            "GroupRewardFn",
+            "Prompt",
+            "RewardFn",
+            "Sample",
+            "Status",
+        ),
+    },
+)
 
 _READER = "rollouts.runs.reader"
 """Imported at the first call: stored runs are a layer above this package."""

@@ -16,8 +16,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.training.rows import check_fields
 from rollouts.training.types import Sample, rollout_keys
 

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import attrs
 
+from rollouts.base.validators import integer, number
 from rollouts.concurrency.boundary import function_name
 from rollouts.errors import ConfigError
 from rollouts.training.failures import FailurePolicy, check_handlings
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
-from rollouts.validators import integer, number
 
 __all__ = ["RolloutConfig"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import attrs
 import msgspec
 
+from rollouts.base.validators import is_int
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
-from rollouts.validators import is_int
 
 __all__ = ["BufferState", "DataBuffer", "load_prompts"]
 

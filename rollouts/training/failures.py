@@ -16,9 +16,9 @@ from typing import Literal
 
 import attrs
 
+from rollouts.base.validators import integer, seconds
 from rollouts.errors import CAUSES, ConfigError, Failure
 from rollouts.training.types import Sample
-from rollouts.validators import integer, seconds
 
 __all__ = ["FailurePolicy", "FailureStats", "alike", "cause_of", "check_handlings"]
 

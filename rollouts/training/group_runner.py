@@ -35,7 +35,6 @@ from rollouts.errors import (
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailurePolicy, FailureStats, cause_of
-from rollouts.training.rewards.scoring import score_group
 from rollouts.training.rollout_attempt import (
     attempt,
     ends,
@@ -48,6 +47,7 @@ from rollouts.training.rollout_attempt import (
     without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
+from rollouts.training.scoring import score_group
 from rollouts.training.types import FilterFn, Group, Identity, Outcome, Sample, Status
 
 __all__ = ["GroupRunner"]

@@ -12,12 +12,12 @@ from typing import Any
 
 import attrs
 
+from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Prompt
 from rollouts.environments.mixed import ENVIRONMENT
 from rollouts.errors import ConfigError, RewardFailure
-from rollouts.training.rewards.scoring import reward_of
+from rollouts.training.scoring import reward_of
 from rollouts.training.types import RewardFn, Sample
-from rollouts.validators import is_int, is_number
 
 __all__ = ["MixedReward", "mixed_prompts"]
 

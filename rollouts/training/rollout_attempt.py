@@ -22,6 +22,7 @@ import attrs
 import msgspec
 import numpy as np
 
+from rollouts.base.validators import finite
 from rollouts.concurrency.boundary import boundary, function_name, is_cancelled
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, StopReason
@@ -37,9 +38,8 @@ from rollouts.errors import (
 )
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.config import RolloutConfig
-from rollouts.training.rewards.scoring import score
+from rollouts.training.scoring import score
 from rollouts.training.types import Identity, Sample, Status
-from rollouts.validators import finite
 
 __all__ = [
     "attempt",

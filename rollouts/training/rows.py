@@ -16,10 +16,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.validators import finite, is_int
 from rollouts.dtypes import LogprobColumn, TokenColumn
 from rollouts.errors import ConfigError
 from rollouts.training.types import Sample, Status, by_rollout
-from rollouts.validators import finite, is_int
 
 __all__ = [
     "Columns",

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.validators import finite
 from rollouts.dtypes import are_logprobs
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
-from rollouts.validators import finite
 
 __all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored", "column_digests"]
 

@@ -23,9 +23,9 @@ from typing import Literal, TypeAlias, get_args
 
 import attrs
 
+from rollouts.base.validators import is_int
 from rollouts.errors import ConfigError
 from rollouts.training.types import Group, Sample
-from rollouts.validators import is_int
 
 __all__ = ["Staleness", "StalenessPolicy"]
 

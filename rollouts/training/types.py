@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.validators import finite, is_int, is_number
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ChatDict,
@@ -38,7 +39,6 @@ from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.read_only import ReadOnlyList, read_only, recently
 from rollouts.trajectory import CompletionRecord
-from rollouts.validators import finite, is_int, is_number
 
 __all__ = [
     "RECORDED",

@@ -29,12 +29,12 @@ from aiohttp import web
 
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Endpoint, Message, SamplingParams
-from rollouts.gateway import chat
-from rollouts.gateway.normal import Conversations, message_rules
-from rollouts.gateway.server import Gateway
-from rollouts.gateway.session import ProgramSession, SessionLimits
-from rollouts.gateway.wire import Entries, decoded_body
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.programs.gateway import chat
+from rollouts.programs.gateway.normal import Conversations, message_rules
+from rollouts.programs.gateway.server import Gateway
+from rollouts.programs.gateway.session import ProgramSession, SessionLimits
+from rollouts.programs.gateway.wire import Entries, decoded_body
 from rollouts.renderer import BridgeMemory, Renderer, renderer_for
 from rollouts.testing.canned import Canned, canned_server
 from scripts.benches.workers import Spent

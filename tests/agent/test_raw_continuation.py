@@ -26,7 +26,7 @@ from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, S
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, StepResult
 from rollouts.errors import EndpointRefused, EnvironmentFailure
-from rollouts.ors_server.episode import HostedEpisode
+from rollouts.integrations.ors_server.episode import HostedEpisode
 from rollouts.recipe import agent_recipe
 from rollouts.renderer import Renderer, load_tokenizer
 from rollouts.runs.journal import Journal

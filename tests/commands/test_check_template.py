@@ -124,11 +124,11 @@ def test_the_command_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureF
 
 async def test_a_recipe_supplies_tools_and_history() -> None:
     """The self-test uses the tools of the recipe's environment."""
-    good, text = await printed(model=DEMO, recipe=ROOT / "rollouts/recipes/calculator.py", options={"history": "fork"})
+    good, text = await printed(model=DEMO, recipe=ROOT / "configs/calculator.py", options={"history": "fork"})
     assert good
     assert "4 tools · history: fork" in text
     with pytest.raises(ConfigError, match="history"):
-        await printed(model=DEMO, recipe=ROOT / "rollouts/recipes/calculator.py", options={"history": "forget"})
+        await printed(model=DEMO, recipe=ROOT / "configs/calculator.py", options={"history": "forget"})
 
 
 async def test_an_endpoint_echoes_the_ids(tmp_path: Path) -> None:

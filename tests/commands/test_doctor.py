@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollouts import __version__
+from rollouts.base.extras import install_command
 from rollouts.commands import main
 from rollouts.commands.doctor import NEEDS, extras_of, lacking, report_text
-from rollouts.extras import install_command
 
 REQUIRES = [
     "anyio>=4",

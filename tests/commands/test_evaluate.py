@@ -15,7 +15,7 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 
 ROOT = Path(__file__).parents[2]
-CALCULATOR = str(ROOT / "rollouts" / "recipes" / "calculator.py")
+CALCULATOR = str(ROOT / "configs" / "calculator.py")
 
 
 def rows(path: Path) -> list[bytes]:
@@ -45,7 +45,7 @@ def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
 
 FAILING = """
 import attrs
-from rollouts.recipes import calculator
+from rollouts.recipes.configs import calculator
 
 async def fails(prompts):
     raise ValueError("no key")
@@ -82,7 +82,7 @@ def test_an_evaluation_whose_rollouts_all_fail_ends_with_the_reason(
 
 ODD = """
 import attrs
-from rollouts.recipes import calculator
+from rollouts.recipes.configs import calculator
 
 class Node:
     def __repr__(self):

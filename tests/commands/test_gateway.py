@@ -18,7 +18,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.testing.server import StubServer
-from tests.gateway.programs import spoken
+from tests.programs.gateway.programs import spoken
 
 HI = [{"role": "user", "content": "hi"}]
 

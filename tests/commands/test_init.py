@@ -25,7 +25,7 @@ from rollouts.runs.verify import verify_run
 from tests.stored_runs import edit_line, store_run
 
 ROOT = Path(__file__).parents[2]
-CALCULATOR = str(ROOT / "rollouts" / "recipes" / "calculator.py")
+CALCULATOR = str(ROOT / "configs" / "calculator.py")
 SMALL = ["--set", "batch_size=2", "--set", "n_samples_per_prompt=4", "--format", "jsonl"]
 SECONDS = 180
 
@@ -214,7 +214,7 @@ def test_an_option_is_not_completed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_missing_data_file_is_named(tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error of the GSM8K recipe names the missing file."""
-    recipe = str(ROOT / "rollouts" / "recipes" / "gsm8k.py")
+    recipe = str(ROOT / "configs" / "gsm8k.py")
     arguments = ["--endpoint", server, "--data", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "run")]
     assert main(["run", recipe, *arguments]) == 2
     assert f"got '{tmp_path / 'none.jsonl'}'; expected a JSONL file that exists" in capsys.readouterr().err
@@ -385,7 +385,7 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_help_loads_no_verb_and_no_library() -> None:
     """``rollouts --help`` starts in a fraction of the time of a verb."""
     loaded = loaded_by("--help")
-    small = {"rollouts.commands", "rollouts.errors", "rollouts.terminal"}
+    small = {"rollouts.commands", "rollouts.errors", "rollouts.base.terminal"}
     small |= {"rollouts.concurrency", "rollouts.concurrency.interrupts"}
     assert {name for name in loaded if name.startswith("rollouts.")} == small
     assert loaded & {"aiohttp", "anyio", "msgspec", "numpy", "rich", "transformers"} == set()

@@ -15,8 +15,8 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, agent_recipe
+from rollouts.rewards.remote import RemoteReward
 from rollouts.training import DataBuffer, Sample
-from rollouts.training.rewards.remote import RemoteReward
 
 
 async def zero(sample: Sample) -> float:

@@ -91,7 +91,7 @@ async def test_a_number_of_workers_is_checked(workers: int) -> None:
 
 def test_a_recipe_runs_in_workers(tmp_path: Path, engine_url: str) -> None:
     """``--workers 2`` yields the rollouts and the journal of one process."""
-    line = ["run", str(ROOT / "rollouts" / "recipes" / "calculator.py"), "--endpoint", engine_url]
+    line = ["run", str(ROOT / "configs" / "calculator.py"), "--endpoint", engine_url]
     sizes = ["batch_size=2", "n_samples_per_prompt=4", "over_sampling_factor=2.0"]
     line += [part for size in sizes for part in ("--set", size)]
     assert main([*line, "--out", str(tmp_path / "shared"), "--workers", "2"]) == 0

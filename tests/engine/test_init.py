@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.base.extras import install_command
 from rollouts.engine import running_server
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 
 WITHOUT = """
 import sys

@@ -665,7 +665,7 @@ import anyio
 from rollouts.environments.python_tool import PythonToolEnvironment, run_python
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
-from rollouts.training.rewards import code_tests
+from rollouts.rewards import code_tests
 program = "print(open({str(secret)!r}).read())"
 sample = Sample(messages=[{{"role": "assistant", "content": program}}], metadata={{"test_list": ["assert True"]}})
 for start in (PythonToolEnvironment, lambda: anyio.run(run_python, program), lambda: anyio.run(code_tests, sample)):

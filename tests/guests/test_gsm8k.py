@@ -13,12 +13,12 @@ from rollouts.commands import main
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.recipes.environments.gsm8k import gsm8k_reward, load_gsm8k
+from rollouts.rewards import final_number
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.training import Sample
-from rollouts.training.rewards import final_number
 
-RECIPE = str(Path(__file__).parents[2] / "rollouts" / "recipes" / "gsm8k.py")
+RECIPE = str(Path(__file__).parents[2] / "configs" / "gsm8k.py")
 
 
 @pytest.mark.parametrize(

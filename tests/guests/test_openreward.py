@@ -18,8 +18,8 @@ from rollouts.dtypes import Endpoint, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.ors import CallRecord
 from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.integrations.ors_server.app import environment_server
 from rollouts.integrations.slime.buffer import TrainerBuffer
-from rollouts.ors_server.app import environment_server
 from rollouts.recipe_files import build, load_recipe
 from rollouts.recipes.environments.openreward import (
     Trajectories,
@@ -94,10 +94,7 @@ def test_the_kits_own_file_is_read(tmp_path: Path) -> None:
     settings = load_settings(path)
     entry = settings.of("GeneralReasoning/WhoDunit")
     assert (entry.splits, entry.num_samples, entry.max_turns, settings.tools_in_prompt) == (("train",), None, 20, True)
-    assert (
-        load_settings(ROOT / "rollouts/recipes/environments/openreward/train_config.yaml").of("calculator").max_turns
-        == 6
-    )
+    assert load_settings(ROOT / "environments/openreward/train_config.yaml").of("calculator").max_turns == 6
 
 
 def test_a_cloud_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +283,7 @@ def test_the_recipe_runs_on_the_embedded_engine(tmp_path: Path, url: str) -> Non
     """``prepare_tasks``, ``rollouts run``, ``rollouts verify``: exact tokens, and every trajectory in the file."""
     config = kit(tmp_path, url, "max_turns: 3\n    nonterminal_reward: -1.0")
     write_tasks(anyio.run(prepare_tasks, load_settings(config)), tmp_path / "rows.jsonl")
-    line = ["run", str(ROOT / "rollouts/recipes/openreward.py"), "--data", str(tmp_path / "rows.jsonl")]
+    line = ["run", str(ROOT / "configs/openreward.py"), "--data", str(tmp_path / "rows.jsonl")]
     options = {
         "config": config,
         "batch_size": 2,
@@ -312,7 +309,7 @@ def test_a_row_of_an_environment_that_is_not_in_the_file_is_refused(tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "metadata": {"env_name": "other"}}\n')
     options = {"config": str(kit(tmp_path, url)), "data": str(tmp_path / "rows.jsonl")}
     with pytest.raises(ConfigError, match=r'metadata\["env_name"\]: got .other.; expected one of org/sums'):
-        build(load_recipe(ROOT / "rollouts/recipes/openreward.py"), Endpoint(), options)
+        build(load_recipe(ROOT / "configs/openreward.py"), Endpoint(), options)
 
 
 # -- trajectories -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 
 from rollouts.dtypes import Endpoint
-from rollouts.ors_server.app import environment_server
+from rollouts.integrations.ors_server.app import environment_server
 from rollouts.recipes.environments.openreward import load_settings
 from rollouts.training import load_prompts
 from tests import ors_recipe

@@ -14,7 +14,7 @@ from rollouts.commands import main
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 
-CONFIGS = Path(__file__).parents[2] / "rollouts" / "recipes"
+CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "countdown": (None, {}),
     "guess": (None, {"guesses": 3}),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.programs.repository_task import RUNNER, Files
+from rollouts.programs.launchers.repository_task import RUNNER, Files
 from rollouts.recipes.environments.repositories.tasks import SOLUTIONS, TASKS
 
 

@@ -15,9 +15,9 @@ from rollouts.environments.python_tool import REQUIRED
 from rollouts.errors import ConfigError
 from rollouts.recipe_files import build, load_recipe
 from rollouts.recipes.environments.retool import CodeTagsEnvironment, RetoolEnvironment, load_maths
+from rollouts.rewards import boxed_math
 from rollouts.testing.playing import calling, play
 from rollouts.training import Sample
-from rollouts.training.rewards import boxed_math
 
 DAPO = {
     "data_source": "math_dapo",
@@ -182,7 +182,7 @@ def test_what_the_sandbox_must_enforce_is_an_option(tmp_path: Path) -> None:
     """The environment has the default requirements, or those of ``--set require=...``."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(OURS))
-    function = load_recipe(Path(__file__).parents[2] / "rollouts" / "recipes" / "retool.py")
+    function = load_recipe(Path(__file__).parents[2] / "configs" / "retool.py")
     for text, required in (({}, REQUIRED), ({"require": '["network"]'}, ("network",)), ({"require": "[]"}, ())):
         made = build(function, Endpoint(model="m"), {"data": str(path), **text}).environment_cls()
         assert isinstance(made, RetoolEnvironment)

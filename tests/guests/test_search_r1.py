@@ -128,7 +128,7 @@ def test_the_sources_of_a_recipe_belong_together(tmp_path: Path) -> None:
     """Questions need documents, which come from one place."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(ROWS[0][0]))
-    recipe = load_recipe(ROOT / "rollouts" / "recipes" / "search_r1.py")
+    recipe = load_recipe(ROOT / "configs" / "search_r1.py")
     endpoint = Endpoint(model=str(DEMO_MODEL))
     for options in ({"data": rows}, {"corpus": rows}, {"retriever": "http://127.0.0.1:9"}):
         with pytest.raises(ConfigError, match="expected data and one of the others"):

@@ -41,7 +41,7 @@ RECIPE = """
 from itertools import islice
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import agent_recipe
-from rollouts.recipes.calculator import exact_answer_reward
+from rollouts.recipes.configs.calculator import exact_answer_reward
 
 def recipe(endpoint, *, groups: int = 10, max_new_tokens: int = 64, temperature: float = 1.0):
     prompts = islice(calculator_prompts(0), 400)

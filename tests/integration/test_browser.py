@@ -29,9 +29,9 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 from rollouts.training.types import Group, Prompt, by_rollout
 from rollouts.trajectory import CompletionRecord
-from rollouts.viewer import open_source, write_view
-from rollouts.viewer.live import LiveView, serving_view
-from rollouts.viewer.payload import build_payload
+from rollouts.views.page import open_source, write_view
+from rollouts.views.page.live import LiveView, serving_view
+from rollouts.views.page.payload import build_payload
 
 pytestmark = pytest.mark.browser
 

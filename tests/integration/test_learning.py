@@ -147,7 +147,7 @@ async def test_each_token_has_the_logprob_of_the_weights_that_it_names(tmp_path:
 async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: bool) -> None:
     """It writes CSV rows, a valid checkpoint and a result; resumed, it takes the next step with new prompts."""
     lesson = Lesson(
-        recipe=ROOT / "rollouts" / "recipes" / "calculator_grpo.py",
+        recipe=ROOT / "configs" / "calculator_grpo.py",
         out=tmp_path,
         options={
             "batch_size": "4",

@@ -21,17 +21,17 @@ import pytest
 from rollouts.dtypes import Completion, Endpoint, Message, SamplingParams, TokenColumn, ToolCall
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable
-from rollouts.gateway.server import Gateway
-from rollouts.gateway.session import ProgramSession
 from rollouts.inference.base import Policy
 from rollouts.inference.sglang import SGLangPolicy
-from rollouts.programs import Launch, ModelServer, claude_code, codex, mini_swe_agent, opencode, qwen_code
-from rollouts.programs.base import Program
-from rollouts.recipes import repositories
+from rollouts.programs.gateway.server import Gateway
+from rollouts.programs.gateway.session import ProgramSession
+from rollouts.programs.launchers import Launch, ModelServer, claude_code, codex, mini_swe_agent, opencode, qwen_code
+from rollouts.programs.launchers.base import Program
+from rollouts.recipes.configs import repositories
 from rollouts.sandboxes import Exit, NamespaceSandbox, RunningSandbox, opened
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.trajectory import Trajectory
-from tests.gateway.programs import check_laws, demo_renderer, demo_tokenizer, spoken
+from tests.programs.gateway.programs import check_laws, demo_renderer, demo_tokenizer, spoken
 
 pytestmark = pytest.mark.programs
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 RECIPE = """
 import functools, os, attrs
-from rollouts.recipes.calculator import recipe as calculator
+from rollouts.recipes.configs.calculator import recipe as calculator
 from rollouts.environments import CalculatorEnvironment
 
 class Keyed(CalculatorEnvironment):

@@ -24,7 +24,7 @@ from rollouts.runs.reader import load_run
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.verify import verify_run
 
-RECIPE = Path(__file__).parents[2] / "rollouts" / "recipes" / "calculator.py"
+RECIPE = Path(__file__).parents[2] / "configs" / "calculator.py"
 
 
 @pytest.fixture(params=["finished", "killed"])

@@ -176,7 +176,7 @@ def cut_after_environment(inputs: dict[str, Any]) -> tuple[dict[str, Any], list[
 def test_the_launcher_trains_on_any_recipe(endpoint: Endpoint, tmp_path: Path) -> None:
     """``training.trl_grpo``: one optimizer step a generation, the server follows, and the model is saved."""
     job = Job(
-        recipe=ROOT / "rollouts" / "recipes" / "calculator_grpo.py",
+        recipe=ROOT / "configs" / "calculator_grpo.py",
         endpoint=endpoint.base_url[0],
         model=str(DEMO_MODEL),
         weights=tmp_path / "weights",
@@ -195,7 +195,7 @@ def test_the_launcher_refuses_sizes_that_do_not_divide(endpoint: Endpoint, tmp_p
     """The error is raised before anything is loaded: TRL's own error is later and names no option of ours."""
     places = {"weights": tmp_path, "out": tmp_path}
     job = Job(
-        recipe=ROOT / "rollouts" / "recipes" / "calculator_grpo.py",
+        recipe=ROOT / "configs" / "calculator_grpo.py",
         endpoint=endpoint.base_url[0],
         model=str(DEMO_MODEL),
         options={"batch_size": "5", "n_samples_per_prompt": "5"},

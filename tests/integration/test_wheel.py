@@ -59,7 +59,7 @@ def test_the_main_job_runs_from_an_empty_folder(rollouts: Path, tmp_path: Path) 
 def test_the_wheel_contains_every_recipe_and_environment(rollouts: Path, tmp_path: Path) -> None:
     """``rollouts recipes`` lists them with their options, and the seven environments can be imported."""
     listed = json.loads(run(rollouts, tmp_path, "recipes", "--json").stdout)
-    sources = ROOT / "rollouts" / "recipes"
+    sources = ROOT / "configs"
     assert listed.keys() == {path.stem for path in sources.glob("*.py")} - {"__init__"}
     assert listed["calculator"]["options"]["batch_size"] == {"type": "int", "required": False, "default": 32}
     assert str(ROOT) not in listed["calculator"]["file"]

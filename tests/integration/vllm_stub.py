@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from rollouts.dtypes import Tool
-from rollouts.tool_calls import get_dialect
+from rollouts.renderer.dialects import get_dialect
 
 NAMES = json.loads(os.environ.get("JUDGE_DIALECTS", "{}"))
 """Module or name of a vLLM parser: the name of our dialect."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollouts.dtypes import Endpoint
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.recipe import Recipe, agent_recipe
-from rollouts.recipes.calculator import exact_answer_reward
+from rollouts.recipes.configs.calculator import exact_answer_reward
 from rollouts.training import Sample
 
 PLAYED: list[Sample] = []

@@ -57,7 +57,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
 
 def test_the_metrics_of_a_run_are_served(tmp_path: Path, engine_url: str) -> None:
     """The command serves metrics and creates spans while it runs, with the same results."""
-    line = ["run", str(Path(__file__).parents[2] / "rollouts" / "recipes" / "calculator.py"), "--endpoint", engine_url]
+    line = ["run", str(Path(__file__).parents[2] / "configs" / "calculator.py"), "--endpoint", engine_url]
     sizes = ["--set", "batch_size=2", "--set", "n_samples_per_prompt=4"]
     assert main([*line, *sizes, "--out", str(tmp_path / "run"), "--metrics-port", "0", "--trace"]) == 0
     assert verify_run(tmp_path / "run").violations == []

@@ -20,9 +20,9 @@ from rollouts.integrations.slime import close_rollouts
 from rollouts.integrations.slime import generate_rollout_batch as generate_slime_batch
 from rollouts.recipe import agent_recipe, preflight
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.renderer.dialects import DIALECTS
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
-from rollouts.tool_calls import DIALECTS
 from rollouts.training import generate_rollout_batch
 from tests.dialects import TEMPLATES
 from tests.integrations.slime.launches import Launch

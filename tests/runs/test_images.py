@@ -19,7 +19,6 @@ import pytest
 from rich.console import Console
 
 from rollouts.agent.turn_log import Turn, message_from_dict
-from rollouts.display.transcript import transcript
 from rollouts.distributed.messages import read_records, received_sample, received_turn, sample_records, turn_record
 from rollouts.dtypes import (
     Endpoint,
@@ -65,9 +64,10 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.rows import trimmed
 from rollouts.training.sample_laws import check_sample
 from rollouts.trajectory import Trajectory
-from rollouts.viewer.page import html_page
-from rollouts.viewer.payload import build_payload
-from rollouts.viewer.source import open_source
+from rollouts.views.page.page import html_page
+from rollouts.views.page.payload import build_payload
+from rollouts.views.page.source import open_source
+from rollouts.views.terminal.transcript import transcript
 from tests.processors import picture
 
 pytest.importorskip("torch")

@@ -193,7 +193,7 @@ async def test_the_name_of_a_tool_is_text(tmp_path: Path) -> None:
 async def test_the_ready_made_ones_pass(name: str) -> None:
     """By their recipes."""
     found = await examine(
-        *load_environment(ROOT / "rollouts" / "recipes" / f"{name}.py", {}, count=3),
+        *load_environment(ROOT / "configs" / f"{name}.py", {}, count=3),
         CheckOptions(stall_seconds=PATIENT),
     )
     assert [finding for finding in found if finding.verdict == "bad"] == []

@@ -12,7 +12,7 @@ from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training import Sample
 from rollouts.training.metrics import batch_metrics
 from rollouts.training.mixing import MixedReward, mixed_prompts
-from rollouts.training.rewards.scoring import score
+from rollouts.training.scoring import score
 
 PARTS: dict[str, tuple[float, list[Prompt]]] = {
     "a": (3, [Prompt(f"a{number}", metadata={"level": 1}) for number in range(4)]),

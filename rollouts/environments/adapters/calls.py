@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import attrs
 
+from rollouts.base.validators import finite
 from rollouts.dtypes import Content, Message
 from rollouts.errors import ConfigError
-from rollouts.validators import finite
 
 __all__ = ["call", "in_thread", "numbers_of", "with_content"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 import attrs
 
+from rollouts.base.validators import seconds
 from rollouts.dtypes import Tool
 from rollouts.environments.mcp.session import McpSession, SessionOver, ToolRefused, list_tools
 from rollouts.errors import ConfigError
-from rollouts.validators import seconds
 
 __all__ = ["McpServer"]
 

@@ -25,8 +25,8 @@ import anyio.to_thread
 import attrs
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError, shortened
-from rollouts.extras import install_command
 
 __all__ = ["McpSession", "ServerOptions", "SessionOver", "ToolRefused", "list_tools"]
 

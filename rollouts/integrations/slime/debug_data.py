@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.extras import install_command
 from rollouts.integrations.slime.convert import to_slime
 from rollouts.runs.folder import check_output, read_rows, run_files
 from rollouts.training.types import Sample

@@ -19,10 +19,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from rollouts.base.extras import install_command
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
-from rollouts.extras import install_command
 from rollouts.integrations.slime.images import shown_prompt
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import family

@@ -46,10 +46,10 @@ from rollouts.integrations.slime.settings import (
 )
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
 from rollouts.integrations.slime.teacher import Teacher
+from rollouts.programs.generate import generate_function_batch, generate_program_batch
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe_files import build, built_in, load_recipe
 from rollouts.training.config import RolloutConfig
-from rollouts.training.program_integration import generate_function_batch, generate_program_batch
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
 __all__ = ["Pipeline", "find_recipe"]

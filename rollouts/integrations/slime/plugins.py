@@ -26,7 +26,7 @@ from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
 from rollouts.recipe import Recipe
-from rollouts.training.rewards import score, score_group
+from rollouts.rewards import score, score_group
 from rollouts.training.rollout_attempt import ends, share_rewards
 from rollouts.training.types import Sample, Status
 

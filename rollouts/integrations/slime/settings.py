@@ -16,12 +16,12 @@ from typing import Any
 
 import attrs
 
+from rollouts.base.validators import is_number
 from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import family
 from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, vocab_size_of
-from rollouts.validators import is_number
 
 __all__ = [
     "NO_GROUP_RM",

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollouts.dtypes import without_password
 from rollouts.errors import ConfigError, RewardFailure
-from rollouts.training.rewards.http import Poster
+from rollouts.rewards.http import Poster
 
 __all__ = ["Teacher"]
 

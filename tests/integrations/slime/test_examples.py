@@ -24,11 +24,11 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
 from rollouts.recipe import Recipe
-from rollouts.recipes import retool, search_r1
+from rollouts.recipes.configs import retool, search_r1
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
+from rollouts.rewards import score
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.training import Prompt, Sample
-from rollouts.training.rewards import score
 from tests.integrations.slime.launches import Source
 from tests.integrations.slime.sandboxes import SOLVES, sandboxes
 from tests.integrations.slime.test_parity import DEFAULTS, start_slime

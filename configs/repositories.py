@@ -1,0 +1,65 @@
+"""Coding agents on ten small repositories: a program mends a defect, and tests score its change in a fresh sandbox.
+
+rollouts run repositories --endpoint http://127.0.0.1:30000 --set program=codex --out runs/repositories
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from rollouts import programs
+from rollouts.dtypes import Endpoint, Prompt
+from rollouts.programs.gateway.session import SessionLimits
+from rollouts.programs.launchers.workspace import RepositoryWorkspace
+from rollouts.programs.recipe import program_recipe
+from rollouts.programs.reward import repository_reward
+from rollouts.recipe import Recipe
+from rollouts.recipes.environments.repositories.tasks import TASKS
+from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox
+
+PROGRAMS: Mapping[str, Callable[..., programs.Launch]] = {
+    "claude_code": programs.claude_code,
+    "codex": programs.codex,
+    "mini_swe_agent": programs.mini_swe_agent,
+    "opencode": programs.opencode,
+    "qwen_code": programs.qwen_code,
+}
+
+
+def recipe(
+    endpoint: Endpoint,
+    *,
+    program: Literal["claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code"] = "claude_code",
+    command: tuple[str, ...] = (),
+    sandbox: Literal["process", "namespaces"] = "namespaces",
+    readable: tuple[str, ...] = (),
+    max_calls: int = 60,
+    max_seconds: float = 1800.0,
+    max_new_tokens: int = 4096,
+    batch_size: int = 4,
+    n_samples_per_prompt: int = 4,
+    over_sampling_factor: float = 1.0,
+    epochs: int | None = None,
+    batches: int = 1,
+    seed: int = 0,
+) -> Recipe:
+    """Claude Code, Codex, mini-swe-agent, opencode or qwen-code, installed on this machine; command starts it."""
+    kind = ProcessSandbox() if sandbox == "process" else NamespaceSandbox(readable=readable)
+    launch = PROGRAMS[program]
+    return program_recipe(
+        "repositories",
+        endpoint,
+        functools.partial(launch, command=command) if command else launch,
+        [Prompt(task.problem, metadata={"task": name}) for name, task in TASKS.items()],
+        sandbox=kind,
+        workspace=RepositoryWorkspace(TASKS),
+        limits=SessionLimits(max_calls=max_calls, max_seconds=max_seconds),
+        reward_fn=functools.partial(repository_reward, tasks=TASKS, sandbox=kind),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        n_samples_per_prompt=n_samples_per_prompt,
+        over_sampling_factor=over_sampling_factor,
+        epochs=epochs,
+        batches=batches,
+        seed=seed,
+    )

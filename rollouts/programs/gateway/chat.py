@@ -1,0 +1,271 @@
+"""The chat completions API of OpenAI.
+
+Invariant: what ``read`` cannot read is refused by the path of the field; what is read and not honoured is in
+``counts``. A stream has each tool call as a whole. This module does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollouts.dtypes import Content, Message, Tool, ToolCall
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.wire import (
+    STATUS,
+    Counts,
+    Entries,
+    Fields,
+    Joined,
+    ReplyOf,
+    arguments_text,
+    call_of,
+    content_of,
+    event,
+    image_of,
+    no_reply,
+    offered,
+    sampling_of,
+    stops,
+    text_of,
+    tool_of,
+)
+
+__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+
+PING = b": ping\n\n"
+HISTORY = "messages"
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MEDIA = {"input_audio": "audio", "file": "file", "video_url": "video"}
+_NOT_ENFORCED = (
+    "chat_template_kwargs", "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "regex",
+    "structured_outputs",
+)  # fmt: skip
+"""Fields of SGLang's and vLLM's servers beyond the API, which would change the prompt or the distribution."""
+MAX_REPLIES = 128
+"""The most replies of one request, as in the API."""
+
+
+def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
+    """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
+    fields, counts = Fields.of(body), Counts()
+    for name, instead in (("functions", "tools"), ("function_call", "tool_choice"), ("audio", "text")):
+        if fields.value.get(name) is not None:
+            raise fields.wrong(name, f"no such field; this server takes {instead} only")
+    entries = entries or Entries()
+    messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
+    if not messages:
+        raise fields.wrong("messages", "a list of at least one message")
+    n = fields.positive("n") or 1
+    if n > MAX_REPLIES:
+        raise fields.wrong("n", f"an integer of at most {MAX_REPLIES}")
+    limits = [fields.positive(name) for name in ("max_completion_tokens", "max_tokens")]
+    options = fields.object("stream_options")
+    _count_not_enforced(fields, counts)
+    return CallRequest(
+        messages=tuple(messages),
+        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        max_tokens=min((limit for limit in limits if limit is not None), default=None),
+        stop=stops(fields, "stop"),
+        stream=fields.flag("stream"),
+        n=n,
+        sampling=sampling_of(fields),
+        counts=counts,
+        model=fields.text("model") or "",
+        include_usage=options is not None and options.flag("include_usage"),
+    )
+
+
+def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+    kind = tool.text("type") or "function"
+    if kind == "function":
+        return [tool_of(tool.object("function") or tool, "parameters", counts)]  # some clients leave the object out
+    counts[f"server_tool/{kind[:64]}"] += 1
+    return []
+
+
+def _count_not_enforced(fields: Fields, counts: Counts) -> None:
+    form = fields.object("response_format")
+    if form is not None and form.text("type") != "text":
+        counts["not_enforced/response_format"] += 1
+    if fields.value.get("parallel_tool_calls") is False:
+        counts["not_enforced/parallel_tool_calls"] += 1
+    if fields.flag("logprobs"):
+        counts["not_enforced/logprobs"] += 1
+    for name in _NOT_ENFORCED:
+        if fields.value.get(name) is not None:
+            counts[f"not_enforced/{name}"] += 1
+    if fields.value.get("web_search_options") is not None:
+        counts["server_tool/web_search"] += 1
+
+
+def _messages(fields: Fields, counts: Counts) -> list[Message]:
+    return [_message(fields, counts)]
+
+
+def _message(fields: Fields, counts: Counts) -> Message:
+    role = fields.text("role")
+    if role in ("user", "tool"):
+        content = content_of(fields, "content", lambda part: _part(part, counts))
+        if role == "user":
+            return Message("user", content)
+        return Message("tool", content, tool_call_id=fields.required("tool_call_id"), name=fields.text("name"))
+    if role not in _ROLES:
+        raise fields.wrong("role", f"one of {_ROLES}")
+    text = text_of(fields, "content", lambda part: _part(part, counts))
+    if role != "assistant":
+        return Message("system", text)
+    if fields.value.get("function_call") is not None:
+        raise fields.wrong("function_call", "no such field; this server takes tool_calls only")
+    return Message(
+        "assistant",
+        text or fields.text("refusal") or "",
+        tuple(map(_call, fields.objects("tool_calls"))),
+        reasoning=_reasoning(fields),
+    )
+
+
+def _reasoning(fields: Fields) -> str | None:
+    """Clients do not agree on the name of the field; some of them have objects under one of the names."""
+    own = fields.value.get("provider_specific_fields")  # what LiteLLM adds
+    for value in (fields.value, own if isinstance(own, dict) else {}):
+        for name in _REASONING:
+            if isinstance(value.get(name), str):
+                return str(value[name])
+    return None
+
+
+def _call(fields: Fields) -> ToolCall:
+    call_id = fields.text("id") or ""
+    custom = fields.object("custom")
+    if custom is not None:
+        return ToolCall(custom.required("name"), {"input": custom.text("input") or ""}, call_id)
+    function = fields.object("function")
+    if function is None:
+        raise fields.wrong("function", "an object with the name and arguments of the call")
+    return call_of(function.required("name"), function.value.get("arguments"), call_id)
+
+
+def _part(fields: Fields, counts: Counts) -> Content:
+    kind = fields.text("type")
+    if kind == "image_url":
+        image = fields.object("image_url")
+        if image is None:
+            raise fields.wrong("image_url", "an object with a url")
+        if image.text("detail") == "low":
+            counts["not_enforced/image_detail"] += 1
+        return (image_of(image, "url", image.required("url")),)
+    if kind == "text":
+        return fields.required("text")
+    if kind == "refusal":
+        return fields.required("refusal")
+    if kind in _MEDIA:
+        counts[_MEDIA[kind]] += 1
+        return f"[{_MEDIA[kind]}]"
+    raise fields.wrong("type", f"one of {('text', 'refusal', 'image_url', *_MEDIA)}")
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answer(request: CallRequest, replies: Sequence[CallReply]) -> dict[str, Any]:
+    """The JSON of an answer; one choice for each reply."""
+    choices = [
+        {"index": index, "message": _answered(reply.message), "finish_reason": reply.finish_reason, "logprobs": None}
+        for index, reply in enumerate(replies)
+    ]
+    return {**_head(request, replies, "chat.completion"), "choices": choices, "usage": _usage(replies)}
+
+
+def events(request: CallRequest, replies: Sequence[CallReply]) -> list[bytes]:
+    """The stream of an answer."""
+    head = _head(request, replies, "chat.completion.chunk")
+    chunks = [
+        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}]}
+        for index, reply in enumerate(replies)
+        for delta, finish in _deltas(reply)
+    ]
+    if request.include_usage:
+        chunks = [{**chunk, "usage": None} for chunk in chunks]
+        chunks.append({**head, "choices": [], "usage": _usage(replies)})
+    return [*map(event, chunks), b"data: [DONE]\n\n"]
+
+
+def _deltas(reply: CallReply) -> list[tuple[dict[str, Any], str | None]]:
+    """The pieces of a reply, the last one with its reason to finish.
+
+    A call is one piece: some clients join the fragments of parallel calls wrongly.
+    """
+    message = reply.message
+    deltas: list[dict[str, Any]] = [{"role": "assistant"}]
+    if message.reasoning is not None:
+        deltas.append({"reasoning_content": message.reasoning})
+    if message.text:
+        deltas.append({"content": message.text})
+    deltas += [{"tool_calls": [{"index": k, **_answered_call(call)}]} for k, call in enumerate(message.tool_calls)]
+    return [*((delta, None) for delta in deltas), ({}, reply.finish_reason)]
+
+
+def _head(request: CallRequest, replies: Sequence[CallReply], kind: str) -> dict[str, Any]:
+    first = replies[0]
+    return {"id": f"chatcmpl-{first.id}", "object": kind, "created": first.created, "model": request.model}
+
+
+def _answered(message: Message) -> dict[str, Any]:
+    chat: dict[str, Any] = {"role": "assistant", "content": message.text or (None if message.tool_calls else "")}
+    if message.reasoning is not None:
+        chat["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        chat["tool_calls"] = [*map(_answered_call, message.tool_calls)]
+    return chat
+
+
+def _answered_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+
+
+def _usage(replies: Sequence[CallReply]) -> dict[str, Any]:
+    first, completion = replies[0].usage, sum(reply.usage.completion_tokens for reply in replies)
+    return {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": first.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(reply.usage.reasoning_tokens for reply in replies)},
+    }
+
+
+_CODES: Mapping[ErrorKind, str] = {
+    "overflow": "context_length_exceeded",
+    "authentication": "invalid_api_key",
+    "rate_limit": "rate_limit_exceeded",
+}
+_TYPES: Mapping[ErrorKind, str] = {"rate_limit": "rate_limit_error", "server": "server_error"}
+
+
+def error(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """The status and JSON of an error."""
+    kind = error.error_kind
+    body = {
+        "message": _error_text(error),
+        "type": _TYPES.get(kind, "invalid_request_error"),
+        "param": None,
+        "code": _CODES.get(kind),
+    }
+    return STATUS[kind], {"error": body}
+
+
+def error_event(request: CallRequest, failed: ApiError) -> bytes:
+    """The event of an error in a stream."""
+    return event(error(failed)[1])
+
+
+def _error_text(error: ApiError) -> str:
+    if error.error_kind != "overflow":
+        return str(error)
+    return (
+        f"This model's maximum context length is {error.max_context} tokens. However, your messages resulted in "
+        f"{error.tokens} tokens. Please reduce the length of the messages."
+    )

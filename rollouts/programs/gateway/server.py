@@ -1,0 +1,493 @@
+"""The HTTP server of the gateway: routes, keys, heads and pings of streams, clients that go away.
+
+Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing,
+and a probe of the server is all that it is answered.
+Every answer, also to a request that is wrong in any way, has the form of its API. A stream that has begun is kept open
+until its reply is there. This module knows no token and no tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import re
+import socket
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+import attrs
+import msgspec
+
+from rollouts.base.extras import install_command
+from rollouts.errors import ConfigError
+from rollouts.programs.gateway import chat, messages, responses
+from rollouts.programs.gateway.address import PublicAddress
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Session
+from rollouts.programs.gateway.wire import Entries, Wire, decoded_body, encoded
+
+try:
+    from aiohttp import web
+except ImportError as missing:
+    raise ConfigError(f"the gateway needs aiohttp: {install_command('gateway')} ({missing})") from missing
+
+__all__ = ["LINEAGE", "Gateway", "shared_gateway"]
+
+WIRES: Mapping[str, Wire] = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+}
+LINEAGE = (
+    "x-claude-code-agent-id",
+    "x-claude-code-parent-agent-id",
+    "x-claude-code-session-id",
+    "x-session-id",
+    "x-parent-session-id",
+    "session-id",
+    "thread-id",
+    "x-codex-window-id",
+)
+"""Headers in which programs name their agents and conversations."""
+_IN_THREAD = 1 << 20
+"""A body of more bytes, or with an image, is read in a worker thread: it would hold up the other calls."""
+_HEADER_BYTES = 1 << 16
+_KEEP_ALIVE = 3600.0
+"""Seconds; a server that closes idle connections loses requests that are sent at that moment."""
+_KEY_LENGTH = 16
+_SHOWN_PATH = 80
+_UNKNOWN_ROUTES = 20
+"""Unknown routes of a session that are counted by their path; the path is the client's, and may be anything."""
+_PROBES = ("", "/", "/api/hello")
+"""Paths to which programs send HEAD without a key, to connect before their first call."""
+_PATH = re.compile(r"(?:/s/([^/]*))?(/.*)?", re.DOTALL)
+
+
+class Gateway:
+    """Serves sessions while its context lasts.
+
+    Args:
+        host: the address to listen on.
+        port: 0 picks a free port.
+        sock: a listening socket to serve instead of ``host`` and ``port``.
+        model: the name in the list of models; requests may name any other.
+        max_body: bytes of a request; a long history has many.
+        head_seconds: how long the head of a stream waits for the reply, so that a failure is an HTTP status.
+        ping_seconds: the interval of pings in a stream after its head.
+
+    Attributes:
+        url: the URL of the server, without the path of a session.
+        port: the port that it listens on.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        sock: socket.socket | None = None,
+        model: str = "policy",
+        max_body: int = 1 << 30,
+        head_seconds: float = 5.0,
+        ping_seconds: float = 5.0,
+    ) -> None:
+        self.url, self.port = "", 0
+        self._host, self._wanted_port, self._sock = host, port, sock
+        self._model, self._created, self._max_body = model, int(time.time()), max_body
+        self._head_seconds, self._ping_seconds = head_seconds, ping_seconds
+        self._opened: dict[str, _Opened] = {}
+        self._runner: web.AppRunner
+
+    def __repr__(self) -> str:
+        calls = sum(len(opened.calls) for opened in self._opened.values())
+        return f"<Gateway {self.url}: {len(self._opened)} sessions, {calls} calls>"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=self._max_body)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=0.5,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEP_ALIVE,
+            max_field_size=_HEADER_BYTES,
+            max_line_size=_HEADER_BYTES,
+        )
+        sock = self._sock or _listening(self._host, self._wanted_port)
+        self.url, self.port = _url_of(sock), sock.getsockname()[1]
+        await self._runner.setup()
+        await web.SockSite(self._runner, sock, backlog=4096).start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            for opened in list(self._opened.values()):
+                self.close(opened.session)
+            await self._runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, sock: socket.socket) -> AsyncIterator[str]:
+        """Accept connections of one more listening socket while the context lasts, and close it; yields its URL.
+
+        The socket may be of another network namespace.
+        """
+        url = _url_of(sock)
+        site = web.SockSite(self._runner, sock, backlog=4096)
+        await site.start()
+        try:
+            yield url
+        finally:
+            with anyio.CancelScope(shield=True):
+                await site.stop()
+
+    def open(self, session: Session, url: str | None = None) -> str:
+        """Accept the calls of a session; return the base URL for its program, without ``/v1``.
+
+        Args:
+            session: its key is neither empty nor that of another open session.
+            url: the URL at which the program reaches the server; by default :attr:`url`.
+
+        Raises:
+            ConfigError: the key is too short, cannot be sent in a header, or is in use.
+        """
+        key = session.key
+        if len(key) < _KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(f"key: got {len(key)} characters; expected at least {_KEY_LENGTH} that a header can have")
+        digest = _digest(key)
+        if digest in self._opened:
+            raise ConfigError("key: got that of an open session; expected one key for each session")
+        self._opened[digest] = _Opened(session)
+        return f"{self.url if url is None else url}/s/{_name(digest)}"
+
+    def close(self, session: Session) -> None:
+        """Accept no more calls of a session, and cancel those under way. Its key is unknown from now on."""
+        opened = self._opened.pop(_digest(session.key), None)
+        for scope in set() if opened is None else set(opened.calls):
+            scope.cancel()
+
+    # -- routes --
+
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
+        found = _PATH.fullmatch(http.path)
+        name, path = found.groups("") if found is not None else ("", http.path)
+        if http.method == "HEAD" and path in _PROBES:
+            return web.Response()
+        wire = _wire_of(http, path)
+        try:
+            opened = self._find(http, name)
+            with _failures(opened, ConnectionError):  # the client has gone while it sent its body
+                return await self._route(http, wire, opened, path)
+        except ApiError as error:
+            return _json(*wire.error(error))
+
+    async def _route(self, http: web.Request, wire: Wire, opened: _Opened, path: str) -> web.StreamResponse:
+        if path in WIRES and http.method == "POST":
+            return await self._call(http, wire, opened)
+        if path == "/v1/messages/count_tokens" and http.method == "POST":
+            length = await opened.session.count_tokens(await _request_of(http, messages, opened))
+            return _json(200, {"input_tokens": length})
+        if path == "/v1/models" and http.method == "GET":
+            return _json(200, self._models())
+        if path.startswith("/v1/models/") and http.method == "GET":
+            return _json(200, self._described(path.removeprefix("/v1/models/")))
+        if path in WIRES and "websocket" in http.headers.get("Upgrade", "").lower():
+            raise ApiError("upgrade", "this server has no WebSocket; expected a POST request")
+        opened.count_unknown(path)
+        shown = f"{http.method} {path[:_SHOWN_PATH]}"
+        raise ApiError("not_found", f"{shown}: no such route; expected POST to one of {', '.join(WIRES)}")
+
+    def _find(self, http: web.Request, name: str) -> _Opened:
+        """The session of the request's key.
+
+        Raises:
+            ApiError: there is no key of an open session, or the path names another session, or it has ended.
+        """
+        scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
+        keys = {bearer.strip() if scheme.lower() == "bearer" else "", http.headers.get("x-api-key", "").strip()}
+        digests = {digest for key in keys if key and (digest := _digest(key)) in self._opened}
+        if len(digests) != 1:
+            expected = "the key of an open session in Authorization: Bearer KEY or in x-api-key: KEY"
+            raise ApiError("authentication", f"the key is missing or unknown; expected {expected}")
+        (digest,) = digests
+        if name and name != _name(digest):
+            raise ApiError("authentication", f"the key is not that of the session /s/{name[:_SHOWN_PATH]} in the path")
+        opened = self._opened[digest]
+        if opened.session.ended:
+            raise ApiError("conflict", "the session has ended; it takes no more calls")
+        return opened
+
+    def _models(self) -> dict[str, Any]:
+        first = self._described(self._model)
+        return {
+            "object": "list",
+            "data": [first],
+            "has_more": False,
+            "first_id": self._model,
+            "last_id": self._model,
+        }
+
+    def _described(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._created, "owned_by": "rollouts"}
+
+    # -- calls --
+
+    async def _call(self, http: web.Request, wire: Wire, opened: _Opened) -> web.StreamResponse:
+        request = await _request_of(http, wire, opened)
+        lineage = {name: http.headers[name] for name in LINEAGE if name in http.headers}
+        call = _Call(opened, wire, request, lineage)
+        headers = {"Content-Type": "text/event-stream" if request.stream else "application/json"}
+        response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
+        with opened.scope() as scope:
+            await (self._stream(http, response, call) if request.stream else _whole(http, response, call))
+        if scope.cancelled_caught and not response.prepared:
+            raise ApiError("conflict", "the session has ended")
+        if scope.cancelled_caught and http.transport is not None:
+            http.transport.close()  # the end of the stream would say that the answer is whole
+        return response
+
+    async def _stream(self, http: web.Request, response: web.StreamResponse, call: _Call) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call.run)
+            seconds = self._head_seconds
+            while not call.done.is_set():
+                with anyio.move_on_after(seconds):
+                    await call.done.wait()
+                if not call.done.is_set() and not await _written(http, response, call.wire.PING):
+                    tasks.cancel_scope.cancel()
+                    return
+                seconds = self._ping_seconds
+        if call.error is not None and not response.prepared:
+            raise call.error
+        if call.error is not None:
+            await _written(http, response, call.wire.error_event(call.request, call.error), end=True)
+        elif await _written(http, response, call.answer, end=True):
+            call.opened.session.delivered(call.replies)
+
+
+@attrs.define(eq=False)
+class _Shared:
+    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
+    gateway: Gateway | None = None
+    users: int = 0
+
+
+_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[PublicAddress | None, _Shared]]
+_SHARED = weakref.WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def shared_gateway(address: PublicAddress | None = None) -> AsyncIterator[Gateway]:
+    """The gateway of the running event loop, on loopback; it is started by its first user and closed by its last.
+
+    Args:
+        address: that of another gateway of the event loop, which programs on other machines reach.
+
+    Raises:
+        ConfigError: this machine cannot listen on the address.
+    """
+    shared = _SHARED.setdefault(asyncio.get_running_loop(), {}).setdefault(address, _Shared())
+    with anyio.CancelScope(shield=True):
+        async with shared.lock:
+            if shared.gateway is None:
+                new = Gateway() if address is None else Gateway(address.host, address.port)
+                shared.gateway = await new.__aenter__()
+            shared.users += 1
+            gateway = shared.gateway
+    try:
+        yield gateway
+    finally:
+        with anyio.CancelScope(shield=True):
+            async with shared.lock:
+                shared.users -= 1
+                if not shared.users:
+                    shared.gateway = None
+                    await gateway.__aexit__(None, None, None)
+
+
+async def _whole(http: web.Request, response: web.StreamResponse, call: _Call) -> None:
+    await call.run()
+    if call.error is not None:
+        raise call.error
+    if await _written(http, response, call.answer, end=True):
+        call.opened.session.delivered(call.replies)
+
+
+async def _written(http: web.Request, response: web.StreamResponse, data: bytes, *, end: bool = False) -> bool:
+    """Send data, after the head if it was not sent yet; false if the client has gone."""
+    try:
+        if not response.prepared:
+            if end and response.content_type == "application/json":
+                response.content_length = len(data)
+            await response.prepare(http)
+        await response.write(data)
+        if end:
+            await response.write_eof()
+    except ConnectionError:
+        return False
+    return True
+
+
+@attrs.define(eq=False)
+class _Opened:
+    """An open session, and its calls under way."""
+
+    session: Session
+    calls: set[anyio.CancelScope] = attrs.field(factory=set)
+    unknown: set[str] = attrs.field(factory=set)
+    entries: defaultdict[Wire, Entries] = attrs.field(factory=lambda: defaultdict(Entries))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[anyio.CancelScope]:
+        """The cancel scope of a call; closing the session cancels it."""
+        with anyio.CancelScope() as scope:
+            self.calls.add(scope)
+            try:
+                yield scope
+            finally:
+                self.calls.discard(scope)
+
+    def count_unknown(self, path: str) -> None:
+        """Count a request to a route that does not exist."""
+        if path not in self.unknown and len(self.unknown) >= _UNKNOWN_ROUTES:
+            path = "other"
+        self.unknown.add(path)
+        self.session.count(f"unknown_route/{path[:_SHOWN_PATH].lstrip('/')}")
+
+
+@attrs.define(eq=False)
+class _Call:
+    """A call of a session, and its replies or error."""
+
+    opened: _Opened
+    wire: Wire
+    request: CallRequest
+    lineage: Mapping[str, str]
+    done: anyio.Event = attrs.field(factory=anyio.Event)
+    replies: Sequence[CallReply] = ()
+    answer: bytes = b""
+    error: ApiError | None = None
+
+    async def run(self) -> None:
+        """Ask the session; never raises an error."""
+        try:
+            with _failures(self.opened):
+                self.replies = await self.opened.session.call(self.request, lineage=self.lineage)
+                wire, request = self.wire, self.request
+                if request.stream:
+                    self.answer = b"".join(wire.events(request, self.replies))
+                else:
+                    self.answer = encoded(wire.answer(request, self.replies))
+        except ApiError as error:
+            self.error = error
+        self.done.set()
+
+
+@contextlib.contextmanager
+def _failures(opened: _Opened, *passed: type[Exception]) -> Iterator[None]:
+    """Give an error that is no answer to the session, which fails with it, and answer with an error of the server.
+
+    Args:
+        passed: errors that are none of the session.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (ApiError, *passed)):
+            raise
+        opened.session.fail(error)
+        raise ApiError("server", f"the call failed ({type(error).__name__})") from error
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallRequest:
+    """Read a request.
+
+    Raises:
+        ApiError: the body is too long, is no JSON, or has a wrong field.
+    """
+    try:
+        body = await http.read()
+        long = len(body) > _IN_THREAD
+        fields = await anyio.to_thread.run_sync(_decoded, wire, body) if long else _decoded(wire, body)
+        with _json_errors(body):
+            read = functools.partial(wire.read, fields, opened.session.reply, opened.entries[wire])
+            images = b"base64" in opened.entries[wire].unread(fields, wire.HISTORY)
+            return await anyio.to_thread.run_sync(read) if long or images else read()
+    except web.HTTPRequestEntityTooLarge as error:
+        opened.session.count("refused/too_large")
+        raise ApiError("too_large", f"body: {error.text}") from None
+    except web.RequestPayloadError as error:
+        opened.session.count("refused/invalid_request")
+        raise ApiError("invalid_request", f"body: cannot be decoded; expected JSON ({error})") from None
+    except ApiError as error:
+        opened.session.count(f"refused/{error.error_kind}")
+        raise
+
+
+def _decoded(wire: Wire, body: bytes) -> Any:
+    with _json_errors(body):
+        return decoded_body(body, wire.HISTORY)
+
+
+@contextlib.contextmanager
+def _json_errors(body: bytes) -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected JSON ({error})") from None
+
+
+def _wire_of(http: web.Request, path: str) -> Wire:
+    """The format of a request's errors."""
+    if path in WIRES:
+        return WIRES[path]
+    return messages if "/messages" in path or "anthropic-version" in http.headers else chat
+
+
+def _json(status: int, value: Mapping[str, Any]) -> web.Response:
+    headers = {"x-should-retry": "false"} if 400 <= status < 500 and status != 429 else None  # clients retry a 409
+    return web.Response(body=encoded(value), status=status, headers=headers, content_type="application/json")
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------
+
+
+def _digest(key: str) -> str:
+    """What a key is found by: the time of a look-up shows nothing of the keys."""
+    raw = key.encode("utf-8", "surrogateescape")  # as aiohttp decodes the bytes of a header
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _name(digest: str) -> str:
+    """The name of a session in its path, which logs may show."""
+    return digest[:16]
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=_family(host), backlog=4096)
+    except (OSError, OverflowError) as error:
+        raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _url_of(sock: socket.socket) -> str:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        raise ConfigError.of("sock", sock.family.name, "a socket of an internet address")
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,495 @@
+"""What the three wire formats share: their protocol, the checked fields of a request, the bytes of an event.
+
+Invariant: a field of a wrong type is refused by its path and value. Encoded JSON has no character that a client could
+take for the end of a line. This module knows none of the formats, and does no I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
+
+import attrs
+import msgspec
+
+from rollouts.dtypes import Content, Image, Message, Tool, ToolCall, json_object
+from rollouts.errors import ConfigError
+from rollouts.programs.gateway.normal import joined
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+
+__all__ = [
+    "STATUS",
+    "Counts",
+    "Entries",
+    "Fields",
+    "Joined",
+    "Reading",
+    "ReplyOf",
+    "Wire",
+    "arguments_text",
+    "call_of",
+    "content_of",
+    "decoded_body",
+    "encoded",
+    "event",
+    "image_of",
+    "no_reply",
+    "offered",
+    "only_text",
+    "sampling_of",
+    "stops",
+    "text_of",
+    "tool_of",
+]
+
+Counts: TypeAlias = Counter[str]
+ReplyOf: TypeAlias = Callable[[str], CallReply | None]
+"""The reply of the session that has an id; ``None`` if it has none."""
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "logit_bias",
+)
+"""Fields that choose how to sample; the parameters of the run replace them."""
+
+
+STATUS: Mapping[ErrorKind, int] = {
+    "invalid_request": 400,
+    "overflow": 400,
+    "authentication": 401,
+    "not_found": 404,
+    "conflict": 409,
+    "too_large": 413,
+    "upgrade": 426,
+    "rate_limit": 429,
+    "server": 500,
+}
+"""The HTTP status of each kind of error."""
+
+
+def no_reply(reply_id: str) -> CallReply | None:
+    """The :data:`ReplyOf` of a session without replies."""
+    return None
+
+
+class Wire(Protocol):
+    """One wire format. The modules ``chat``, ``responses`` and ``messages`` are the implementations."""
+
+    PING: bytes
+    """What keeps a silent stream open."""
+    HISTORY: str
+    """The field of a request with the list of its history."""
+
+    def read(self, body: Any, reply_of: ReplyOf = ..., entries: Entries | None = ..., /) -> CallRequest:
+        """Read the decoded JSON of a request.
+
+        Args:
+            body: as from :func:`decoded_body`, or decoded as a whole.
+            reply_of: finds earlier replies of the session.
+            entries: what was read of earlier requests of the session.
+
+        Raises:
+            ApiError: a field is not as the format says; the message names it.
+        """
+
+    def answer(self, request: CallRequest, replies: Sequence[CallReply], /) -> dict[str, Any]:
+        """The JSON of an answer without stream."""
+
+    def events(self, request: CallRequest, replies: Sequence[CallReply], /) -> list[bytes]:
+        """All events of an answer as a stream."""
+
+    def error(self, error: ApiError, /) -> tuple[int, dict[str, Any]]:
+        """The status and JSON of an error."""
+
+    def error_event(self, request: CallRequest, error: ApiError, /) -> bytes:
+        """The event of an error, after the head of the stream was sent."""
+
+
+# -- fields -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Fields:
+    """A JSON object of a request, and its path in the body."""
+
+    value: Mapping[str, Any]
+    path: str = ""
+
+    @classmethod
+    def of(cls, value: Any, path: str = "") -> Fields:
+        """Check that a value is an object."""
+        if not isinstance(value, Mapping):
+            raise ApiError("invalid_request", str(ConfigError.of(path or "body", value, "a JSON object")))
+        return cls(value, path)
+
+    def at(self, name: str) -> str:
+        """The path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def wrong(self, name: str, expected: str) -> ApiError:
+        """The error of a field: its path, its value and what was expected."""
+        value = self.value.get(name)
+        shown = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+        return ApiError("invalid_request", str(ConfigError.of(self.at(name), shown, expected)))
+
+    def text(self, name: str) -> str | None:
+        """A string; ``None`` if the field is absent or ``null``."""
+        value = self.value.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def required(self, name: str) -> str:
+        """A string that must be there."""
+        value = self.text(name)
+        if value is None:
+            raise self.wrong(name, "a string")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A boolean; false if the field is absent or ``null``."""
+        value = self.value.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return bool(value)
+
+    def positive(self, name: str) -> int | None:
+        """An integer of at least 1; ``None`` if the field is absent or ``null``."""
+        value = self.value.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise self.wrong(name, "an integer of at least 1")
+        return value
+
+    def object(self, name: str) -> Fields | None:
+        """An object; ``None`` if the field is absent or ``null``."""
+        value = self.value.get(name)
+        return None if value is None else Fields.of(value, self.at(name))
+
+    def objects(self, name: str) -> list[Fields]:
+        """A list of objects; empty if the field is absent or ``null``."""
+        value = self.value.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.wrong(name, "a list of objects")
+        path = self.at(name)
+        return [Fields.of(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+
+
+def content_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> Content:
+    """The content of a field that is a string, ``null``, or a list of parts, which are joined."""
+    value = fields.value.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise fields.wrong(name, "a string or a list of parts")
+    return joined(map(part, fields.objects(name)))
+
+
+def text_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> str:
+    """As :func:`content_of`, of a field whose parts are texts."""
+    content = content_of(fields, name, lambda each: only_text(each, part(each)))
+    assert isinstance(content, str), "joined from texts"
+    return content
+
+
+def only_text(fields: Fields, content: Content) -> str:
+    """The content of a part that must be a text."""
+    if not isinstance(content, str):
+        raise fields.wrong("type", "text; images belong to messages of the user and to results of tools")
+    return content
+
+
+_IMAGES: weakref.WeakValueDictionary[bytes, Image] = weakref.WeakValueDictionary()
+"""Images in use, by the hash of their URL: a request has its whole history, and each image of it is decoded once."""
+
+
+def image_of(fields: Fields, name: str, url: str) -> Image:
+    """The image of a ``data:`` URL, which the field has or stands for.
+
+    Raises:
+        ApiError: it is another URL, or cannot be decoded.
+    """
+    if not url.startswith("data:"):
+        raise fields.wrong(name, "a data: URL of an image in base64; this server fetches no image")
+    key = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    image = _IMAGES.get(key)
+    if image is None:
+        try:
+            image = _IMAGES[key] = Image.of(url)
+        except ConfigError as error:
+            raise ApiError("invalid_request", f"{fields.at(name)}: {error}") from None
+    return image
+
+
+def call_of(name: str, arguments: Any, call_id: str) -> ToolCall:
+    """A call that a program sends back. Arguments that are no object are kept as text, as a malformed call."""
+    if arguments is None or arguments == "":
+        return ToolCall(name, {}, call_id)
+    if isinstance(arguments, Mapping):
+        return ToolCall(name, dict(arguments), call_id)
+    text = arguments if isinstance(arguments, str) else encoded(arguments).decode()
+    decoded = json_object(text)
+    if decoded is not None:
+        return ToolCall(name, decoded, call_id)
+    return ToolCall(name, {}, call_id, raw=text, error="The arguments are no JSON object.", fault="not_json")
+
+
+def arguments_text(call: ToolCall) -> str:
+    """The arguments of a call as JSON text; the raw text of one that is malformed or nested too deeply to encode."""
+    try:
+        return call.raw if call.error is not None else encoded(call.arguments).decode()
+    except RecursionError:
+        return call.raw
+
+
+def tool_of(fields: Fields, schema: str, counts: Counts) -> Tool:
+    """A tool from an object with name, description and a schema in the field of this name, which is not enforced."""
+    if fields.value.get("strict") is True:
+        counts["not_enforced/strict"] += 1
+    parameters = fields.object(schema)
+    given = {} if parameters is None else {"parameters": dict(parameters.value)}
+    try:
+        return Tool(fields.required("name"), fields.text("description") or "", **given)
+    except ConfigError as error:
+        raise ApiError("invalid_request", f"{fields.path}: {error}") from None
+
+
+def offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool, ...]:
+    """The tools that the model may call: none if ``tool_choice`` says so; a choice that forces a call is counted."""
+    choice = fields.value.get("tool_choice")
+    if choice == "none":
+        return ()
+    if choice not in (None, "auto"):
+        if not isinstance(choice, str | dict):
+            raise fields.wrong("tool_choice", "a string or an object")
+        counts["not_enforced/tool_choice"] += 1
+    return tuple(tools)
+
+
+def stops(fields: Fields, name: str) -> tuple[str, ...]:
+    """Stop strings: one string or a list."""
+    value = fields.value.get(name)
+    if value is None:
+        return ()
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise fields.wrong(name, "a non-empty string, or a list of them")
+    return tuple(texts)
+
+
+def sampling_of(fields: Fields) -> dict[str, Any]:
+    """The sampling parameters of a request, which those of the run replace."""
+    return {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
+
+
+class Reading(Protocol):
+    """What the entries of a list become, one after the other."""
+
+    def take(self, entry: Any, path: str, /) -> None:
+        """Add an entry, which has this path in the body."""
+
+    def copy(self) -> Self:
+        """A reading that goes on from here, and leaves this one as it is."""
+
+
+ReadingT = TypeVar("ReadingT", bound=Reading)
+
+
+@attrs.define
+class Joined:
+    """The reading of entries that are lists of parts: all parts in one list."""
+
+    parts: list[Any] = attrs.field(factory=list)
+
+    def take(self, entry: Sequence[Any], path: str) -> None:
+        """Add the parts of an entry."""
+        self.parts += entry
+
+    def copy(self) -> Joined:
+        """See :class:`Reading`."""
+        return Joined([*self.parts])
+
+
+@attrs.frozen(eq=False)
+class _Beginning:
+    """The beginning of a list of an earlier request."""
+
+    text: bytes
+    """Its JSON, up to the start of an entry."""
+    length: int
+    """Number of entries before that."""
+    reading: Reading
+    counts: Counts
+    """Both of these entries."""
+
+
+class Entries:
+    """The lists of requests as they were read, so that a request costs what is new in it.
+
+    Programs send their whole history with each request. A list that begins as one of the latest requests is read from
+    some entries before its end on: programs change these from one request to the next. In what is left, an entry with
+    the JSON of an earlier one is not read again: it is found by a hash of 64 bits, of this process only. One object
+    serves one session and one wire format.
+
+    Args:
+        most: the number of entries that are kept; where a session has more, all are read again.
+        lists: the number of lists of each name whose beginnings are kept, with their JSON.
+    """
+
+    def __init__(self, most: int = 1 << 14, lists: int = 4) -> None:
+        self._most, self._lists = most, lists
+        self._read: dict[int, tuple[Any, Counts]] = {}
+        self._beginnings: dict[str, list[_Beginning]] = {}
+        """By the name of the field, the latest one last."""
+        self._systems: dict[str, Message] = {}
+
+    def system(self, text: str) -> Message:
+        """A system message; that of an earlier request if it has the same text."""
+        if len(self._systems) >= self._most:
+            self._systems.clear()
+        return self._systems.setdefault(text, Message("system", text))
+
+    def unread(self, body: Any, name: str) -> bytes:
+        """The JSON of the list in a field that was not read with an earlier one; empty if the field has no raw list."""
+        value = body.get(name) if isinstance(body, Mapping) else None
+        if not isinstance(value, msgspec.Raw):
+            return b""
+        text = bytes(value)
+        return text[len(self._beginning_of(name, text).text) :]
+
+    def into(
+        self,
+        reading: ReadingT,
+        fields: Fields,
+        name: str,
+        read: Callable[[Fields, Counts], Any],
+        counts: Counts,
+    ) -> ReadingT:
+        """Return ``reading``, or a copy of an earlier one, with each object of a list; none if the field is absent.
+
+        Args:
+            reading: an empty one.
+            fields: the body; a list that is raw JSON is looked up, and decoded where it is new.
+            name: the field with the list.
+            read: makes an entry of an object; depends on the object alone, and not on its place.
+            counts: gets what ``read`` counts, also where it is not called.
+        """
+        value = fields.value.get(name)
+        if isinstance(value, msgspec.Raw):
+            return self._into(reading, fields, name, bytes(value), read, counts)
+        for entry in fields.objects(name):
+            reading.take(read(entry, counts), entry.path)
+        return reading
+
+    def _into(
+        self,
+        reading: ReadingT,
+        fields: Fields,
+        name: str,
+        text: bytes,
+        read: Callable[[Fields, Counts], Any],
+        counts: Counts,
+    ) -> ReadingT:
+        known = self._beginning_of(name, text)
+        own = Counts(known.counts)
+        if known.length:
+            reading = cast(ReadingT, known.reading.copy())
+        raws = _LIST.decode(b"[" + text[len(known.text) :])
+        last, field = len(raws) - _CHANGED, fields.at(name)
+        for place, raw in enumerate(raws):
+            if place == last > 0:
+                before = _before(text, raws[place:])
+                self._keep(name, known, _Beginning(before, known.length + place, reading.copy(), Counts(own)))
+            key, path = hash((name, bytes(raw))), f"{field}[{known.length + place}]"
+            entry = self._read.get(key)
+            if entry is None:
+                found = Counts()
+                entry = read(Fields.of(msgspec.json.decode(raw), path), found), found
+                if len(self._read) >= self._most:
+                    self._read.clear()
+                self._read[key] = entry
+            reading.take(entry[0], path)
+            if entry[1]:
+                own.update(entry[1])
+        counts.update(own)
+        return reading
+
+    def _beginning_of(self, name: str, text: bytes) -> _Beginning:
+        beginnings = self._beginnings.get(name, ())
+        return next((one for one in reversed(beginnings) if text.startswith(one.text)), _NOTHING)
+
+    def _keep(self, name: str, known: _Beginning, new: _Beginning) -> None:
+        """Keep a beginning, instead of the one that it goes on from."""
+        others = [one for one in self._beginnings.get(name, ()) if one is not known]
+        self._beginnings[name] = [*others, new][-self._lists :]
+
+
+_CHANGED = 4
+"""Entries at the end of a history that the next request may have otherwise: programs move the marks of their caches."""
+_NOTHING = _Beginning(b"[", 0, Joined(), Counts())
+
+
+def _before(text: bytes, last: Sequence[msgspec.Raw]) -> bytes:
+    """The JSON of a list up to the start of the first of its last entries."""
+    stop = len(text)
+    for raw in reversed(last):
+        stop = text.rindex(bytes(raw), 0, stop)  # behind an entry are only separators
+    return text[:stop]
+
+
+def decoded_body(body: bytes, history: str) -> Any:
+    """A body of JSON, in which the lists ``history`` and ``tools`` stay raw.
+
+    Raises:
+        msgspec.DecodeError: it is no JSON.
+    """
+    try:
+        values = _OBJECT.decode(body)
+    except msgspec.ValidationError:  # JSON, and no object
+        return msgspec.json.decode(body)
+    return {name: _value_of(raw, is_list=name in (history, "tools")) for name, raw in values.items()}
+
+
+def _value_of(raw: msgspec.Raw, *, is_list: bool) -> Any:
+    if is_list and bytes(memoryview(raw)[:1]) == b"[":
+        return raw
+    return msgspec.json.decode(raw)
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+_LINE_ENDS = (("\u0085", b"\\u0085"), ("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"))
+"""Line ends of Unicode that JSON leaves as they are, and at which some clients split a stream."""
+
+
+def encoded(value: Any) -> bytes:
+    """A value as JSON, in one line also for a client that splits at the line ends of Unicode."""
+    try:
+        text = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model can write as an escape
+        text = json.dumps(value).encode()
+    for character, escaped in _LINE_ENDS:
+        text = text.replace(character.encode(), escaped)
+    return text
+
+
+def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One event of a stream."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + encoded(value) + b"\n\n"

@@ -1,0 +1,549 @@
+"""Generation of samples by a program, or by an async function of yours, that calls the model through the gateway.
+
+Invariant: one rollout for each prompt, in order: one sample for each of its branches, all with its ``rollout_id``. What
+the program does is data: its exit code, its output and its limits. A failure of its sandbox, an exception of a
+function, or an end without a reply costs that rollout, a sample with status FAILED, and no other.
+
+All rollouts of an event loop share one gateway on loopback, or at a public address for programs on other machines; a
+sandbox with a network of its own has its own listener.
+A session is as long as its program: at a limit of the session the program is killed, and what it did is kept.
+
+This module does not know groups, reward functions or batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, get_args
+
+import anyio
+import attrs
+import numpy as np
+
+from rollouts.agent.turn_log import Turn
+from rollouts.base.extras import install_command
+from rollouts.base.validators import finite
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.task_groups import first_error
+from rollouts.dtypes import Endpoint, Message, OnRewrite, Prompt, SamplingParams, StopReason
+from rollouts.errors import ConfigError, EnvironmentFailure, Failure, GenerateFailure, NoReply, shortened
+from rollouts.inference.base import Policy, describe_once
+from rollouts.inference.shared import shared_policy
+from rollouts.programs.gateway.address import PublicAddress
+from rollouts.programs.gateway.session import ProgramSession, SessionLimits
+from rollouts.programs.gateway.tree import Training
+from rollouts.programs.launchers import ModelServer, Program
+from rollouts.programs.launchers.workspace import Workspace
+from rollouts.renderer import Renderer, RendererOptions, with_prompt_options
+from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes.remote import RemoteSandbox
+from rollouts.training.agent_integration import generate_all, loaded_renderer, resuming
+from rollouts.training.samples import trajectory_to_samples
+from rollouts.training.types import Sample, Status
+
+if TYPE_CHECKING:
+    from rollouts.programs.gateway.server import Gateway
+
+__all__ = [
+    "AgentFunction",
+    "check_program",
+    "function_rollout_to_samples",
+    "generate_function_batch",
+    "generate_program_batch",
+    "program_rollout_to_samples",
+    "task_of",
+]
+
+AgentFunction: TypeAlias = Callable[[Any, Prompt], Awaitable[Any]]
+"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``; see
+:func:`function_rollout_to_samples`."""
+
+_OPEN_SECONDS = 300.0
+"""Deadline of opening a sandbox: an image may be loaded."""
+_LONGEST_SECONDS = 1e6
+"""Deadline that the sandbox itself has for a program; that of the session is earlier."""
+_TAIL = 4000
+"""Characters of each output of a program that are kept."""
+_SHOWN = 400
+"""Characters of its error output in a failure."""
+
+
+async def program_rollout_to_samples(
+    prompt: Prompt | str | Sequence[Message | dict[str, Any]],
+    *,
+    program: Program,
+    sandbox: Sandbox,
+    endpoint: Endpoint,
+    tokenizer: Any,
+    gateway: PublicAddress | None = None,
+    workspace: Workspace | None = None,
+    limits: SessionLimits | None = None,
+    sampling: SamplingParams | None = None,
+    policy: Policy | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Unpack[RendererOptions],
+) -> list[Sample]:
+    """Run one program in a fresh sandbox, and return the tokens that the model saw and sampled for it as samples.
+
+    Args:
+        prompt: text, messages, or a :class:`Prompt` with label and metadata. The text of its messages is the task of
+            the program. ``metadata["template_kwargs"]`` overrides variables of the chat template for this prompt.
+        program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``, or
+            ``functools.partial(script, path=…)``.
+        sandbox: the kind of sandbox, opened once for this rollout.
+        endpoint: the inference server and its options.
+        tokenizer: a transformers tokenizer, the name or folder of one, or a :class:`Renderer`.
+        gateway: where the gateway listens, and the URL at which the program reaches it; needed by a remote sandbox.
+        workspace: fills the workspace before the program starts, and takes metadata out of it afterwards.
+        limits: limits of the session; the program is killed at the first that is reached. ``max_seconds`` does not run
+            while deadlines are paused.
+        sampling: replaces ``endpoint.sampling``; what the program asks for is not used.
+        policy: replaces the client of ``endpoint``, which all rollouts of one event loop share.
+        training: which replies are trained where the program has several conversations.
+        history: what to do where the program sends a reply back otherwise than it was given it; see
+            :class:`~rollouts.programs.gateway.session.ProgramSession`.
+        context_window: tokens of prompt and reply; by default those of the server.
+        **options: options of the renderer, as for :func:`agent_rollout_to_samples`.
+
+    Returns:
+        The rollout's branches as samples. The last one has the rollout's counts in ``metrics``, what ``workspace`` took
+        in ``metadata``, and the end of the program in ``metadata["program"]``: ``exit_code``, ``seconds``, ``stdout``,
+        ``stderr`` (their ends), ``truncated``. An exit code is no failure. The reward is ``None``. A failed rollout has
+        status FAILED and a ``failure``.
+
+    Raises:
+        ConfigError: the tokenizer, template, dialect, program or prompt is invalid, aiohttp is not installed, a remote
+            sandbox has no ``gateway`` or too short a ``lifetime``, or this machine cannot listen on the address.
+        EndpointError: the server does not describe itself, or no server answers for too long.
+    """
+    prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    task = task_of(prompt)
+    limits = limits or SessionLimits()
+    _check_remote(sandbox, gateway, limits)
+    rollout = await _session(
+        prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
+    )
+    session, name, given = rollout.session, function_name(program), _without_log(prompt)
+
+    async def play(server: Gateway) -> dict[str, Any]:
+        async with contextlib.AsyncExitStack() as stack:
+            kind = type(sandbox).__name__
+            with boundary(EnvironmentFailure, f"{kind}.open", seconds=_OPEN_SECONDS):
+                place = await stack.enter_async_context(_closing(sandbox, session))
+            filled = None
+            if workspace is not None:
+                with boundary(EnvironmentFailure, f"{type(workspace).__name__}.fill"):
+                    filled = await workspace.fill(given, place)
+            with boundary(EnvironmentFailure, f"the listener of {kind}", kind="environment_start"):
+                base_url = await stack.enter_async_context(_reachable(server, session, place, gateway))
+            model = rollout.server(endpoint, base_url, place.home)
+            with boundary(GenerateFailure, f"program {name}"):
+                launch = program(task, model)
+            with boundary(EnvironmentFailure, f"program {name}", kind="environment_step", shown="the program"):
+                for path, data in launch.files.items():
+                    await place.write(path, data)
+                end = await place.run(launch.argv, launch.env, seconds=_LONGEST_SECONDS, stop=session.over)
+            server.close(session)
+            _end(session, f"the program ended with exit code {end.code}: {end.stderr.strip()[-_SHOWN:]}")
+            session.count("program_seconds", end.seconds)
+            session.count("program_failed", end.code != 0)
+            record: dict[str, Any] = {"program": _record(name, end)}
+            if workspace is not None:
+                what = f"{type(workspace).__name__}.take"
+                with boundary(EnvironmentFailure, what, kind="environment_step"):
+                    record |= await workspace.take(given, place, filled)
+        return record
+
+    return await _samples(prompt, rollout, limits, play, gateway)
+
+
+async def function_rollout_to_samples(
+    prompt: Prompt | str | Sequence[Message | dict[str, Any]],
+    *,
+    function: AgentFunction,
+    endpoint: Endpoint,
+    tokenizer: Any,
+    limits: SessionLimits | None = None,
+    sampling: SamplingParams | None = None,
+    policy: Policy | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Unpack[RendererOptions],
+) -> list[Sample]:
+    """Run one async function in this process, and return the tokens that the model saw and sampled for it as samples.
+
+    Args:
+        prompt: as for :func:`program_rollout_to_samples`.
+        function: called with a client or a server, and the :class:`Prompt`. If its first parameter is named ``client``,
+            it is an ``openai.AsyncOpenAI``; else a :class:`~rollouts.programs.ModelServer` with ``openai_url``,
+            ``base_url`` (Anthropic), ``api_key`` and ``model``. It returns the reward, or a dict of metadata of which
+            ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session.
+        limits: this and the other arguments are those of :func:`program_rollout_to_samples`.
+
+    Returns:
+        The rollout's branches as samples. An exception of the function is the ``failure`` of the rollout.
+
+    Raises:
+        ConfigError: as :func:`program_rollout_to_samples`; or the function is not async, or asks for a client, and
+            ``openai`` is not installed.
+        EndpointError: the server does not describe itself, or no server answers for too long.
+    """
+    prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    name = function_name(function)
+    wants_client = _wants_client(function)
+    limits = limits or SessionLimits()
+    rollout = await _session(
+        prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
+    )
+    session, given = rollout.session, _without_log(prompt)
+
+    async def play(gateway: Gateway) -> dict[str, Any]:
+        server = rollout.server(endpoint, gateway.open(session), "/")
+        async with contextlib.AsyncExitStack() as stack:
+            first: Any = await stack.enter_async_context(_openai_client(server)) if wants_client else server
+            returned: Any = None
+            async with first_error() as tasks:
+                tasks.start_soon(_cancel_at, session.over, tasks.cancel_scope)
+                returned = await call_foreign(GenerateFailure, f"agent {name}", function, first, given)
+                tasks.cancel_scope.cancel()
+        gateway.close(session)
+        record = _returned(returned, name)
+        _end(session, f"agent {name} returned")
+        return record
+
+    return await _samples(prompt, rollout, limits, play)
+
+
+async def generate_program_batch(
+    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Any
+) -> list[Sample]:
+    """Run :func:`program_rollout_to_samples` with ``options`` for all prompts concurrently.
+
+    With the options bound by ``functools.partial``, it is the ``generate_fn`` of a ``RolloutConfig``.
+
+    Returns:
+        The samples of each prompt, in order; several where a rollout has several branches.
+    """
+    return await generate_all(program_rollout_to_samples, prompts, options)
+
+
+async def generate_function_batch(
+    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Any
+) -> list[Sample]:
+    """Run :func:`function_rollout_to_samples` with ``options`` for all prompts; as :func:`generate_program_batch`."""
+    return await generate_all(function_rollout_to_samples, prompts, options)
+
+
+async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> None:
+    """Check what :func:`generate_program_batch` or :func:`generate_function_batch` is bound to, before a run.
+
+    Raises:
+        ConfigError: aiohttp is not installed, or the program or the function refuses its arguments or a prompt.
+            A remote sandbox has no ``gateway``, or this machine cannot listen on it.
+        EnvironmentFailure: this machine cannot open the sandbox.
+    """
+    _check_aiohttp()
+    function, program, sandbox = (bound.get(name) for name in ("function", "program", "sandbox"))
+    if function is not None:
+        _wants_client(function)
+    if program is not None:
+        server = ModelServer("http://127.0.0.1:8080/s/check", "key", "model", 1 << 16, "/home/agent")
+        for prompt in prompts:
+            program(task_of(prompt), server)
+    if sandbox is not None:
+        address = bound.get("gateway")
+        _check_remote(sandbox, address, bound.get("limits") or SessionLimits())
+        if address is not None:
+            from rollouts.programs.gateway.server import shared_gateway  # here: aiohttp is part of an extra
+
+            async with shared_gateway(address):
+                pass
+        name = f"{type(sandbox).__name__}.open"
+        with boundary(EnvironmentFailure, name, seconds=_OPEN_SECONDS, before_work=True):
+            async with opened(sandbox) as place:
+                _check_listener(place, address)
+
+
+generate_program_batch.check = check_program  # type: ignore[attr-defined]  # the preflight of a recipe calls it
+generate_function_batch.check = check_program  # type: ignore[attr-defined]
+
+
+def _check_remote(sandbox: Sandbox, address: PublicAddress | None, limits: SessionLimits) -> None:
+    """Raise if a remote program cannot reach the gateway, or its machine ends too early, before it is paid for."""
+    if address is not None and not isinstance(address, PublicAddress):
+        raise ConfigError.of("gateway", address, "a PublicAddress")
+    if address is None and isinstance(sandbox, RemoteSandbox):
+        expected = f"a PublicAddress: a program in {type(sandbox).__name__} reaches no port of this machine"
+        raise ConfigError.of("gateway", None, expected)
+    if isinstance(sandbox, RemoteSandbox) and sandbox.lifetime <= limits.max_seconds:
+        expected = f"more than limits.max_seconds={limits.max_seconds:g}: the service ends the machine then"
+        raise ConfigError.of(f"{type(sandbox).__name__}.lifetime", sandbox.lifetime, expected)
+
+
+def _check_listener(place: RunningSandbox, address: PublicAddress | None) -> None:
+    if address is not None and place.listener is not None:
+        raise ConfigError.of("gateway", address, "None: this sandbox reaches only a listener of its own")
+
+
+def _check_aiohttp() -> None:
+    try:
+        import aiohttp  # noqa: F401 - part of an extra
+    except ImportError as error:
+        raise ConfigError(f"a program needs aiohttp: {install_command('gateway')} ({error})") from error
+
+
+def task_of(prompt: Prompt) -> str:
+    """The text of a prompt, as the argument of a program.
+
+    Raises:
+        ConfigError: the prompt has a message that is neither of the system nor of the user, or one with an image.
+    """
+    for number, message in enumerate(prompt.messages):
+        if message.role not in ("system", "user"):
+            raise ConfigError.of(f"prompt[{number}].role", message.role, "system or user: a program is given one text")
+    return "\n\n".join(message.only_text("the task of a program") for message in prompt.messages)
+
+
+# -- one rollout ------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Rollout:
+    """The session of a rollout, and its renderer."""
+
+    session: ProgramSession
+    renderer: Renderer
+    context_window: int
+
+    def server(self, endpoint: Endpoint, base_url: str, home: str) -> ModelServer:
+        """The gateway, as the program is given it."""
+        return ModelServer(base_url, self.session.key, endpoint.model, self.context_window, home)
+
+
+async def _session(
+    prompt: Prompt,
+    endpoint: Endpoint,
+    tokenizer: Any,
+    limits: SessionLimits,
+    sampling: SamplingParams | None,
+    policy: Policy | None,
+    training: Training | None,
+    history: OnRewrite,
+    context_window: int | None,
+    options: RendererOptions,
+) -> _Rollout:
+    _check_aiohttp()
+    if history not in get_args(OnRewrite):
+        raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
+    renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
+    client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
+    known = (await describe_once(client)).max_context
+    if known is None and context_window is None:
+        raise ConfigError.of("context_window", None, "a number of tokens: the server does not report its context")
+    window = min(size for size in (known, context_window) if size is not None)
+    session = ProgramSession(
+        resuming(client),
+        renderer,
+        sampling or endpoint.sampling,
+        name=f"{prompt.group_index}/{prompt.index}/{prompt.replacement}",
+        max_context=window,
+        limits=attrs.evolve(limits, max_seconds=_LONGEST_SECONDS),  # :func:`_serve` has the deadline, which can pause
+        training=training,
+        history=history,
+    )
+    return _Rollout(session, renderer, window)
+
+
+async def _samples(
+    prompt: Prompt,
+    rollout: _Rollout,
+    limits: SessionLimits,
+    play: Callable[[Gateway], Awaitable[dict[str, Any]]],
+    address: PublicAddress | None = None,
+) -> list[Sample]:
+    """Play with the session open; convert what it has to samples."""
+    from rollouts.programs.gateway.server import shared_gateway  # here: aiohttp is part of an extra
+
+    session = rollout.session
+    await _note_start(prompt, session)
+    record: dict[str, Any] = {}
+    async with shared_gateway(address) as gateway, first_error() as tasks:
+        await tasks.start(_serve, session, limits.max_seconds)
+        try:
+            record = await play(gateway)
+        except GenerateFailure as error:  # of a function at a limit of its session: the limit counts
+            session.end(StopReason.FAILED, Failure.of(error))
+        except EnvironmentFailure as error:
+            session.end()
+            session.stop_reason, session.failure = StopReason.FAILED, Failure.of(error)
+        finally:
+            gateway.close(session)
+            session.end()
+    branches = session.branches()
+    reward = record.pop("reward", None)
+    if not branches:
+        return [_without_reply(prompt, session, record)]
+    if reward is not None:
+        branches[-1].step_rewards.append(reward)
+    renderer = rollout.renderer
+    image_inputs = None if renderer.images is None else renderer.images.inputs
+    samples = trajectory_to_samples(branches, prompt, renderer.decode, image_inputs)
+    samples[-1].metadata |= record
+    return samples
+
+
+async def _serve(session: ProgramSession, seconds: float, *, task_status: Any) -> None:
+    """Keep a session open until it ends, at most for ``seconds``, in which pauses of the deadlines do not count."""
+    with deadline(seconds):
+        async with session:
+            task_status.started()
+            try:
+                await session.over.wait()
+            except anyio.get_cancelled_exc_class():
+                session.end(StopReason.DEADLINE)
+                raise
+
+
+async def _note_start(prompt: Prompt, session: ProgramSession) -> None:
+    """Note in the rollout's log that it has begun; count a rollout that begins again in a resumed run."""
+    log = None if prompt.turn_log is None else await prompt.turn_log.claim()
+    if log is None:
+        return
+    if log.turns:
+        session.count("restarted_at_resume")
+    none = np.zeros(0)
+    await log.save(Turn(1, none.astype(np.int32), none.astype(np.bool_), none.astype(np.float32), {"program": True}))
+
+
+def _end(session: ProgramSession, how: str) -> None:
+    """End the session of a program that has ended; a call that the server did not answer costs the rollout."""
+    if session.denied is not None:
+        session.end(StopReason.FAILED, session.denied)
+    elif not session.tree.calls and not session.ended:
+        session.end(StopReason.FAILED, Failure.of(NoReply(f"no call of the model was answered; {how}")))
+    else:
+        session.end(StopReason.CONTEXT_OVERFLOW if session.overflowed else StopReason.TASK_COMPLETED)
+
+
+def _without_reply(prompt: Prompt, session: ProgramSession, record: Mapping[str, Any]) -> Sample:
+    """The sample of a rollout that has nothing to train."""
+    counts = ", ".join(f"{name} {amount:g}" for name, amount in sorted(session.metrics().items()))
+    failure = session.failure or Failure.of(NoReply(f"no reply is trained: {session.stop_reason}; {counts}"))
+    return Sample(
+        prompt=prompt.prompt,
+        label=prompt.label,
+        group_index=prompt.group_index,
+        index=prompt.index,
+        rollout_id=prompt.index,
+        metadata={**prompt.metadata, **record},
+        status=Status.FAILED,
+        stop_reason=StopReason.FAILED,
+        failure=failure,
+        metrics=session.metrics(),
+    )
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _closing(sandbox: Sandbox, session: ProgramSession) -> AsyncIterator[RunningSandbox]:
+    """Open a sandbox; a failure to close it is counted, and does not cost the rollout."""
+    closing = opened(sandbox)
+    place = await closing.__aenter__()
+    try:
+        yield place
+    finally:
+        try:
+            await closing.__aexit__(None, None, None)
+        except SandboxError:
+            session.count("close_failures")
+
+
+@contextlib.asynccontextmanager
+async def _reachable(
+    gateway: Gateway, session: ProgramSession, place: RunningSandbox, address: PublicAddress | None
+) -> AsyncIterator[str]:
+    """Open the session at the gateway; yields its base URL inside the sandbox."""
+    _check_listener(place, address)
+    if place.listener is None:
+        yield gateway.open(session, place.url_inside(gateway.port) if address is None else address.url)
+        return
+    async with gateway.listening(place.listener):
+        yield gateway.open(session, place.url_inside())
+
+
+def _record(name: str, end: Exit) -> dict[str, Any]:
+    return {
+        "name": name,
+        "exit_code": end.code,
+        "seconds": end.seconds,
+        "stdout": end.stdout[-_TAIL:],
+        "stderr": end.stderr[-_TAIL:],
+        "truncated": end.truncated or max(len(end.stdout), len(end.stderr)) > _TAIL,
+    }
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+
+def _wants_client(function: AgentFunction) -> bool:
+    """Whether the first parameter of an agent function is an OpenAI client.
+
+    Raises:
+        ConfigError: the function is not async or does not take two arguments, or ``openai`` is not installed.
+    """
+    expected = "async def agent(client, prompt), or async def agent(server, prompt)"
+    called = function if inspect.isroutine(function) else getattr(function, "func", function)
+    if not inspect.iscoroutinefunction(called) and not inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
+        raise ConfigError.of("function", function, expected)
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError.of("function", f"{function_name(function)}{signature}", expected) from None
+    if next(iter(signature.parameters)) != "client":
+        return False
+    try:
+        import openai  # noqa: F401 - a package of the user's
+    except ImportError as error:
+        text = f"function: {function_name(function)}{signature} takes a client; expected the package openai"
+        raise ConfigError(f'{text}: pip install openai, or name the parameter "server" ({error})') from error
+    return True
+
+
+@contextlib.asynccontextmanager
+async def _openai_client(server: ModelServer) -> AsyncIterator[Any]:
+    import openai
+
+    # Without TLS, whose context costs more than the rest of the client: the gateway is on loopback.
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    async with openai.AsyncOpenAI(
+        base_url=server.openai_url, api_key=server.api_key, http_client=http, timeout=None
+    ) as client:
+        yield client
+
+
+async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+def _without_log(prompt: Prompt) -> Prompt:
+    return prompt if prompt.turn_log is None else attrs.evolve(prompt, turn_log=None)
+
+
+def _returned(value: Any, name: str) -> dict[str, Any]:
+    """What an agent function returned, as metadata with a ``reward``."""
+    given = dict(value) if isinstance(value, Mapping) else {} if value is None else {"reward": value}
+    if given.get("reward") is not None:
+        given["reward"] = finite(given["reward"])
+        if given["reward"] is None:
+            raise GenerateFailure(f"agent {name}: got {shortened(value)}; expected a number, a dict or None")
+    return given

@@ -1,0 +1,21 @@
+"""Agents that are programs: how each is started for one task, with our model server as its only one."""
+
+from rollouts.programs.launchers.base import Launch, ModelServer, Program
+from rollouts.programs.launchers.claude_code import claude_code
+from rollouts.programs.launchers.codex import codex
+from rollouts.programs.launchers.mini_swe_agent import mini_swe_agent
+from rollouts.programs.launchers.opencode import opencode
+from rollouts.programs.launchers.qwen_code import qwen_code
+from rollouts.programs.launchers.script import script
+
+__all__ = [
+    "Launch",
+    "ModelServer",
+    "Program",
+    "claude_code",
+    "codex",
+    "mini_swe_agent",
+    "opencode",
+    "qwen_code",
+    "script",
+]

@@ -1,0 +1,88 @@
+"""Recipes whose agent is a program or an async function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from rollouts.dtypes import Endpoint, OnRewrite
+from rollouts.programs.gateway.address import PublicAddress
+from rollouts.programs.gateway.session import SessionLimits
+from rollouts.programs.gateway.tree import Training
+from rollouts.programs.generate import AgentFunction, generate_function_batch, generate_program_batch
+from rollouts.programs.launchers.base import Program
+from rollouts.programs.launchers.workspace import Workspace
+from rollouts.recipe import Recipe, assembled_recipe
+from rollouts.sandboxes.base import Sandbox
+
+__all__ = ["function_recipe", "program_recipe"]
+
+
+def program_recipe(
+    name: str,
+    endpoint: Endpoint,
+    program: Program,
+    prompts: Iterable[Any],
+    *,
+    sandbox: Sandbox,
+    gateway: PublicAddress | None = None,
+    workspace: Workspace | None = None,
+    limits: SessionLimits | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """A recipe whose agent is a program, started in a sandbox for each rollout.
+
+    Args:
+        name: name of the recipe.
+        endpoint: the model's endpoint.
+        program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``.
+        prompts: the data.
+        sandbox: this and the arguments down to ``context_window`` are those of
+            :func:`~rollouts.training.program_rollout_to_samples`.
+        **options: the other options of :func:`~rollouts.recipe.agent_recipe`; ``limits.max_calls`` replaces
+            ``max_turns``.
+
+    Raises:
+        ConfigError: an argument is unknown or wrong; the message names it.
+    """
+    bound = _given(
+        gateway=gateway, workspace=workspace, limits=limits, training=training, context_window=context_window
+    )
+    generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
+    return assembled_recipe(program_recipe, name, endpoint, generate_fn, prompts, **options)
+
+
+def function_recipe(
+    name: str,
+    endpoint: Endpoint,
+    function: AgentFunction,
+    prompts: Iterable[Any],
+    *,
+    limits: SessionLimits | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """A recipe whose agent is an async function of yours; see :func:`program_recipe`.
+
+    Args:
+        name: name of the recipe.
+        endpoint: the model's endpoint.
+        function: ``async def agent(client, prompt)``; see :func:`~rollouts.training.function_rollout_to_samples`.
+        prompts: the data.
+        limits: this and the arguments down to ``context_window`` are those of that function.
+        **options: the other options of :func:`~rollouts.recipe.agent_recipe`.
+    """
+    bound = _given(limits=limits, training=training, context_window=context_window)
+    generate_fn = functools.partial(generate_function_batch, function=function, history=history, **bound)
+    return assembled_recipe(function_recipe, name, endpoint, generate_fn, prompts, **options)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that are not ``None``; the function that takes them has the defaults."""
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,108 @@
+"""The dialect of Gemma 4: ``key:value`` pairs, with a special token as quotation mark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollouts.dtypes import Tool, ToolCall
+from rollouts.renderer.dialects.base import BlockDialect
+from rollouts.renderer.dialects.json import MalformedCallError, json_prefix, unclosed, unreadable
+
+__all__ = ["Gemma"]
+
+_QUOTE = '<|"|>'
+_HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<]+)(?P<arguments>\{|<\|\"\|>)?")
+_KEY = re.compile(r'\s*(?:<\|"\|>(?P<quoted>.*?)<\|"\|>|(?P<bare>[^\s:,{}\[\]<>"]+))\s*:', re.DOTALL)
+_MAX_DEPTH = 100
+
+
+class Gemma(BlockDialect):
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>``; bare keys, quoted strings."""
+
+    name = "gemma"
+    marks = ("<|tool_call>",)
+    block = re.compile(r"<\|tool_call>(?P<body>.*?)(?:(?P<close><tool_call\|>)|(?=<\|tool_call>)|\Z)", re.DOTALL)
+    reasoning = ("<|channel>thought", "<channel|>")
+
+    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
+        body = block["body"]
+        head = _HEAD.match(body)
+        name = head["name"] if head else ""
+        try:
+            if block["close"] is None:
+                return [unclosed(block[0], "<tool_call|>", name)]
+            if head is None:
+                raise MalformedCallError("call:name must follow <|tool_call>", "no_name")
+            if head["arguments"] is None:
+                raise MalformedCallError("the arguments are missing; write {} when the tool takes none", "no_arguments")
+            if head["arguments"] == _QUOTE:
+                raise MalformedCallError("the arguments are a string; write {key:value}", "string_arguments")
+            arguments, end = _value(body, head.end() - 1, 0)
+            if body[end:].strip():
+                raise MalformedCallError("nothing may stand between the arguments and <tool_call|>", "bad_arguments")
+        except MalformedCallError as error:
+            return [unreadable(block[0], error, name)]
+        return [ToolCall(name, arguments, raw=block[0])]
+
+
+def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    """Parse the value that begins at ``at``; return it with its end position."""
+    at = _skip(text, at)
+    if depth > _MAX_DEPTH:
+        raise MalformedCallError(f"the arguments are nested deeper than {_MAX_DEPTH}", "bad_arguments")
+    if text.startswith(_QUOTE, at):
+        end = text.find(_QUOTE, at + len(_QUOTE))
+        if end < 0:
+            raise MalformedCallError(f"{_QUOTE} is missing behind a string", "bad_arguments")
+        return text[at + len(_QUOTE) : end], end + len(_QUOTE)
+    if text.startswith("{", at):
+        return _fields(text, at + 1, depth + 1)
+    if text.startswith("[", at):
+        return _items(text, at + 1, depth + 1)
+    if text.startswith('"', at):
+        raise MalformedCallError(f"strings stand between {_QUOTE}, not between quotation marks", "bad_arguments")
+    try:
+        return json_prefix(text, at)  # a number, true, false, null
+    except MalformedCallError as error:
+        shown = re.match(r"[^,}\]]*", text[at : at + 40])
+        reason = f"{shown[0] if shown else ''!r} is no value: strings stand between {_QUOTE}"
+        raise MalformedCallError(reason, "bad_arguments") from error
+
+
+def _fields(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    fields: dict[str, Any] = {}
+    while not text.startswith("}", at := _skip(text, at)):
+        if fields:
+            at = _comma(text, at, "}")
+        key = _KEY.match(text, at)
+        if key is None:
+            raise MalformedCallError("an argument is written key:value", "bad_arguments")
+        name = key["bare"] if key["quoted"] is None else key["quoted"]
+        if name in fields:
+            raise MalformedCallError(f'the key "{name}" is given more than once', "bad_arguments")
+        fields[name], at = _value(text, key.end(), depth)
+    return fields, at + 1
+
+
+def _items(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    items: list[Any] = []
+    while not text.startswith("]", at := _skip(text, at)):
+        if items:
+            at = _comma(text, at, "]")
+        item, at = _value(text, at, depth)
+        items.append(item)
+    return items, at + 1
+
+
+def _comma(text: str, at: int, closing: str) -> int:
+    if not text.startswith(",", at):
+        raise MalformedCallError(f"a comma or {closing} must follow a value", "bad_arguments")
+    return at + 1
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at

@@ -1,0 +1,92 @@
+"""Rule-based rewards: compare the final answer of a reply with the label.
+
+Invariant: a label that cannot be compared is a :class:`RewardFailure`, because no reply could be correct. Each function
+is a ``reward_fn``; bind options with ``partial``.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+
+from rollouts.errors import RewardFailure, shortened
+from rollouts.rewards.answers import decimal, final_answer, final_choice, final_number, final_reply
+from rollouts.training.types import Sample
+
+__all__ = ["exact_match", "f1_score", "multiple_choice", "numeric_match", "references"]
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def exact_match(sample: Sample, *, loose: bool = True) -> float:
+    """1.0 if the final answer equals one of the label's texts, else 0.0.
+
+    Args:
+        sample: its last reply is compared.
+        loose: ignore case, punctuation, articles and repeated spaces.
+    """
+    answer = final_answer(final_reply(sample))
+    wanted = references(sample)
+    if loose:
+        # A text of punctuation only is compared unchanged: all such texts would normalize to "".
+        answer, wanted = _plain(answer) or answer, [_plain(text) or text for text in wanted]
+    return float(answer in wanted)
+
+
+def numeric_match(sample: Sample, *, absolute: float = 0.0, relative: float = 0.0) -> float:
+    """1.0 if the final number differs from the label by at most ``max(absolute, relative * |label|)``, else 0.0."""
+    number = final_number(final_reply(sample))
+    wanted = _number(sample)
+    if number is None:
+        return 0.0
+    return float(abs(number - wanted) <= max(Decimal(str(absolute)), Decimal(str(relative)) * abs(wanted)))
+
+
+def multiple_choice(sample: Sample, *, letters: str = "ABCDEFGHIJ") -> float:
+    """1.0 if the letter that the reply chooses is the label, else 0.0."""
+    wanted = str(sample.label).strip().strip("().").upper()
+    if wanted not in letters or len(wanted) != 1:
+        raise RewardFailure(f"label: got {shortened(sample.label)}; expected one letter of {letters}")
+    return float(final_choice(final_reply(sample), letters) == wanted)
+
+
+def f1_score(sample: Sample) -> float:
+    """Word-level F1 of the final answer, between 0 and 1; the maximum over the label's texts."""
+    words = _plain(final_answer(final_reply(sample))).split()
+    return max(_f1(words, _plain(text).split()) for text in references(sample))
+
+
+def references(sample: Sample) -> list[str]:
+    """Return the label as a list of texts, each of them a correct answer.
+
+    Raises:
+        RewardFailure: the label is ``None`` or empty, or one of its texts is.
+    """
+    label = sample.label
+    several = isinstance(label, Sequence) and not isinstance(label, str | bytes)
+    texts = [str(text).strip() for text in label] if several else [str(label).strip()]
+    if label is None or not texts or not all(texts):
+        raise RewardFailure(f"label: got {shortened(label)}; expected a text, or several")
+    return texts
+
+
+def _number(sample: Sample) -> Decimal:
+    number = decimal(str(sample.label))
+    if number is None or isinstance(sample.label, bool):
+        raise RewardFailure(f"label: got {shortened(sample.label)}; expected a number")
+    return number
+
+
+def _plain(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _f1(words: list[str], wanted: list[str]) -> float:
+    if not words or not wanted:
+        return float(words == wanted)
+    common = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted))

@@ -1,0 +1,263 @@
+"""Every dialect: the same calls in its notation, and malformed calls."""
+
+import ast
+import json
+import re
+import time
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from rollouts.dtypes import Message, ToolCall
+from rollouts.renderer import Renderer
+from rollouts.renderer.dialects import DIALECTS, get_dialect
+from tests.dialects import MALFORMED, TOOLS, WRITTEN
+
+LISTS = {"granite", "hunyuan", "apriel", "apertus", "nemotron_v2", "phi4_mini", "command_r", "command_r7b", "xlam"}
+"""Dialects whose parallel calls are one JSON value, and ``minimax_m1``, whose block ends after all of them."""
+LISTS |= {"minimax_m1"}
+CLOSED = sorted(
+    set(WRITTEN)
+    - {"llama_json", "llama_pythonic", "mistral", "granite", "harmony", "phi4_mini", "gigachat", "xlam", "granite_20b"}
+    - {"functionary_v3_2"}
+)
+"""Dialects whose calls have a closing mark."""
+
+
+def brief(calls):
+    return [(call.name, dict(call.arguments), call.error) for call in calls]
+
+
+BOTH = [("weather", {"city": "Köln", "days": 2}, None), ("now", {}, None)]
+
+
+def test_every_dialect_with_calls_is_in_the_table() -> None:
+    """This test fails if a new dialect is not tested."""
+    assert set(WRITTEN) == set(DIALECTS) - {"plain"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_two_calls_in_order(name: str) -> None:
+    """Names, typed arguments, no error, nothing left as content."""
+    reply = get_dialect(name).parse(WRITTEN[name], tools=TOOLS)
+    assert brief(reply.tool_calls) == BOTH
+    assert reply.content == ""
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama_pythonic", "functionary_v3_2", "solar"}))
+def test_text_around_the_calls_is_content(name: str) -> None:
+    """Before and after them."""
+    reply = get_dialect(name).parse(f"Let me look.\n\n{WRITTEN[name]}\nWait.", tools=TOOLS)
+    assert (brief(reply.tool_calls), reply.content) == (BOTH, "Let me look.\nWait.")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("llama_json", "Sure. <|python_tag|>", " There."),
+        ("solar", "<|content|>Sure.<|end|><|begin|>assistant", "<|calls|> There."),
+        ("functionary_v3_2", "all\nSure.>>>", ">>>all\nThere."),
+        ("llama_pythonic", "Sure. <|python_start|>", "<|python_end|> There."),
+        ("harmony", "<|channel|>final<|message|>Sure.<|end|><|start|>assistant", "<|call|> There."),
+    ],
+)
+def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
+    """A list in Python syntax is at the start of the reply or after its tag; others are messages of their own."""
+    reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS, reasoning_open=False)
+    assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony"}))
+@pytest.mark.parametrize("opened", [None, True])
+def test_calls_drafted_in_a_thought_are_no_calls(name: str, opened: bool | None) -> None:
+    """With the marks of every dialect."""
+    opening, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
+    for start in ("", opening):
+        reply = get_dialect(name).parse(f"{start}{WRITTEN[name]}{closing}\n\nNo.", tools=TOOLS, reasoning_open=opened)
+        assert (reply.tool_calls, reply.content, reply.reasoning) == ((), "No.", WRITTEN[name])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_that_is_cut_anywhere_is_never_valid(name: str) -> None:
+    """The cut last call is malformed or absent, and the first call stays valid; but none of a cut list is valid."""
+    whole = WRITTEN[name]
+    left = [] if name in LISTS else ["weather"]
+    for end in range(whole.index("now") + 3, len(whole)):
+        calls = get_dialect(name).parse(whole[:end], tools=TOOLS).tool_calls
+        assert [call.name for call in calls if call.error is None] in (left, ["weather", "now"])
+        assert all(call.error is None or call.raw for call in calls)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_call_without_its_closing_mark_is_malformed(name: str) -> None:
+    """Cut inside the first call: one malformed call whose error names the missing mark."""
+    cut = WRITTEN[name][: WRITTEN[name].index("2") + 1]
+    (call,) = get_dialect(name).parse(cut, tools=TOOLS).tool_calls
+    assert "is missing" in (call.error or "")
+    assert (call.name, dict(call.arguments)) == ("weather", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault", "words"), [(name, *case) for name, cases in MALFORMED.items() for case in cases]
+)
+def test_broken_calls_are_malformed_with_a_reason(name: str, text: str, fault: str, words: str) -> None:
+    """One call with an error message, the kind of fault, and no arguments."""
+    (call,) = get_dialect(name).parse(text, tools=TOOLS).tool_calls
+    assert words in (call.error or "")
+    assert call.fault == fault
+    assert dict(call.arguments) == {}
+
+
+def test_ids_are_kept_where_the_dialect_has_them() -> None:
+    """Kimi's, Solar's and Mistral's; the others leave the id to the agent loop."""
+    ids = {name: [call.id for call in DIALECTS[name].parse(text).tool_calls] for name, text in WRITTEN.items()}
+    assert ids.pop("kimi_k2") == ["functions.weather:0", "functions.now:1"]
+    assert ids.pop("solar") == ["a1", "a2"]
+    assert all(call_ids == ["", ""] for call_ids in ids.values())
+    nemo = '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]'
+    assert [call.id for call in DIALECTS["mistral"].parse(nemo).tool_calls] == ["abcdefghi"]
+    small = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
+    assert [call.id for call in DIALECTS["mistral"].parse(small).tool_calls] == ["abcdefghi"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "text", "value"),
+    [
+        ("city", "12", "12"),
+        ("city", "a\nb", "a\nb"),
+        ("city", "x</parameter>y", "x</parameter>y"),
+        ("tags", '["a"]', ["a"]),
+        ("unit", "null", None),
+        ("unit", "5", "5"),
+        ("free", "5", 5),
+        ("free", "five", "five"),
+        ("unknown", "5", "5"),
+    ],
+)
+def test_values_without_quotes_take_their_type_from_the_schema(argument: str, text: str, value: object) -> None:
+    """Text if the schema allows a string or does not list the argument, otherwise JSON."""
+    written = f"<tool_call><function=weather><parameter={argument}>\n{text}\n</parameter></function></tool_call>"
+    (call,) = get_dialect("qwen3_coder").parse(written, tools=TOOLS).tool_calls
+    assert (call.error, call.arguments[argument] if not call.error else None) == (None, value)
+
+
+def test_an_answer_in_json_is_no_llama_call() -> None:
+    """Only an object that begins with a name is a call."""
+    reply = get_dialect("llama_json").parse('{"answer": 5}')
+    assert (reply.content, reply.tool_calls) == ('{"answer": 5}', ())
+
+
+LITERALS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@hypothesis.given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LITERALS, max_size=4))
+def test_literals_are_read_as_python_reads_them(arguments: dict[str, object]) -> None:
+    """The ``repr`` of any plain value parses as with ``ast.literal_eval``."""
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]", reasoning_open=False)  # a text may close one
+    expected = {name: ast.literal_eval(repr(value)) for name, value in arguments.items()}
+    assert brief(reply.tool_calls) == [("f", expected, None), ("g", {}, None)]
+
+
+def gemma_text(value: object) -> str:
+    """A value in Gemma's notation."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f'<|"|>{key}<|"|>:{gemma_text(inner)}' for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma_text, value)) + "]"
+    return json.dumps(value)
+
+
+@hypothesis.given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LITERALS, max_size=4))
+def test_what_is_written_in_gemmas_notation_is_read_back(arguments: dict[str, object]) -> None:
+    """Any plain values, nested in any way, with any text but the marks in the strings."""
+    hypothesis.assume("<|" not in repr(arguments))
+    written = ",".join(f"{name}:{gemma_text(value)}" for name, value in arguments.items())
+    reply = get_dialect("gemma").parse(f"<|tool_call>call:f{{{written}}}<tool_call|>")
+    assert brief(reply.tool_calls) == [("f", arguments, None)]
+
+
+def test_harmony_channels() -> None:
+    """Analysis is reasoning, final is content, and a call in the analysis is no call."""
+    text = '<|channel|>analysis<|message|>I call {"a"}<|end|><|start|>assistant<|channel|>final<|message|>Three.'
+    reply = get_dialect("harmony").parse(text)
+    assert (reply.reasoning, reply.content, reply.tool_calls) == ('I call {"a"}', "Three.", ())
+
+
+FAMILIES = {
+    "Qwen-Qwen3-0.6B": "qwen3",
+    "Qwen3-Coder": "qwen3",
+    "Qwen3.5-4B": "qwen3",
+    "GLM-4.6": "qwen3",
+    "ibm-granite-granite-4.0": "qwen3",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
+    "deepseek-ai-DeepSeek-V3.1": "deepseek_v3",
+    "deepseek-ai-DeepSeek-V3.2": "deepseek_v3",
+    "openai-gpt-oss-120b": "gptoss",
+}
+
+
+@pytest.mark.parametrize("template", FAMILIES)
+def test_what_the_template_writes_is_read_back(template: str, tokenizer, chat_template) -> None:
+    """The real template renders a call in the history; its dialect parses the same name and arguments."""
+    renderer = Renderer(tokenizer(FAMILIES[template]), chat_template=chat_template(template))
+    arguments = {"city": 'Köln "x"', "days": 2, "tags": ["a", "b"]}
+    chat = [Message("user", "QUESTION"), Message("assistant", tool_calls=(ToolCall("weather", arguments, id="c"),))]
+    text = renderer.decode(renderer.opening([*chat, Message("tool", "R", tool_call_id="c", name="weather")], TOOLS))
+    marker = "<|start|>assistant" if "gpt-oss" in template else "QUESTION"
+    reply = renderer.dialect.parse(text[text.index(marker) + len(marker) :], tools=TOOLS)
+    assert ("weather", arguments, None) in brief(reply.tool_calls)
+
+
+MARKED = sorted(name for name, dialect in DIALECTS.items() if getattr(dialect, "marks", ()))
+PIECES = sorted({piece for name in MARKED for piece in re.findall(r"[<\[{][^<>\]]*[>\]]?|\w+", WRITTEN[name])})
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_looking_for_the_marks_first_changes_nothing(name: str) -> None:
+    """For any text, the result equals that of the same dialect without ``marks``."""
+    dialect = DIALECTS[name]
+    kind = type(dialect)
+    whole = type("Whole", (kind,), {"block": kind.block})()
+    assert (whole.marks, bool(dialect.marks)) == ((), True)
+    own = [piece for piece in PIECES if piece in WRITTEN[name]]
+
+    @hypothesis.given(st.lists(st.sampled_from([*dialect.marks, *own, *PIECES, "<think>", "</think>", "\n"])))
+    def play(pieces: list[str]) -> None:
+        text = "".join(pieces)
+        for opened in (None, True, False):
+            replies = [parser.parse(text, tools=TOOLS, reasoning_open=opened) for parser in (dialect, whole)]
+            assert replies[0] == replies[1]
+
+    play()
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_a_reply_that_repeats_one_mark_is_read_in_linear_time(name: str) -> None:
+    """Models fall into loops: 100,000 characters of one mark are parsed quickly."""
+    marks = ["<think>", "<think></think>", "<tool_call>", "<parameter=a>", "<arg_key>", "[TOOL_CALLS]", "<|channel|>"]
+    marks += [
+        "<|tool_call>",
+        "<|tool_call>call:f{",
+        '<|"|>',
+        "<｜tool▁call▁begin｜>",
+        "<|tool_call_begin|>",
+        '<invoke name="a">',
+        "<|message|>",
+        "{",
+        "[",
+        " ",
+        "<",
+    ]
+    begun = time.process_time()
+    for mark in marks:
+        for start in ("", "<tool_call><function=a>", "<|python_tag|>", "[TOOL_CALLS]"):
+            get_dialect(name).parse(start + mark * (100_000 // len(mark)))
+    assert time.process_time() - begun < 10.0

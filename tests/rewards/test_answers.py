@@ -1,0 +1,75 @@
+"""The final answer of a reply."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from rollouts.rewards.answers import boxed, decimal, final_answer, final_choice, final_reply
+from rollouts.training import Sample
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\\boxed{1} and \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed {3}", "3"),
+        ("\\boxed{4} then \\boxed{5", "4"),
+        ("\\boxed{", None),
+        ("none", None),
+    ],
+)
+def test_the_last_closed_box(text: str, expected: str | None) -> None:
+    """Braces are balanced; a box that was cut off is none."""
+    assert boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so <answer> (1 + 2) </answer> \\boxed{9}", "(1 + 2)"),
+        ("so \\boxed{9}. The answer is 8", "9"),
+        ("The answer is Paris.\nReally.", "Paris."),
+        ("Answer: B", "B"),
+        ("  Paris ", "Paris"),
+    ],
+)
+def test_the_final_answer(text: str, expected: str) -> None:
+    """Tags before boxes before words; without any mark the whole text."""
+    assert final_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is (C).", "C"),
+        ("\\boxed{\\text{D}}", "D"),
+        ("**B**", "B"),
+        ("A", "A"),
+        ("It must be B, since B fits.", "B"),
+        ("A or B, I cannot tell", None),
+        ("The answer is Berlin", None),
+        ("Answer: none", None),
+        ("Because C's value is high", None),
+    ],
+)
+def test_the_choice(text: str, expected: str | None) -> None:
+    """The marked letter, or the only one that stands alone; a word that begins with a letter is no choice."""
+    assert final_choice(text, "ABCD") == expected
+
+
+def test_the_final_reply_is_the_last_of_the_assistant_without_its_thoughts() -> None:
+    """Later tool results are ignored; without messages, the response is used."""
+    messages = [{"role": "assistant", "content": "<think>7</think>\n8"}, {"role": "tool", "content": "9"}]
+    assert final_reply(Sample(messages=messages)) == "8"
+    assert final_reply(Sample(response="10")) == "10"
+    assert final_reply(Sample(messages=[{"role": "user", "content": "?"}], response="10")) == ""
+
+
+def test_numbers_as_people_write_them() -> None:
+    """Exactly, and only finite ones."""
+    assert decimal(" $1,250.50 ") == Decimal("1250.50")
+    assert decimal("NaN") is None
+    assert decimal("many") is None
